@@ -1,0 +1,1 @@
+"""The single controller. Holds references, never tensors."""

@@ -1,0 +1,1 @@
+"""RL algorithms: one short function each."""

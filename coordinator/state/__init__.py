@@ -1,0 +1,1 @@
+"""Where the coordinator keeps what must outlive it."""

@@ -1,0 +1,1 @@
+"""Numbers: models, losses, rollout, weights. Knows no gRPC, no Redis and no recipe."""

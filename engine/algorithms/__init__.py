@@ -1,0 +1,1 @@
+"""Closed formulas of RL post-training, each with its source."""

@@ -1,0 +1,372 @@
+"""Ragged, columnar batches of trajectories.
+
+Nothing here is padded. Shape letters: B rows, N all completion tokens of the batch,
+S all tokens (prompt and completion) of the batch. Alignment: `values[t]`, `logprobs[t]`,
+`rewards[t]` belong to the state before completion token t.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_BYTES = 64
+"""Every array of a payload begins on a cache line, so that it can be viewed in place."""
+
+
+class ColumnKind(enum.Enum):
+    """How the values of a column relate to rows."""
+
+    ROW = "row"
+    """One value a row."""
+    SEQUENCE = "sequence"
+    """One value for each token of prompt and completion."""
+    COMPLETION = "completion"
+    """One value for each completion token."""
+    TEXT = "text"
+    """UTF-8 bytes of a row."""
+
+
+class ColumnMissingError(ValueError):
+    """An experience lacks a column that a computation needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One packed column.
+
+    Attributes:
+        kind: how values relate to rows.
+        values: 1-D, contiguous, on the CPU or a device.
+        offsets: int64 [B + 1] for every kind but ROW: row b owns
+            values[offsets[b]:offsets[b + 1]]. None for ROW.
+    """
+
+    kind: ColumnKind
+    values: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 1:
+            raise ValueError(
+                f"column values have {self.values.dim()} dimensions: pack them into one"
+            )
+        if (self.kind is ColumnKind.ROW) != (self.offsets is None):
+            raise ValueError(f"a {self.kind.value} column and its offsets do not go together")
+        if self.offsets is None:
+            return
+        if self.offsets.dtype != torch.int64 or self.offsets.dim() != 1 or len(self.offsets) < 1:
+            raise ValueError("offsets must be int64 and one-dimensional, with B + 1 entries")
+        if int(self.offsets[0]) != 0 or int(self.offsets[-1]) != len(self.values):
+            raise ValueError(
+                f"offsets run from {int(self.offsets[0])} to {int(self.offsets[-1])}, but must "
+                f"run from 0 to the number of values, {len(self.values)}"
+            )
+        if bool((self.offsets[1:] < self.offsets[:-1]).any()):
+            raise ValueError("offsets decrease: row lengths must not be negative")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the column."""
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and offsets."""
+        offsets = 0 if self.offsets is None else self.offsets.nbytes
+        return self.values.nbytes + offsets
+
+    def lengths(self) -> torch.Tensor:
+        """int64 [B], values in each row (1 for a ROW column)."""
+        if self.offsets is None:
+            return torch.ones(len(self.values), dtype=torch.int64)
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def select(self, rows: torch.Tensor) -> Column:
+        """The given rows in the given order; rows is int64 [K]."""
+        if self.offsets is None:
+            return Column(self.kind, self.values[rows])
+        lengths = self.lengths()[rows]
+        offsets = offsets_of(lengths)
+        starts = self.offsets[:-1][rows] - offsets[:-1]
+        index = torch.arange(int(offsets[-1])) + torch.repeat_interleave(starts, lengths)
+        return Column(self.kind, self.values[index], offsets)
+
+    def slice(self, start: int, stop: int) -> Column:
+        """Rows start..stop-1 as a view."""
+        if self.offsets is None:
+            return Column(self.kind, self.values[start:stop])
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return Column(self.kind, self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    def rows(self) -> Iterator[torch.Tensor]:
+        """The values of each row, as views."""
+        if self.offsets is None:
+            yield from self.values.unbind()
+            return
+        edges = self.offsets.tolist()
+        for first, last in zip(edges, edges[1:], strict=False):
+            yield self.values[first:last]
+
+    @staticmethod
+    def concat(columns: Sequence[Column]) -> Column:
+        """Stacks the rows of columns of one kind and dtype."""
+        kinds = {(column.kind, column.values.dtype) for column in columns}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"columns of different kinds cannot be stacked: {sorted(map(str, kinds))}"
+            )
+        values = torch.cat([column.values for column in columns])
+        if columns[0].offsets is None:
+            return Column(columns[0].kind, values)
+        lengths = torch.cat([column.lengths() for column in columns])
+        return Column(columns[0].kind, values, offsets_of(lengths))
+
+    @staticmethod
+    def ragged(
+        kind: ColumnKind, rows: Sequence[Sequence[float] | torch.Tensor], dtype: torch.dtype
+    ) -> Column:
+        """Packs one list or tensor a row."""
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
+        values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        return Column(kind, values, offsets_of(lengths))
+
+    @staticmethod
+    def text(rows: Sequence[str]) -> Column:
+        """Packs strings as UTF-8."""
+        encoded = [row.encode() for row in rows]
+        lengths = torch.tensor([len(row) for row in encoded], dtype=torch.int64)
+        joined = bytearray(b"".join(encoded))
+        values = (
+            torch.frombuffer(joined, dtype=torch.uint8)
+            if joined
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return Column(ColumnKind.TEXT, values, offsets_of(lengths))
+
+    def strings(self) -> list[str]:
+        """The rows of a TEXT column."""
+        if self.kind is not ColumnKind.TEXT:
+            raise ValueError(f"a {self.kind.value} column holds no text")
+        return [bytes(row.tolist()).decode() for row in self.rows()]
+
+
+class Experience:
+    """A batch of trajectories: named columns over the same rows.
+
+    Immutable by convention: methods return new batches that share storage where they can.
+
+    Example: two trajectories, prompt lengths 2 and 1, completion lengths 1 and 3::
+
+        Experience({
+            "tokens": Column(SEQUENCE, tensor([5, 6, 7, 8, 9, 10, 11]), tensor([0, 3, 7])),
+            "prompt_lengths": Column(ROW, tensor([2, 1])),
+            "logprobs": Column(COMPLETION, tensor([-.1, -.2, -.3, -.4]), tensor([0, 1, 4])),
+        })
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        if not columns:
+            raise ValueError("an experience needs at least one column")
+        counts = {name: column.num_rows for name, column in columns.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"columns disagree on the number of rows: {counts}")
+        self._columns = dict(columns)
+        self.num_rows = next(iter(counts.values()))
+        self._check_token_counts()
+
+    def _check_token_counts(self) -> None:
+        """Completion columns must agree with each other and with tokens and prompt_lengths."""
+        expected: tuple[str, torch.Tensor] | None = None
+        if "tokens" in self._columns and "prompt_lengths" in self._columns:
+            lengths = self._columns["tokens"].lengths() - self._columns["prompt_lengths"].values
+            expected = ("tokens - prompt_lengths", lengths)
+        for name, column in self._columns.items():
+            if column.kind is not ColumnKind.COMPLETION:
+                continue
+            if expected is None:
+                expected = (name, column.lengths())
+            elif not torch.equal(expected[1], column.lengths()):
+                raise ValueError(
+                    f"column {name!r} and {expected[0]!r} disagree on completion lengths"
+                )
+
+    def __getitem__(self, name: str) -> Column:
+        """The column of that name; raises ColumnMissingError."""
+        try:
+            return self._columns[name]
+        except KeyError:
+            raise ColumnMissingError(
+                f"column {name!r} is missing; the experience has {sorted(self._columns)}: "
+                "call the role that produces it first"
+            ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"Experience(rows={self.num_rows}, columns={sorted(self._columns)})"
+
+    def __or__(self, other: Experience) -> Experience:
+        """Joins columns over the same rows; a column of `other` replaces one of the same name."""
+        if self.num_rows != other.num_rows:
+            raise ValueError(f"cannot join {self.num_rows} rows with {other.num_rows} rows")
+        return Experience({**self._columns, **other.columns})
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """All columns by name."""
+        return self._columns
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(column.num_bytes for column in self._columns.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and completions, 0 without a tokens column."""
+        return len(self._columns["tokens"].values) if "tokens" in self._columns else 0
+
+    def require(self, names: Iterable[str]) -> Experience:
+        """Only the named columns, in that order; raises ColumnMissingError."""
+        return Experience({name: self[name] for name in names})
+
+    def select(self, rows: torch.Tensor) -> Experience:
+        """The given rows in the given order; rows is int64 [K]."""
+        return Experience({name: column.select(rows) for name, column in self._columns.items()})
+
+    def slice(self, start: int, stop: int) -> Experience:
+        """Rows start..stop-1, sharing storage."""
+        return Experience(
+            {name: column.slice(start, stop) for name, column in self._columns.items()}
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[Experience]) -> Experience:
+        """Stacks the rows of batches with the same columns."""
+        names = list(batches[0].columns)
+        return Experience(
+            {name: Column.concat([batch[name] for batch in batches]) for name in names}
+        )
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [B + 1]: running sum of int64 [B] lengths, beginning with 0."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+# --- payload: one run of bytes, for shared memory and for streams --------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLayout:
+    """Where one column lies in a payload."""
+
+    name: str
+    kind: ColumnKind
+    dtype: torch.dtype
+    num_values: int
+    values_at: int
+    """Byte offset of the packed values."""
+    offsets_at: int | None
+    """Byte offset of the int64 [B + 1] offsets, None for ROW."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadLayout:
+    """Where every column of a batch lies in one run of bytes."""
+
+    num_rows: int
+    columns: tuple[ColumnLayout, ...]
+    num_bytes: int
+
+
+def payload_layout(batch: Experience) -> PayloadLayout:
+    """Lays the columns out one after another, each array on a 64-byte boundary."""
+    at = 0
+
+    def place(num_bytes: int) -> int:
+        nonlocal at
+        here = at
+        at = -(-(at + num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return here
+
+    columns = []
+    for name, column in batch.columns.items():
+        offsets_at = None if column.offsets is None else place(column.offsets.nbytes)
+        columns.append(
+            ColumnLayout(
+                name=name,
+                kind=column.kind,
+                dtype=column.values.dtype,
+                num_values=len(column.values),
+                offsets_at=offsets_at,
+                values_at=place(column.values.nbytes),
+            )
+        )
+    return PayloadLayout(batch.num_rows, tuple(columns), at)
+
+
+def write_payload(batch: Experience, layout: PayloadLayout, buffer: memoryview) -> None:
+    """Copies the batch into a writable buffer of layout.num_bytes bytes."""
+    if layout.num_bytes == 0:
+        return
+    target = torch.frombuffer(buffer, dtype=torch.uint8)
+    for column_layout in layout.columns:
+        column = batch[column_layout.name]
+        _write(target, column_layout.values_at, column.values)
+        if column.offsets is not None and column_layout.offsets_at is not None:
+            _write(target, column_layout.offsets_at, column.offsets)
+
+
+def _write(target: torch.Tensor, at: int, values: torch.Tensor) -> None:
+    source = values.detach().cpu().contiguous().view(torch.uint8)
+    target[at : at + source.numel()].copy_(source)
+
+
+def read_payload(layout: PayloadLayout, payload: torch.Tensor) -> Experience:
+    """Views a payload as a batch, without a copy.
+
+    Args:
+        layout: where the columns lie.
+        payload: uint8 [layout.num_bytes]; the batch keeps it alive.
+
+    Raises:
+        ValueError: the layout reaches beyond the payload or is not aligned.
+    """
+    return Experience(
+        {
+            column.name: Column(
+                column.kind,
+                _view(payload, column.name, column.values_at, column.num_values, column.dtype),
+                None
+                if column.offsets_at is None
+                else _view(
+                    payload, column.name, column.offsets_at, layout.num_rows + 1, torch.int64
+                ),
+            )
+            for column in layout.columns
+        }
+    )
+
+
+def _view(
+    payload: torch.Tensor, name: str, at: int, num_values: int, dtype: torch.dtype
+) -> torch.Tensor:
+    stop = at + num_values * dtype.itemsize
+    if num_values < 0 or at < 0 or at % ALIGNMENT_BYTES or stop > payload.numel():
+        raise ValueError(
+            f"column {name!r} claims bytes {at} to {stop} of a payload of {payload.numel()} bytes: "
+            "bytes and shape do not fit"
+        )
+    return payload[at:stop].view(dtype)

@@ -1,0 +1,1 @@
+"""Rewards that rolemesh brings along."""

@@ -1,0 +1,1 @@
+"""Sampling back ends behind one interface."""

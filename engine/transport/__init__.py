@@ -1,0 +1,1 @@
+"""Ways for tensors to travel between processes."""

@@ -1,0 +1,1 @@
+"""Weights on their way: manifest, checkpoint, export."""

@@ -1,0 +1,1 @@
+"""The roles as processes that serve rolemesh.v1."""

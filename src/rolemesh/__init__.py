@@ -1,0 +1,1 @@
+"""rolemesh: RL post-training of language models as a mesh of model services."""

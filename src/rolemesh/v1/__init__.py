@@ -1,0 +1,1 @@
+"""Generated from protos/rolemesh/v1 by `make protos`. Do not edit."""
