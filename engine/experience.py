@@ -8,6 +8,7 @@ S all tokens (prompt and completion) of the batch. Alignment: `values[t]`, `logp
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,7 @@ class Column:
             yield from self.values.unbind()
             return
         edges = self.offsets.tolist()
-        for first, last in zip(edges, edges[1:], strict=False):
+        for first, last in itertools.pairwise(edges):
             yield self.values[first:last]
 
     @staticmethod
