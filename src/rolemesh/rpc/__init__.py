@@ -1,0 +1,1 @@
+"""The hand-written half of the wire: policies, channels, errors, raw payload streams."""
