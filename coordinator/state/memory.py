@@ -1,0 +1,182 @@
+"""A store in the coordinator's own memory, for unit tests: nothing outlives the process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rolemesh.coordinator.state.store import (
+    JournalEntry,
+    MetricEntry,
+    QueueItem,
+    RunExistsError,
+    RunNotFoundError,
+    RunRecord,
+    ServiceLease,
+    StaleEpochError,
+    StateStore,
+    check_run_changes,
+    newest_first,
+)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A queue item and who has it."""
+
+    payload: bytes
+    consumer: str = ""
+    claimed_at: float = 0.0
+    num_deliveries: int = 0
+
+
+class MemoryStateStore(StateStore):
+    """Dictionaries behind the contract.
+
+    No method awaits anything between reading and writing, so each is atomic on the loop.
+    """
+
+    url = "memory:"
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._services: dict[tuple[str, str], ServiceLease] = {}
+        self._runs: dict[str, RunRecord] = {}
+        self._epochs: dict[str, int] = {}
+        self._journals: dict[str, dict[str, JournalEntry]] = {}
+        self._metrics: dict[str, list[MetricEntry]] = {}
+        self._queues: dict[str, dict[str, _Pending]] = {}
+        self._next_id = 0
+
+    async def ping(self) -> None:
+        """Memory always answers."""
+
+    async def close(self) -> None:
+        """Nothing to let go."""
+
+    def _make_id(self) -> str:
+        # Fixed width, so that ids order as text: consumers compare them with after_id.
+        self._next_id += 1
+        return f"{self._next_id:020d}"
+
+    def _check_epoch(self, run_id: str, epoch: int) -> None:
+        current = self._epochs.get(run_id, 0)
+        if epoch < current:
+            raise StaleEpochError(run_id, epoch, current)
+
+    async def register_service(self, lease: ServiceLease, ttl_s: float) -> ServiceLease:
+        """Enters or renews a service."""
+        entered = dataclasses.replace(lease, lease_until=self._clock() + ttl_s)
+        self._services[lease.role, lease.address] = entered
+        return entered
+
+    async def remove_service(self, role: str, address: str) -> None:
+        """Takes a service out."""
+        self._services.pop((role, address), None)
+
+    async def list_services(self) -> list[ServiceLease]:
+        """Services whose lease holds."""
+        now = self._clock()
+        self._services = {k: v for k, v in self._services.items() if v.lease_until > now}
+        return [self._services[key] for key in sorted(self._services)]
+
+    async def create_run(self, record: RunRecord) -> None:
+        """Enters a run."""
+        if record.run_id in self._runs:
+            raise RunExistsError(record.run_id)
+        self._runs[record.run_id] = record
+
+    async def get_run(self, run_id: str) -> RunRecord:
+        """The run."""
+        if run_id not in self._runs:
+            raise RunNotFoundError(run_id)
+        return self._runs[run_id]
+
+    async def list_runs(self, limit: int = 100) -> list[RunRecord]:
+        """Newest first."""
+        return newest_first(list(self._runs.values()), limit)
+
+    async def update_run(self, run_id: str, *, epoch: int | None = None, **changes: Any) -> None:
+        """Changes fields of a run."""
+        check_run_changes(changes)
+        record = await self.get_run(run_id)
+        if epoch is not None:
+            self._check_epoch(run_id, epoch)
+        self._runs[run_id] = dataclasses.replace(record, **{"updated_at": self._clock(), **changes})
+
+    async def next_epoch(self, run_id: str) -> int:
+        """Takes the run over."""
+        self._epochs[run_id] = self._epochs.get(run_id, 0) + 1
+        return self._epochs[run_id]
+
+    async def append_journal(self, run_id: str, entry: JournalEntry) -> str:
+        """Appends once."""
+        self._check_epoch(run_id, entry.epoch)
+        journal = self._journals.setdefault(run_id, {})
+        if entry.key not in journal:
+            journal[entry.key] = dataclasses.replace(entry, entry_id=self._make_id())
+        return journal[entry.key].entry_id
+
+    async def read_journal(self, run_id: str, after_id: str = "") -> list[JournalEntry]:
+        """Entries after the given one."""
+        entries = self._journals.get(run_id, {}).values()
+        return [entry for entry in entries if entry.entry_id > after_id]
+
+    async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
+        """Appends one object."""
+        entry = MetricEntry(entry_id=self._make_id(), values=dict(values))
+        self._metrics.setdefault(run_id, []).append(entry)
+        return entry.entry_id
+
+    async def read_metrics(
+        self, run_id: str, after_id: str = "", limit: int = 1000
+    ) -> list[MetricEntry]:
+        """Objects after the given one."""
+        found = [entry for entry in self._metrics.get(run_id, []) if entry.entry_id > after_id]
+        return found[:limit]
+
+    async def push(self, queue: str, payload: bytes) -> str:
+        """Adds an item."""
+        item_id = self._make_id()
+        self._queues.setdefault(queue, {})[item_id] = _Pending(payload)
+        return item_id
+
+    def _deliver(self, queue: str, consumer: str, item_ids: list[str]) -> list[QueueItem]:
+        delivered = []
+        for item_id in item_ids:
+            pending = self._queues[queue][item_id]
+            pending.consumer = consumer
+            pending.claimed_at = self._clock()
+            pending.num_deliveries += 1
+            delivered.append(
+                QueueItem(
+                    item_id=item_id,
+                    payload=pending.payload,
+                    num_deliveries=pending.num_deliveries,
+                )
+            )
+        return delivered
+
+    async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
+        """Hands out items that nobody has had."""
+        items = self._queues.get(queue, {})
+        fresh = [item_id for item_id, item in items.items() if item.num_deliveries == 0]
+        return self._deliver(queue, consumer, fresh[:count])
+
+    async def acknowledge(self, queue: str, item_id: str) -> bool:
+        """Ends an item."""
+        return self._queues.get(queue, {}).pop(item_id, None) is not None
+
+    async def reclaim(
+        self, queue: str, consumer: str, min_idle_s: float, count: int
+    ) -> list[QueueItem]:
+        """Takes over items whose consumer is slow or gone."""
+        now = self._clock()
+        idle = [
+            item_id
+            for item_id, item in self._queues.get(queue, {}).items()
+            if item.num_deliveries > 0 and now - item.claimed_at >= min_idle_s
+        ]
+        return self._deliver(queue, consumer, idle[:count])

@@ -1,0 +1,316 @@
+"""A store on any Redis >= 7 or Valkey server.
+
+Only commands of the 7.2 subset are used. What has to be atomic is one Lua script: the fence is
+checked by the server that writes, so a coordinator that lost its run cannot write late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError, TimeoutError
+
+from rolemesh.coordinator.state.store import (
+    JournalEntry,
+    MetricEntry,
+    QueueItem,
+    RunExistsError,
+    RunNotFoundError,
+    RunRecord,
+    RunState,
+    ServiceLease,
+    StaleEpochError,
+    StateStore,
+    StoreUnavailableError,
+    check_run_changes,
+)
+
+_PREFIX = "rolemesh"
+_GROUP = "workers"
+_CONNECT_TIMEOUT_S = 5.0
+_COMMAND_TIMEOUT_S = 10.0
+
+# Each script answers {code, value}: 0 done, 1 stale epoch (value: the current one), 2 no such run
+# (or, for create, a run of that id exists).
+_CREATE_RUN = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return {2, 0} end
+for i = 1, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+return {0, 0}
+"""
+_UPDATE_RUN = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {2, 0} end
+local current = tonumber(redis.call('GET', KEYS[2]) or '0')
+if ARGV[1] ~= '' and tonumber(ARGV[1]) < current then return {1, current} end
+for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+return {0, 0}
+"""
+_APPEND_JOURNAL = """
+local current = tonumber(redis.call('GET', KEYS[2]) or '0')
+if tonumber(ARGV[1]) < current then return {1, current} end
+local known = redis.call('HGET', KEYS[3], ARGV[2])
+if known then return {0, known} end
+local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[2], id)
+return {0, id}
+"""
+_ACKNOWLEDGE = """
+local ended = redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
+if ended == 1 then redis.call('XDEL', KEYS[1], ARGV[2]) end
+return ended
+"""
+
+
+class RedisStateStore(StateStore):
+    """Hashes for runs, streams for what is appended, keys with a time to live for leases.
+
+    Keys of one run share a hash tag, so the scripts also work on a cluster. Nothing is retried:
+    a lost answer to a write is reported, and whoever repeats it does so under the same key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        client: redis.asyncio.Redis | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Prepares the connection; nothing is sent before the first call.
+
+        Args:
+            url: e.g. redis://127.0.0.1:6379/0
+            client: A client to use instead of one made from the URL (for tests).
+            clock: Unix time in seconds.
+        """
+        self.url = url
+        self._clock = clock
+        self._client = client or redis.asyncio.Redis.from_url(
+            url,
+            # RESP2: the answers of stream commands have another shape in RESP3.
+            protocol=2,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_timeout=_COMMAND_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (RedisConnectionError, TimeoutError, OSError) as error:
+            raise StoreUnavailableError(self.url, error) from error
+
+    async def _command(self, *arguments: Any) -> Any:
+        async with self._translated():
+            return await self._client.execute_command(*arguments)  # type: ignore[no-untyped-call]
+
+    async def _script(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
+        async with self._translated():
+            answer = self._client.eval(script, len(keys), *keys, *arguments)
+            return await cast(Awaitable[Any], answer)
+
+    def _key(self, run_id: str, what: str) -> str:
+        return f"{_PREFIX}:{{{run_id}}}:{what}"
+
+    async def ping(self) -> None:
+        """Returns when the server answers."""
+        await self._command("PING")
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        async with self._translated():
+            await self._client.aclose()
+
+    # --- registry ---
+
+    async def register_service(self, lease: ServiceLease, ttl_s: float) -> ServiceLease:
+        """Enters or renews a service."""
+        entered = dataclasses.replace(lease, lease_until=self._clock() + ttl_s)
+        name = f"{lease.role}/{lease.address}"
+        value = json.dumps(dataclasses.asdict(entered))
+        await self._command(
+            "SET", f"{_PREFIX}:service:{name}", value, "PX", max(1, int(ttl_s * 1000))
+        )
+        await self._command("SADD", f"{_PREFIX}:services", name)
+        return entered
+
+    async def remove_service(self, role: str, address: str) -> None:
+        """Takes a service out."""
+        name = f"{role}/{address}"
+        await self._command("DEL", f"{_PREFIX}:service:{name}")
+        await self._command("SREM", f"{_PREFIX}:services", name)
+
+    async def list_services(self) -> list[ServiceLease]:
+        """Services whose lease holds."""
+        names = sorted(await self._command("SMEMBERS", f"{_PREFIX}:services"))
+        leases = []
+        for name in names:
+            value = await self._command("GET", f"{_PREFIX}:service:{name.decode()}")
+            if value is None:
+                await self._command("SREM", f"{_PREFIX}:services", name)
+            else:
+                leases.append(ServiceLease(**json.loads(value)))
+        return leases
+
+    # --- runs ---
+
+    async def create_run(self, record: RunRecord) -> None:
+        """Enters a run."""
+        code, _ = await self._script(
+            _CREATE_RUN, [self._key(record.run_id, "run")], _fields(dataclasses.asdict(record))
+        )
+        if code == 2:
+            raise RunExistsError(record.run_id)
+        await self._command("ZADD", f"{_PREFIX}:runs", record.created_at, record.run_id)
+
+    async def get_run(self, run_id: str) -> RunRecord:
+        """The run."""
+        flat = await self._command("HGETALL", self._key(run_id, "run"))
+        items = flat.items() if isinstance(flat, dict) else zip(flat[::2], flat[1::2], strict=True)
+        values = {name.decode(): json.loads(value) for name, value in items}
+        if not values:
+            raise RunNotFoundError(run_id)
+        return RunRecord(**{**values, "state": RunState(values["state"])})
+
+    async def list_runs(self, limit: int = 100) -> list[RunRecord]:
+        """Newest first."""
+        run_ids = await self._command("ZREVRANGE", f"{_PREFIX}:runs", 0, limit - 1)
+        return [await self.get_run(run_id.decode()) for run_id in run_ids]
+
+    async def update_run(self, run_id: str, *, epoch: int | None = None, **changes: Any) -> None:
+        """Changes fields of a run."""
+        check_run_changes(changes)
+        code, current = await self._script(
+            _UPDATE_RUN,
+            [self._key(run_id, "run"), self._key(run_id, "epoch")],
+            ["" if epoch is None else epoch, *_fields({"updated_at": self._clock(), **changes})],
+        )
+        if code == 2:
+            raise RunNotFoundError(run_id)
+        if code == 1:
+            raise StaleEpochError(run_id, cast(int, epoch), int(current))
+
+    async def next_epoch(self, run_id: str) -> int:
+        """Takes the run over."""
+        return int(await self._command("INCR", self._key(run_id, "epoch")))
+
+    # --- journal and metrics ---
+
+    async def append_journal(self, run_id: str, entry: JournalEntry) -> str:
+        """Appends once."""
+        values = dataclasses.asdict(entry)
+        del values["entry_id"]
+        code, value = await self._script(
+            _APPEND_JOURNAL,
+            [self._key(run_id, what) for what in ("journal", "epoch", "journal-keys")],
+            [entry.epoch, entry.key, json.dumps(values)],
+        )
+        if code == 1:
+            raise StaleEpochError(run_id, entry.epoch, int(value))
+        return str(value.decode())
+
+    async def read_journal(self, run_id: str, after_id: str = "") -> list[JournalEntry]:
+        """Entries after the given one."""
+        rows = await self._read_stream(self._key(run_id, "journal"), after_id, None)
+        return [
+            JournalEntry(entry_id=entry_id, **json.loads(fields[b"entry"]))
+            for entry_id, fields in rows
+        ]
+
+    async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
+        """Appends one object."""
+        entry_id = await self._command(
+            "XADD", self._key(run_id, "metrics"), "*", "values", json.dumps(dict(values))
+        )
+        return str(entry_id.decode())
+
+    async def read_metrics(
+        self, run_id: str, after_id: str = "", limit: int = 1000
+    ) -> list[MetricEntry]:
+        """Objects after the given one."""
+        rows = await self._read_stream(self._key(run_id, "metrics"), after_id, limit)
+        return [
+            MetricEntry(entry_id=entry_id, values=json.loads(fields[b"values"]))
+            for entry_id, fields in rows
+        ]
+
+    async def _read_stream(
+        self, key: str, after_id: str, limit: int | None
+    ) -> list[tuple[str, dict[bytes, bytes]]]:
+        start = f"({after_id}" if after_id else "-"
+        async with self._translated():
+            rows = await self._client.xrange(key, min=start, max="+", count=limit)
+        return [(entry_id.decode(), fields) for entry_id, fields in rows]
+
+    # --- rollout queue ---
+
+    def _queue(self, queue: str) -> str:
+        return f"{_PREFIX}:queue:{queue}"
+
+    async def _ensure_group(self, queue: str) -> None:
+        try:
+            await self._command("XGROUP", "CREATE", self._queue(queue), _GROUP, "0", "MKSTREAM")
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def push(self, queue: str, payload: bytes) -> str:
+        """Adds an item."""
+        item_id = await self._command("XADD", self._queue(queue), "*", "payload", payload)
+        return str(item_id.decode())
+
+    async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
+        """Hands out items that nobody has had."""
+        await self._ensure_group(queue)
+        async with self._translated():
+            answer = await self._client.xreadgroup(
+                _GROUP, consumer, {self._queue(queue): ">"}, count=count
+            )
+        rows = answer[0][1] if answer else []
+        return [
+            QueueItem(item_id=item_id.decode(), payload=fields[b"payload"], num_deliveries=1)
+            for item_id, fields in rows
+        ]
+
+    async def acknowledge(self, queue: str, item_id: str) -> bool:
+        """Ends an item."""
+        return bool(await self._script(_ACKNOWLEDGE, [self._queue(queue)], [_GROUP, item_id]))
+
+    async def reclaim(
+        self, queue: str, consumer: str, min_idle_s: float, count: int
+    ) -> list[QueueItem]:
+        """Takes over items whose consumer is slow or gone."""
+        await self._ensure_group(queue)
+        async with self._translated():
+            answer = await self._client.xautoclaim(
+                self._queue(queue), _GROUP, consumer, int(min_idle_s * 1000), count=count
+            )
+            items = []
+            for item_id, fields in answer[1]:
+                pending = await self._client.xpending_range(
+                    self._queue(queue), _GROUP, min=item_id, max=item_id, count=1
+                )
+                items.append(
+                    QueueItem(
+                        item_id=item_id.decode(),
+                        payload=fields[b"payload"],
+                        num_deliveries=int(pending[0]["times_delivered"]),
+                    )
+                )
+        return items
+
+
+def _fields(values: Mapping[str, Any]) -> list[str]:
+    """Alternating names and JSON values, as HSET takes them."""
+    flat: list[str] = []
+    for name, value in values.items():
+        flat += [name, json.dumps(dict(value) if isinstance(value, Mapping) else value)]
+    return flat

@@ -1,0 +1,284 @@
+"""What the coordinator keeps outside its own memory, as one small contract.
+
+Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
+the metric stream and the rollout queue. Implementations differ in means, never in behaviour:
+one contract suite runs over all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class StateStoreError(Exception):
+    """Something that a store refuses or cannot do."""
+
+
+class StoreUnavailableError(StateStoreError):
+    """The store does not answer."""
+
+    def __init__(self, url: str, cause: BaseException) -> None:
+        self.url = url
+        super().__init__(
+            f"the store at {url} does not answer ({type(cause).__name__}: {cause}): start it, "
+            "correct store.url in the recipe, or use store.type=embedded, which needs no server"
+        )
+
+
+class RunNotFoundError(StateStoreError):
+    """No run of that id is in the store."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        super().__init__(f"no run {run_id!r} in this store: `rolemesh status` lists the runs")
+
+
+class RunExistsError(StateStoreError):
+    """A run of that id is in the store already."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        super().__init__(f"run {run_id!r} exists already in this store: choose another run id")
+
+
+class StaleEpochError(StateStoreError):
+    """A newer coordinator has taken the run over; the older one must stop writing."""
+
+    def __init__(self, run_id: str, epoch: int, current: int) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.current = current
+        super().__init__(
+            f"run {run_id!r}: epoch {epoch} is stale, the store is at epoch {current}: "
+            "another coordinator has taken over this run; stop this one"
+        )
+
+
+class RunState(StrEnum):
+    """Life of a run. A wish to stop is `RunRecord.stop_requested`, not a state."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing follows."""
+        return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """A run as the store knows it."""
+
+    run_id: str
+    name: str
+    num_steps: int
+    """Steps planned."""
+    directory: str
+    """Folder of the run's files, on the coordinator's host."""
+    created_at: float
+    """Unix time, seconds."""
+    updated_at: float
+    """Unix time, seconds."""
+    state: RunState = RunState.STARTING
+    step: int = 0
+    """Steps finished."""
+    stop_requested: bool = False
+    """Whether somebody asked the run to end after the step in progress."""
+    failure: str = ""
+    """Why it failed, empty otherwise."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the newest step."""
+
+
+UPDATABLE_FIELDS = frozenset(
+    field.name for field in dataclasses.fields(RunRecord) if field.name not in ("run_id",)
+)
+"""Fields that update_run may change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceLease:
+    """A service in the registry."""
+
+    role: str
+    address: str
+    pid: int = 0
+    """Process id on its host, 0 when not known."""
+    status: str = ""
+    """What it last said of itself, in plain words."""
+    lease_until: float = 0.0
+    """Unix time, seconds, at which the lease ends unless it is renewed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalEntry:
+    """One acknowledged operation, or the commit of a step."""
+
+    epoch: int
+    step: int
+    operation: str
+    sequence: int
+    result: Mapping[str, Any]
+    """JSON-able summary: versions, references, never data."""
+    entry_id: str = ""
+    """Given by the store; ordered by time of append."""
+
+    @property
+    def key(self) -> str:
+        """Names the effect: a second append of the same key changes nothing."""
+        return f"{self.epoch}/{self.step}/{self.operation}/{self.sequence}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricEntry:
+    """One object of the metric stream."""
+
+    entry_id: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueItem:
+    """One claimed item of a rollout queue."""
+
+    item_id: str
+    payload: bytes
+    num_deliveries: int
+    """How often it was handed out, this time included."""
+
+
+class StateStore(ABC):
+    """Everything that outlives a call, a step, or the coordinator.
+
+    Invariant: after `next_epoch` returned n, every write with an epoch below n is refused with
+    StaleEpochError, whoever makes it. Entry ids are opaque, and "" stands for the beginning.
+
+    Owner: one asyncio loop; methods may be called concurrently on it.
+    """
+
+    url: str
+    """Where the store is, for messages to people."""
+
+    @abstractmethod
+    async def ping(self) -> None:
+        """Returns when the store answers, or raises StoreUnavailableError."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Lets connections go."""
+
+    # --- registry ---
+
+    @abstractmethod
+    async def register_service(self, lease: ServiceLease, ttl_s: float) -> ServiceLease:
+        """Enters or renews a service; it drops out after ttl_s seconds without a renewal."""
+
+    @abstractmethod
+    async def remove_service(self, role: str, address: str) -> None:
+        """Takes a service out. An unknown one is ignored."""
+
+    @abstractmethod
+    async def list_services(self) -> list[ServiceLease]:
+        """Services whose lease holds, ordered by role and address."""
+
+    # --- runs ---
+
+    @abstractmethod
+    async def create_run(self, record: RunRecord) -> None:
+        """Enters a run, or raises RunExistsError."""
+
+    @abstractmethod
+    async def get_run(self, run_id: str) -> RunRecord:
+        """The run, or RunNotFoundError."""
+
+    @abstractmethod
+    async def list_runs(self, limit: int = 100) -> list[RunRecord]:
+        """Newest first."""
+
+    @abstractmethod
+    async def update_run(self, run_id: str, *, epoch: int | None = None, **changes: Any) -> None:
+        """Changes fields of a run, and nothing else.
+
+        Args:
+            run_id: The run.
+            epoch: Epoch of the coordinator that owns the run; None for a wish from outside.
+            **changes: New values of fields of RunRecord.
+
+        Raises:
+            RunNotFoundError: No such run.
+            StaleEpochError: `epoch` is older than the newest one.
+            ValueError: A name is not a field that can be changed.
+        """
+
+    @abstractmethod
+    async def next_epoch(self, run_id: str) -> int:
+        """Takes the run over: raises its epoch by one and returns it (the first is 1)."""
+
+    # --- journal and metrics ---
+
+    @abstractmethod
+    async def append_journal(self, run_id: str, entry: JournalEntry) -> str:
+        """Appends and returns the entry's id; a repeat of the same key returns the first id.
+
+        Raises:
+            StaleEpochError: The entry's epoch is older than the newest one.
+        """
+
+    @abstractmethod
+    async def read_journal(self, run_id: str, after_id: str = "") -> list[JournalEntry]:
+        """Entries after the given one, oldest first."""
+
+    @abstractmethod
+    async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
+        """Appends one object and returns its id."""
+
+    @abstractmethod
+    async def read_metrics(
+        self, run_id: str, after_id: str = "", limit: int = 1000
+    ) -> list[MetricEntry]:
+        """Objects after the given one, oldest first."""
+
+    # --- rollout queue: delivered at least once, to one consumer at a time ---
+
+    @abstractmethod
+    async def push(self, queue: str, payload: bytes) -> str:
+        """Adds an item and returns its id."""
+
+    @abstractmethod
+    async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
+        """Hands out up to `count` items that nobody has had, oldest first; does not wait."""
+
+    @abstractmethod
+    async def acknowledge(self, queue: str, item_id: str) -> bool:
+        """Ends an item; False when it was ended before."""
+
+    @abstractmethod
+    async def reclaim(
+        self, queue: str, consumer: str, min_idle_s: float, count: int
+    ) -> list[QueueItem]:
+        """Takes over items that were claimed at least min_idle_s seconds ago and not ended."""
+
+
+def check_run_changes(changes: Mapping[str, Any]) -> None:
+    """Refuses names that are no updatable field of RunRecord, with a ValueError."""
+    for name in changes:
+        if name not in UPDATABLE_FIELDS:
+            raise ValueError(
+                f"{name}: no field of a run that can be changed; fields are "
+                f"{', '.join(sorted(UPDATABLE_FIELDS))}"
+            )
+
+
+def newest_first(records: Sequence[RunRecord], limit: int) -> list[RunRecord]:
+    """The newest `limit` runs; equal times are ordered by id, so that the order is stable."""
+    ordered = sorted(records, key=lambda record: (record.created_at, record.run_id), reverse=True)
+    return ordered[:limit]

@@ -1,0 +1,251 @@
+"""One suite for every state store: they differ in means, never in behaviour."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fakeredis import FakeAsyncRedis
+
+from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.store import (
+    JournalEntry,
+    RunExistsError,
+    RunNotFoundError,
+    RunRecord,
+    RunState,
+    ServiceLease,
+    StaleEpochError,
+    StateStore,
+    StoreUnavailableError,
+)
+
+LEASE_TTL_S = 0.05
+LEASE_WAIT_S = 0.2
+
+
+@pytest.fixture(params=["memory", "fakeredis", "valkey"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[StateStore]:
+    if request.param == "memory":
+        yield MemoryStateStore()
+    elif request.param == "fakeredis":
+        client = FakeAsyncRedis()
+        yield RedisStateStore("redis://fake", client=client)
+        await client.aclose()
+    else:
+        async with EmbeddedValkey(tmp_path / "store") as server:
+            opened = RedisStateStore(server.url)
+            yield opened
+            await opened.close()
+
+
+def record(run_id: str, created_at: float = 1.0) -> RunRecord:
+    return RunRecord(
+        run_id=run_id,
+        name="quick",
+        num_steps=3,
+        directory="/tmp/run",
+        created_at=created_at,
+        updated_at=created_at,
+    )
+
+
+def entry(epoch: int, step: int, operation: str = "actor.update") -> JournalEntry:
+    return JournalEntry(
+        epoch=epoch, step=step, operation=operation, sequence=0, result={"policy_version": step}
+    )
+
+
+async def test_a_run_comes_back_as_it_was_created(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    assert await store.get_run("a") == record("a")
+
+
+async def test_a_run_id_is_given_once(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    with pytest.raises(RunExistsError, match="'a'"):
+        await store.create_run(record("a"))
+
+
+async def test_an_unknown_run_is_named(store: StateStore) -> None:
+    with pytest.raises(RunNotFoundError, match="'ghost'"):
+        await store.get_run("ghost")
+    with pytest.raises(RunNotFoundError, match="'ghost'"):
+        await store.update_run("ghost", step=1)
+
+
+async def test_update_changes_only_the_named_fields(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    await store.update_run("a", stop_requested=True)
+    await store.update_run("a", state=RunState.RUNNING, step=2, metrics={"reward/mean": 0.5})
+    found = await store.get_run("a")
+    assert found.stop_requested is True
+    assert found.state is RunState.RUNNING
+    assert (found.step, found.metrics, found.name) == (2, {"reward/mean": 0.5}, "quick")
+    assert found.updated_at > 1.0
+
+
+async def test_update_refuses_an_unknown_field(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    with pytest.raises(ValueError, match="colour"):
+        await store.update_run("a", colour="red")
+
+
+async def test_runs_are_listed_newest_first_and_bounded(store: StateStore) -> None:
+    for run_id, created_at in (("a", 1.0), ("c", 3.0), ("b", 2.0)):
+        await store.create_run(record(run_id, created_at))
+    assert [run.run_id for run in await store.list_runs()] == ["c", "b", "a"]
+    assert [run.run_id for run in await store.list_runs(limit=2)] == ["c", "b"]
+
+
+async def test_epochs_rise_by_one_and_belong_to_a_run(store: StateStore) -> None:
+    assert [await store.next_epoch("a") for _ in range(3)] == [1, 2, 3]
+    assert await store.next_epoch("b") == 1
+
+
+async def test_stale_epoch_is_refused(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    old = await store.next_epoch("a")
+    new = await store.next_epoch("a")
+    with pytest.raises(StaleEpochError) as refused:
+        await store.append_journal("a", entry(old, 1))
+    assert refused.value.current == new
+    with pytest.raises(StaleEpochError):
+        await store.update_run("a", epoch=old, step=9)
+    assert (await store.get_run("a")).step == 0
+    assert await store.read_journal("a") == []
+
+
+async def test_journal_keeps_order_and_content(store: StateStore) -> None:
+    epoch = await store.next_epoch("a")
+    for step in range(5):
+        await store.append_journal("a", entry(epoch, step))
+    read = await store.read_journal("a")
+    assert [found.step for found in read] == [0, 1, 2, 3, 4]
+    assert read[3].result == {"policy_version": 3}
+    assert [found.step for found in await store.read_journal("a", read[2].entry_id)] == [3, 4]
+
+
+async def test_a_repeated_append_changes_nothing(store: StateStore) -> None:
+    epoch = await store.next_epoch("a")
+    first = await store.append_journal("a", entry(epoch, 1))
+    again = await store.append_journal("a", entry(epoch, 1))
+    other = await store.append_journal("a", entry(epoch, 1, "critic.update"))
+    assert again == first
+    assert other != first
+    assert len(await store.read_journal("a")) == 2
+
+
+async def test_metrics_are_read_after_an_id_and_bounded(store: StateStore) -> None:
+    ids = [await store.append_metrics("a", {"step": float(step)}) for step in range(4)]
+    assert [dict(found.values) for found in await store.read_metrics("a", ids[1])] == [
+        {"step": 2.0},
+        {"step": 3.0},
+    ]
+    assert len(await store.read_metrics("a", limit=3)) == 3
+    assert await store.read_metrics("b") == []
+
+
+async def test_a_lease_ends_without_renewal(store: StateStore) -> None:
+    await store.register_service(ServiceLease(role="actor", address="h:1", pid=7), LEASE_TTL_S)
+    await store.register_service(ServiceLease(role="critic", address="h:2", status="ready"), 60)
+    await asyncio.sleep(LEASE_WAIT_S)
+    (left,) = await store.list_services()
+    assert (left.role, left.address, left.status) == ("critic", "h:2", "ready")
+
+
+async def test_a_renewed_lease_holds_and_a_removed_one_does_not(store: StateStore) -> None:
+    lease = ServiceLease(role="actor", address="h:1", pid=7)
+    first = await store.register_service(lease, LEASE_TTL_S)
+    renewed = await store.register_service(lease, 60)
+    await asyncio.sleep(LEASE_WAIT_S)
+    assert renewed.lease_until > first.lease_until
+    assert [found.pid for found in await store.list_services()] == [7]
+    await store.remove_service("actor", "h:1")
+    await store.remove_service("actor", "h:1")
+    assert await store.list_services() == []
+
+
+async def test_a_queue_hands_each_item_to_one_consumer(store: StateStore) -> None:
+    pushed = [await store.push("rollouts", bytes([n, 255])) for n in range(3)]
+    first = await store.claim("rollouts", "one", 2)
+    second = await store.claim("rollouts", "two", 2)
+    assert [item.item_id for item in first + second] == pushed
+    assert [item.payload for item in first] == [b"\x00\xff", b"\x01\xff"]
+    assert await store.claim("rollouts", "one", 2) == []
+
+
+async def test_an_item_ends_once(store: StateStore) -> None:
+    await store.push("rollouts", b"x")
+    (item,) = await store.claim("rollouts", "one", 1)
+    assert await store.acknowledge("rollouts", item.item_id) is True
+    assert await store.acknowledge("rollouts", item.item_id) is False
+    assert await store.reclaim("rollouts", "two", 0.0, 10) == []
+
+
+async def test_an_idle_item_is_taken_over_and_counted(store: StateStore) -> None:
+    await store.push("rollouts", b"x")
+    (item,) = await store.claim("rollouts", "dead", 1)
+    assert await store.reclaim("rollouts", "two", 60.0, 10) == []
+    await asyncio.sleep(0.01)
+    (taken,) = await store.reclaim("rollouts", "two", 0.0, 10)
+    assert (taken.item_id, taken.payload) == (item.item_id, b"x")
+    assert (item.num_deliveries, taken.num_deliveries) == (1, 2)
+
+
+async def test_an_unreachable_store_is_named_with_a_remedy() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    store = RedisStateStore(url)
+    with pytest.raises(StoreUnavailableError) as refused:
+        await store.next_epoch("a")
+    assert url in str(refused.value)
+    assert "store.type=embedded" in str(refused.value)
+    await store.close()
+
+
+async def test_acknowledged_writes_survive_kill_of_the_embedded_server(tmp_path: Path) -> None:
+    async with EmbeddedValkey(tmp_path / "store") as server:
+        store = RedisStateStore(server.url)
+        epoch = await store.next_epoch("a")
+        await store.append_journal("a", entry(epoch, 1))
+        os.kill(server.pid, signal.SIGKILL)
+        await store.close()
+    async with EmbeddedValkey(tmp_path / "store") as server:
+        store = RedisStateStore(server.url)
+        assert [found.step for found in await store.read_journal("a")] == [1]
+        assert await store.next_epoch("a") == epoch + 1
+        await store.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are a Linux feature")
+def test_the_embedded_server_ends_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, os, pathlib, sys\n"
+        "from rolemesh.coordinator.state.embedded import EmbeddedValkey\n"
+        "async def main():\n"
+        "    server = EmbeddedValkey(pathlib.Path(sys.argv[1]))\n"
+        "    await server.start()\n"
+        "    print(server.pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    psutil.wait_procs([server], timeout=30)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
