@@ -137,6 +137,8 @@ class ReasoningGymSpec(Spec):
     """Text of the user turn; `{question}` is replaced, and so are keys of the row's metadata."""
     system_prompt: str | None = None
     """Text of the system turn; None leaves the turn out."""
+    assistant_prefix: str = ""
+    """Text that the assistant's turn already begins with, filled like question_template."""
 
 
 class JsonlSpec(Spec):
@@ -149,6 +151,8 @@ class JsonlSpec(Spec):
     """File with the held-out prompts."""
     system_prompt: str | None = None
     """Text of the system turn for plain-text prompts; None leaves the turn out."""
+    assistant_prefix: str = ""
+    """Text that the assistant's turn already begins with, e.g. "<think>"."""
 
 
 DataSpec = Annotated[ReasoningGymSpec | JsonlSpec, Field(discriminator="type")]

@@ -1,0 +1,81 @@
+"""Prompts from reasoning-gym: procedural tasks whose answers can be verified."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from rolemesh.engine.data.prompts import Message, PromptRow
+from rolemesh.engine.specs import ReasoningGymSpec
+
+_MAX_DRAWS_PER_ROW = 50
+"""Draws spent on one distinct row before the task is held to be too small for the split."""
+
+
+def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Draws the held-out rows, all distinct, and then training rows that are none of them.
+
+    Training rows may repeat, as the task's generator repeats them.
+
+    Raises:
+        ValueError: no such task, a config that it refuses, or too few distinct rows.
+    """
+    if spec.task not in DATASETS:
+        raise ValueError(
+            f"data.task is {spec.task!r}, which reasoning-gym does not have; it has, among "
+            f"others, {', '.join(sorted(DATASETS)[:12])}"
+        )
+    num_draws = _MAX_DRAWS_PER_ROW * (spec.train_size + spec.held_out_size)
+    try:
+        entries = reasoning_gym.create_dataset(
+            spec.task, seed=spec.seed, size=max(1, num_draws), **spec.config
+        )
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"data.config does not fit task {spec.task!r}: {error}") from error
+    held_out: dict[str, dict[str, Any]] = {}
+    train: list[dict[str, Any]] = []
+    for index in range(num_draws):
+        entry = entries[index]
+        if len(held_out) < spec.held_out_size:
+            held_out.setdefault(entry["question"], entry)
+        elif len(train) == spec.train_size:
+            break
+        elif entry["question"] not in held_out:
+            train.append(entry)
+    if len(held_out) < spec.held_out_size or len(train) < spec.train_size:
+        raise ValueError(
+            f"task {spec.task!r} gave {len(held_out)} distinct held-out and {len(train)} training "
+            f"prompts in {num_draws} draws, of {spec.held_out_size} and {spec.train_size} wanted: "
+            "lower data.held_out_size or widen data.config"
+        )
+    return [_row(entry, spec) for entry in train], [_row(e, spec) for e in held_out.values()]
+
+
+def _row(entry: dict[str, Any], spec: ReasoningGymSpec) -> PromptRow:
+    fields = {**entry["metadata"], "question": entry["question"]}
+    messages: list[Message] = []
+    if spec.system_prompt is not None:
+        messages.append({"role": "system", "content": spec.system_prompt})
+    content = _filled("question_template", spec.question_template, fields)
+    messages.append({"role": "user", "content": content})
+    return PromptRow(
+        messages=messages,
+        assistant_prefix=_filled("assistant_prefix", spec.assistant_prefix, fields),
+        answer=entry["answer"],
+        metadata=json.dumps(
+            {"question": entry["question"], "metadata": entry["metadata"]}, default=str
+        ),
+    )
+
+
+def _filled(name: str, template: str, fields: dict[str, Any]) -> str:
+    try:
+        return template.format_map(fields)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"data.{name} {template!r} cannot be filled ({error!r}): "
+            f"the task's fields are {', '.join(sorted(fields))}"
+        ) from error

@@ -1,0 +1,151 @@
+"""Rewards that rolemesh brings along: each gives a batch of trajectories one number a row."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.specs import (
+    ArithmeticRewardSpec,
+    ClassifierRewardSpec,
+    ReasoningGymRewardSpec,
+    RewardSourceSpec,
+)
+
+Progress = Callable[[str, int, int], None]
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class RewardSource(Protocol):
+    """Judges trajectories."""
+
+    columns: tuple[str, ...]
+    """Columns of the experience that it reads."""
+
+    def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
+        """float32 [B], one finite reward a row."""
+
+
+class RewardInvalidError(RuntimeError):
+    """A reward is not a finite number, or there are too few or too many."""
+
+
+def checked(rewards: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The rewards as float32 [num_rows], or RewardInvalidError that names the row."""
+    if rewards.shape != (num_rows,):
+        raise RewardInvalidError(
+            f"the reward gave shape {tuple(rewards.shape)} for {num_rows} trajectories: it must "
+            "give exactly one number a trajectory"
+        )
+    bad = torch.nonzero(~torch.isfinite(rewards))
+    if len(bad):
+        row = int(bad[0])
+        raise RewardInvalidError(
+            f"the reward of row {row} is {float(rewards[row])}: every reward must be finite; mend "
+            "the reward function (a failed judgement must raise, not return NaN)"
+        )
+    return rewards.to(torch.float32)
+
+
+class ArithmeticReward:
+    r"""How close a completion comes to being the bare answer.
+
+    The exact answer earns `exact`. A bare number that is wrong earns `form`. Text whose last
+    number is the answer earns `contained` times the share of its characters that the answer
+    takes: "1 + 2 = 3" earns a ninth of `contained`, so that dropping words always pays.
+
+    Example with the defaults and the answer "12"::
+
+        "12" -> 1.0, " 12\n" -> 1.0, "13" -> 0.1, "5 + 7 = 12" -> 0.2 * 2 / 10, "twelve" -> 0.0
+    """
+
+    columns: tuple[str, ...] = ("completion_text", "answer")
+
+    def __init__(self, spec: ArithmeticRewardSpec) -> None:
+        self._spec = spec
+
+    def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
+        """float32 [B]."""
+        completions = batch["completion_text"].strings()
+        answers = batch["answer"].strings()
+        return torch.tensor(
+            [self._one(text.strip(), ans) for text, ans in zip(completions, answers, strict=True)],
+            dtype=torch.float32,
+        )
+
+    def _one(self, text: str, answer: str) -> float:
+        if not answer:
+            raise RewardInvalidError(
+                "a row has no answer, so that arithmetic cannot be judged: use data that has "
+                "answers, or another reward.source"
+            )
+        if text == answer:
+            return self._spec.exact
+        if _NUMBER.fullmatch(text):
+            return self._spec.form
+        numbers = _NUMBER.findall(text)
+        if numbers and numbers[-1] == answer:
+            return self._spec.contained * len(answer) / len(text)
+        return 0.0
+
+
+class ReasoningGymReward:
+    """The scorer of the task that made the prompt, on the whole completion."""
+
+    columns: tuple[str, ...] = ("completion_text", "answer", "metadata")
+
+    def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
+        """float32 [B], 0 to 1."""
+        from reasoning_gym import get_score_answer_fn
+
+        rows = zip(
+            batch["completion_text"].strings(),
+            batch["answer"].strings(),
+            batch["metadata"].strings(),
+            strict=True,
+        )
+        scores = []
+        for text, answer, metadata in rows:
+            entry = {**json.loads(metadata), "answer": answer}
+            score = get_score_answer_fn(entry["metadata"]["source_dataset"])
+            scores.append(float(score(text.strip(), entry)))
+        return torch.tensor(scores, dtype=torch.float32)
+
+
+class ClassifierReward:
+    """A logit of a sequence classifier over the text of prompt and completion.
+
+    The text is encoded with the classifier's own tokenizer, which need not be the policy's.
+    """
+
+    columns: tuple[str, ...] = ("prompt_text", "completion_text")
+
+    def __init__(self, spec: ClassifierRewardSpec) -> None:
+        from rolemesh.engine.models.classifier import Classifier
+
+        self._classifier = Classifier(spec.model, label=spec.label)
+
+    def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
+        """float32 [B]."""
+        texts = [
+            prompt + completion
+            for prompt, completion in zip(
+                batch["prompt_text"].strings(), batch["completion_text"].strings(), strict=True
+            )
+        ]
+        return self._classifier.score(self._classifier.encode(texts))
+
+
+def make_reward(spec: RewardSourceSpec) -> RewardSource:
+    """Builds the reward that the spec describes."""
+    if isinstance(spec, ArithmeticRewardSpec):
+        return ArithmeticReward(spec)
+    if isinstance(spec, ReasoningGymRewardSpec):
+        return ReasoningGymReward()
+    return ClassifierReward(spec)

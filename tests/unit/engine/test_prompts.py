@@ -1,0 +1,200 @@
+"""Prompts by position: pure, disjoint, and loud about what is wrong."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rolemesh.engine.data.prompts import EmptyDataError, PromptRow, PromptSet, load_rows
+from rolemesh.engine.specs import JsonlSpec, ReasoningGymSpec
+
+SUMS = {
+    "task": "basic_arithmetic",
+    "config": {
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 1,
+        "operators": ["+"],
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+}
+
+
+class PlainTokenizer:
+    """Renders turns as "role: content" lines; one token a character."""
+
+    def apply_chat_template(self, conversation, **kwargs):
+        assert kwargs == {"add_generation_prompt": True, "tokenize": False}
+        turns = "".join(f"{turn['role']}: {turn['content']}\n" for turn in conversation)
+        return turns + "assistant: "
+
+    def __call__(self, text, **kwargs):
+        assert kwargs == {"add_special_tokens": False}
+        return {"input_ids": [ord(character) for character in text]}
+
+
+def rows(count):
+    return [
+        PromptRow(messages=[{"role": "user", "content": f"q{index}"}], answer=str(index))
+        for index in range(count)
+    ]
+
+
+def prompt_set(train=10, held_out=3, seed=0):
+    return PromptSet(rows(train), rows(held_out), tokenizer=PlainTokenizer(), seed=seed)
+
+
+def test_each_epoch_shows_every_training_prompt_once_in_an_order_of_its_own():
+    prompts = prompt_set(train=10)
+    epochs = [[p.prompt_id for p in prompts.slice("train", 10 * e, 10)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    # Equal orders by luck: 1 in 10! for each of the three pairs.
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_position_names_the_same_prompt_however_it_is_reached():
+    whole = [p.prompt_id for p in prompt_set().slice("train", 0, 25)]
+    pieces = prompt_set()
+    backwards = [pieces.slice("train", at, 1)[0].prompt_id for at in reversed(range(25))]
+    assert backwards[::-1] == whole
+
+
+def test_another_seed_gives_another_order():
+    first = [p.prompt_id for p in prompt_set(seed=1).slice("train", 0, 10)]
+    second = [p.prompt_id for p in prompt_set(seed=2).slice("train", 0, 10)]
+    assert first != second  # by luck equal: 1 in 10!
+
+
+def test_the_assistant_prefix_is_the_end_of_the_prompt():
+    row = PromptRow(messages=[{"role": "user", "content": "1 + 2"}], assistant_prefix="1 + 2 =")
+    prompts = PromptSet([row], [], tokenizer=PlainTokenizer(), seed=0)
+    (prompt,) = prompts.slice("train", 0, 1)
+    assert prompt.text == "user: 1 + 2\nassistant: 1 + 2 ="
+    assert "".join(map(chr, prompt.tokens)) == prompt.text
+
+
+def test_held_out_prompts_have_ids_of_their_own():
+    prompts = prompt_set(train=10, held_out=3)
+    assert [p.prompt_id for p in prompts.slice("held_out", 0, 3)] == [10, 11, 12]
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 1), (0, 0)])
+def test_a_senseless_range_is_refused(start, count):
+    with pytest.raises(ValueError, match=f"start={start}, count={count}"):
+        prompt_set().slice("train", start, count)
+
+
+def test_asking_beyond_the_held_out_split_names_the_remedy():
+    with pytest.raises(ValueError, match=r"there are 3.*num_prompts"):
+        prompt_set(held_out=3).slice("held_out", 0, 4)
+
+
+def test_an_empty_split_is_an_error_that_names_the_field():
+    with pytest.raises(EmptyDataError, match=r"data\.held_out_size"):
+        prompt_set(held_out=0).slice("held_out", 0, 1)
+
+
+# --- reasoning-gym ------------------------------------------------------------------------
+
+
+def test_reasoning_gym_held_out_prompts_are_distinct_and_never_trained_on():
+    train, held_out = load_rows(ReasoningGymSpec(**SUMS, train_size=200, held_out_size=40))
+    asked = [json.loads(row.metadata)["question"] for row in held_out]
+    assert Counter(asked).most_common(1)[0][1] == 1
+    assert len(asked) == 40
+    assert not set(asked) & {json.loads(row.metadata)["question"] for row in train}
+    assert len(train) == 200
+
+
+def test_reasoning_gym_templates_are_filled_from_the_row():
+    train, _ = load_rows(
+        ReasoningGymSpec(
+            **SUMS,
+            train_size=1,
+            held_out_size=0,
+            system_prompt="Add.",
+            question_template="{expression} = ?",
+            assistant_prefix="{expression} =",
+        )
+    )
+    expression = json.loads(train[0].metadata)["metadata"]["expression"]
+    assert train[0].messages == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": f"{expression} = ?"},
+    ]
+    assert train[0].assistant_prefix == f"{expression} ="
+    left, right = expression.split(" + ")
+    assert int(train[0].answer) == int(left) + int(right)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "no_such_task"}, r"data\.task is 'no_such_task'"),
+        ({"config": {"min_term": 2}}, r"data\.config does not fit.*min_term"),
+        ({"question_template": "{expresion}"}, r"question_template.*expression"),
+        ({"train_size": 0}, r"no training prompt"),
+        ({"held_out_size": 5000}, r"lower data\.held_out_size"),
+    ],
+    ids=["task", "config", "template", "empty", "too-few-distinct"],
+)
+def test_a_wrong_reasoning_gym_spec_names_the_field(changes, message):
+    spec = ReasoningGymSpec(**{**SUMS, "train_size": 5, "held_out_size": 2, **changes})
+    with pytest.raises(ValueError, match=message):
+        load_rows(spec)
+
+
+# --- JSON lines ---------------------------------------------------------------------------
+
+
+def write_lines(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_json_lines_take_text_and_turns(tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write_lines(
+        tmp_path / "train.jsonl",
+        json.dumps({"prompt": "1 + 1?", "answer": 2, "source": "me"}),
+        "",
+        json.dumps({"prompt": turns}),
+    )
+    train, held_out = load_rows(JsonlSpec(path=path, system_prompt="Count."))
+    assert [list(row.messages) for row in train] == [
+        [{"role": "system", "content": "Count."}, {"role": "user", "content": "1 + 1?"}],
+        turns,
+    ]
+    assert train[0].answer == "2"
+    assert json.loads(train[0].metadata)["source"] == "me"
+    assert held_out == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 1: not JSON"),
+        ('{"question": "x"}', r"line 1: needs an object with the key 'prompt'"),
+        ('{"prompt": 7}', r"line 1: 'prompt' must be text or a list"),
+        ('{"prompt": []}', r"line 1: 'prompt' must be text or a list"),
+        ("", r"no training prompt"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line, message):
+    path = write_lines(tmp_path / "train.jsonl", line)
+    with pytest.raises(ValueError, match=message):
+        load_rows(JsonlSpec(path=path))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.path .*absent\.jsonl cannot be read"):
+        load_rows(JsonlSpec(path=tmp_path / "absent.jsonl"))
+
+
+def test_a_held_out_prompt_that_is_trained_on_is_refused(tmp_path):
+    path = write_lines(tmp_path / "train.jsonl", '{"prompt": "a"}', '{"prompt": "b"}')
+    held_out = write_lines(tmp_path / "held_out.jsonl", '{"prompt": "c"}', '{"prompt": "b"}')
+    with pytest.raises(ValueError, match=r"prompt 2 is also a training prompt"):
+        load_rows(JsonlSpec(path=path, held_out_path=held_out))
