@@ -1,0 +1,196 @@
+"""KL between policy and reference: estimators from samples, and control of its weight.
+
+Shape letters: N completion tokens. Log-probs are natural logs of sampled tokens. With
+x ~ policy and r = log reference(x) - log policy(x), the estimators of KL(policy || reference)
+are those of http://joschu.net/blog/kl-approx.html:
+
+    k1 = -r              unbiased, high variance, can be negative
+    k2 = r^2 / 2         biased, low variance, never negative
+    k3 = exp(r) - 1 - r  unbiased, low variance, never negative
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rolemesh.engine.specs import AdaptiveKlSpec, FixedKlSpec, KlControllerSpec, KlForm
+
+MAX_RELATIVE_ERROR = 0.2
+"""Clip of the proportional error of the adaptive controller (arXiv 1909.08593, section 2.2)."""
+
+
+def kl_penalty(
+    logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, form: KlForm
+) -> torch.Tensor:
+    """Estimates the KL of each token, as a number to subtract from rewards or to report.
+
+    Args:
+        logprobs_N: float [N], log-probs of the policy.
+        reference_logprobs_N: float [N], log-probs of the reference.
+        form: the estimator.
+
+    Returns:
+        float [N]. Its gradient is the plain derivative of the formula: for a loss use `kl_loss`.
+
+    Example: log-probs (-1, -2) against (-1.5, -2) give k1 = (0.5, 0) and k2 = (0.125, 0).
+    """
+    log_ratio_N = reference_logprobs_N - logprobs_N
+    if form == "k1":
+        return -log_ratio_N
+    if form == "k2":
+        return 0.5 * log_ratio_N.square()
+    if form == "k3":
+        # expm1 keeps its digits where policy and reference almost agree; exp(r) - 1 does not.
+        return torch.expm1(log_ratio_N) - log_ratio_N
+    raise ValueError(f"kl_form is {form!r}: give k1, k2 or k3")
+
+
+def kl_loss(
+    logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor, form: KlForm
+) -> torch.Tensor:
+    """Estimates the KL of each token, as a loss term whose gradient pulls to the reference.
+
+    The value is that of `kl_penalty`. The gradient, in expectation over on-policy samples, is
+
+        k2: grad KL(policy || reference), since d k2 = -r d log policy
+        k3: grad KL(reference || policy), since d k3 = (1 - exp(r)) d log policy; as in GRPO
+            (arXiv 2402.03300, eq. 4)
+        k1: its own derivative, d log policy, has expectation 0 and carries no pull at all. The
+            value of k1 is therefore given the gradient of k2.
+
+    Args:
+        logprobs_N: float [N], log-probs of the policy, with gradient.
+        reference_logprobs_N: float [N], log-probs of the reference; no gradient reaches it.
+        form: the estimator.
+
+    Returns:
+        float [N].
+    """
+    reference_logprobs_N = reference_logprobs_N.detach()
+    if form != "k1":
+        return kl_penalty(logprobs_N, reference_logprobs_N, form)
+    value_N = kl_penalty(logprobs_N.detach(), reference_logprobs_N, "k1")
+    carrier_N = kl_penalty(logprobs_N, reference_logprobs_N, "k2")
+    return value_N + (carrier_N - carrier_N.detach())
+
+
+class KlController(ABC):
+    """Holds the weight of the KL term; part of the trainer's state.
+
+    Owned by the compute thread. The order within a step is: read `coefficient`, penalise with
+    it, then `update` once with the KL that was measured.
+    """
+
+    coefficient: float
+    """Weight of the KL term now."""
+
+    @staticmethod
+    def from_spec(spec: KlControllerSpec) -> KlController:
+        """Makes the controller that the spec asks for."""
+        if isinstance(spec, AdaptiveKlSpec):
+            return AdaptiveKlController(spec)
+        return FixedKlController(spec)
+
+    @abstractmethod
+    def update(self, mean_kl_per_row: float, num_rows: int) -> None:
+        """Moves the coefficient after a step.
+
+        Args:
+            mean_kl_per_row: KL summed over the tokens of a row, averaged over rows, in nats.
+            num_rows: rows that were averaged.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: strings and numbers only."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave; raises ValueError if it does not fit."""
+
+
+class FixedKlController(KlController):
+    """A constant coefficient. A resumed run takes it from its recipe, not from the state."""
+
+    def __init__(self, spec: FixedKlSpec) -> None:
+        self.coefficient = spec.coefficient
+
+    def update(self, mean_kl_per_row: float, num_rows: int) -> None:
+        """Changes nothing, but refuses a KL that is not a number."""
+        _check_update(mean_kl_per_row, num_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Only the type: the coefficient belongs to the recipe."""
+        return {"type": "fixed"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checks that the state is that of a fixed controller."""
+        _check_state(state, "fixed", keys={"type"})
+
+
+class AdaptiveKlController(KlController):
+    """The proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2).
+
+        e    = clip(KL / target - 1, -0.2, 0.2)
+        beta = beta * (1 + e * num_rows / horizon)
+
+    The paper fixes the gain at 0.1 a step; num_rows / horizon keeps the speed per trajectory
+    the same at any batch size.
+
+    Example: beta 0.1, target 6, horizon 100; 10 rows with KL 12 give e = 0.2 and beta 0.102.
+    """
+
+    def __init__(self, spec: AdaptiveKlSpec) -> None:
+        self.coefficient = spec.coefficient
+        self._target = spec.target
+        self._horizon = spec.horizon
+
+    def update(self, mean_kl_per_row: float, num_rows: int) -> None:
+        """Raises the coefficient where the KL is above target, lowers it below."""
+        _check_update(mean_kl_per_row, num_rows)
+        error = mean_kl_per_row / self._target - 1
+        error = min(max(error, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        factor = 1 + error * num_rows / self._horizon
+        if factor <= 0:
+            raise ValueError(
+                f"horizon is {self._horizon} with {num_rows} rows a step: the KL coefficient "
+                f"would be multiplied by {factor:.3g}; raise horizon above {num_rows // 5}"
+            )
+        self.coefficient *= factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Type and coefficient."""
+        return {"type": "adaptive", "coefficient": self.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the coefficient; target and horizon stay those of the recipe."""
+        _check_state(state, "adaptive", keys={"type", "coefficient"})
+        coefficient = float(state["coefficient"])
+        if not (math.isfinite(coefficient) and coefficient > 0):
+            raise ValueError(
+                f"coefficient of the KL controller's state is {coefficient}: it must be positive "
+                "and finite; take an older checkpoint"
+            )
+        self.coefficient = coefficient
+
+
+def _check_update(mean_kl_per_row: float, num_rows: int) -> None:
+    if not math.isfinite(mean_kl_per_row):
+        raise ValueError(
+            f"mean KL per row is {mean_kl_per_row}: check the log-probs of policy and reference"
+        )
+    if num_rows < 0:
+        raise ValueError(f"num_rows is {num_rows}: give a count of rows, 0 or more")
+
+
+def _check_state(state: Mapping[str, Any], kind: str, keys: set[str]) -> None:
+    if state.get("type") != kind or set(state) != keys:
+        raise ValueError(
+            f"state of the KL controller is {dict(state)}, but the recipe asks for a {kind} one "
+            f"with the keys {sorted(keys)}: resume with the recipe of the checkpoint"
+        )

@@ -1,0 +1,124 @@
+"""Arithmetic on packed ragged tokens that the formulas of this package share.
+
+Shape letters: B rows, N packed tokens, K width of a block, C blocks. Nothing here loops over
+tokens, and padding at most doubles the memory, however skewed the lengths are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rolemesh.engine.experience import ColumnKind, Experience
+
+BLOCK_TOKENS = 128
+"""Longest block of a scan: K^2 multiply-adds a block against one step of the carry loop."""
+
+
+def completion_values(batch: Experience, name: str) -> torch.Tensor:
+    """[N], the packed values of a completion column; raises if it is missing or another kind."""
+    column = batch[name]
+    if column.kind is not ColumnKind.COMPLETION:
+        raise ValueError(
+            f"column {name!r} is a {column.kind.value} column: give one value a completion token"
+        )
+    return column.values
+
+
+def loss_mask_of(batch: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss mask, bool [N], and the row offsets of completion tokens, int64 [B + 1]."""
+    mask_N = completion_values(batch, "loss_mask")
+    if mask_N.dtype != torch.bool:
+        raise ValueError(f"column 'loss_mask' has type {mask_N.dtype}: give torch.bool")
+    offsets = batch["loss_mask"].offsets
+    assert offsets is not None  # Column refuses a completion column without offsets
+    return mask_N, offsets
+
+
+def unmasked_per_row(loss_mask_N: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Counts the tokens of each row that count.
+
+    Args:
+        loss_mask_N: bool [N], 1 = counts.
+        offsets: int64 [B + 1].
+
+    Returns:
+        int64 [B], on the mask's device.
+    """
+    running = torch.zeros(len(loss_mask_N) + 1, dtype=torch.int64, device=loss_mask_N.device)
+    torch.cumsum(loss_mask_N, 0, out=running[1:])
+    return running[offsets.to(loss_mask_N.device)].diff()
+
+
+def decayed_sums(values_N: torch.Tensor, lengths: torch.Tensor, decay: float) -> torch.Tensor:
+    """Sums each token and its row's later ones: y[t] = x[t] + decay * y[t + 1].
+
+    Tokens are numbered from the end of their row and cut into blocks of K. Inside a block the
+    sum is a product with the triangular matrix T[i, k] = decay^(i - k), k <= i; between blocks
+    only y of the last token is carried, which takes one step a block of the longest row, for all
+    rows at once. Rows shorter than a block use a narrower one (powers of two), so that a batch of
+    single tokens is not padded to K.
+
+    Args:
+        values_N: float64 [N].
+        lengths: int64 [B], tokens in each row; their sum is N.
+        decay: between 0 and 1; 0^0 is 1.
+
+    Returns:
+        float64 [N].
+    """
+    sums_N = torch.empty_like(values_N)
+    stops = lengths.cumsum(0)
+    width, shorter = 1, 0
+    while width <= BLOCK_TOKENS:
+        longest = width if width < BLOCK_TOKENS else torch.iinfo(torch.int64).max
+        rows = ((lengths > shorter) & (lengths <= longest)).nonzero().flatten()
+        if len(rows):
+            _scan_blocks(values_N, sums_N, stops[rows], lengths[rows], decay, width)
+        width, shorter = 2 * width, width
+    return sums_N
+
+
+def _scan_blocks(
+    values_N: torch.Tensor,
+    sums_N: torch.Tensor,
+    stops: torch.Tensor,
+    lengths: torch.Tensor,
+    decay: float,
+    width: int,
+) -> None:
+    """Scans some rows, each cut into blocks of `width` from its end, into sums_N."""
+    device = values_N.device
+    blocks_per_row, order = ((lengths + width - 1) // width).sort(descending=True, stable=True)
+    stops, lengths = stops[order], lengths[order]
+
+    # Blocks lie level by level (all rows' last block first). Rows are sorted by their number of
+    # blocks, so the rows that reach a level are a prefix of those that reach the one before.
+    rows_at_level = blocks_per_row.bincount().flip(0).cumsum(0).flip(0)[1:]
+    level_starts = rows_at_level.cumsum(0) - rows_at_level
+    num_levels = len(rows_at_level)
+    level_C = torch.arange(num_levels, device=device).repeat_interleave(rows_at_level)
+    row_C = torch.arange(len(level_C), device=device) - level_starts[level_C]
+
+    back_K = torch.arange(width, device=device)
+    index_CK = (stops[row_C] - 1 - level_C * width)[:, None] - back_K
+    inside_CK = index_CK >= (stops - lengths)[row_C][:, None]
+    blocks_CK = values_N[index_CK.clamp_min_(0)].masked_fill_(~inside_CK, 0)
+
+    powers = torch.pow(
+        torch.tensor(decay, dtype=values_N.dtype, device=device),
+        torch.arange(width + 1, device=device),
+    )
+    decay_KK = powers[(back_K[:, None] - back_K).clamp_min(0)].tril()
+    blocks_CK = blocks_CK @ decay_KK.T
+
+    if num_levels > 1:
+        carry_C = blocks_CK[:, -1].clone()
+        counts = rows_at_level.tolist()
+        before, here = 0, counts[0]
+        for count in counts[1:]:
+            carry_C[here : here + count] += powers[width] * carry_C[before : before + count]
+            before, here = here, here + count
+        later_C = carry_C[level_starts[(level_C - 1).clamp_min(0)] + row_C]
+        later_C.masked_fill_(level_C == 0, 0)
+        blocks_CK += later_C[:, None] * powers[1:]
+    sums_N[index_CK[inside_CK]] = blocks_CK[inside_CK]
