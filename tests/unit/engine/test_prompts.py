@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from rolemesh.engine.data.prompts import EmptyDataError, PromptRow, PromptSet, load_rows
 from rolemesh.engine.specs import JsonlSpec, ReasoningGymSpec
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.rewards.sources import (
     ArithmeticReward,
