@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -114,8 +114,7 @@ class RedisStateStore(StateStore):
 
     async def _script(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
         async with self._translated():
-            answer = self._client.eval(script, len(keys), *keys, *arguments)
-            return await cast(Awaitable[Any], answer)
+            return await self._client.eval(script, len(keys), *keys, *arguments)
 
     def _key(self, run_id: str, what: str) -> str:
         return f"{_PREFIX}:{{{run_id}}}:{what}"
@@ -246,8 +245,8 @@ class RedisStateStore(StateStore):
         self, key: str, after_id: str, limit: int | None
     ) -> list[tuple[str, dict[bytes, bytes]]]:
         start = f"({after_id}" if after_id else "-"
-        async with self._translated():
-            rows = await self._client.xrange(key, min=start, max="+", count=limit)
+        bound = [] if limit is None else ["COUNT", limit]
+        rows = await self._command("XRANGE", key, start, "+", *bound)
         return [(entry_id.decode(), fields) for entry_id, fields in rows]
 
     # --- rollout queue ---
@@ -270,10 +269,10 @@ class RedisStateStore(StateStore):
     async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
         """Hands out items that nobody has had."""
         await self._ensure_group(queue)
-        async with self._translated():
-            answer = await self._client.xreadgroup(
-                _GROUP, consumer, {self._queue(queue): ">"}, count=count
-            )
+        key = self._queue(queue)
+        answer = await self._command(
+            "XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count, "STREAMS", key, ">"
+        )
         rows = answer[0][1] if answer else []
         return [
             QueueItem(item_id=item_id.decode(), payload=fields[b"payload"], num_deliveries=1)
@@ -289,22 +288,23 @@ class RedisStateStore(StateStore):
     ) -> list[QueueItem]:
         """Takes over items whose consumer is slow or gone."""
         await self._ensure_group(queue)
-        async with self._translated():
-            answer = await self._client.xautoclaim(
-                self._queue(queue), _GROUP, consumer, int(min_idle_s * 1000), count=count
+        key, min_idle_ms = self._queue(queue), int(min_idle_s * 1000)
+        answer = await self._command(
+            "XAUTOCLAIM", key, _GROUP, consumer, min_idle_ms, "0-0", "COUNT", count
+        )
+        items = []
+        for item_id, fields in answer[1]:
+            async with self._translated():
+                pending: Any = await self._client.xpending_range(
+                    key, _GROUP, min=item_id, max=item_id, count=1
+                )
+            items.append(
+                QueueItem(
+                    item_id=item_id.decode(),
+                    payload=fields[b"payload"],
+                    num_deliveries=int(pending[0]["times_delivered"]),
+                )
             )
-            items = []
-            for item_id, fields in answer[1]:
-                pending = await self._client.xpending_range(
-                    self._queue(queue), _GROUP, min=item_id, max=item_id, count=1
-                )
-                items.append(
-                    QueueItem(
-                        item_id=item_id.decode(),
-                        payload=fields[b"payload"],
-                        num_deliveries=int(pending[0]["times_delivered"]),
-                    )
-                )
         return items
 
 

@@ -1,0 +1,54 @@
+"""How a run ends when it does not end well: one error, one message for people."""
+
+from __future__ import annotations
+
+from rolemesh.rpc.errors import RolemeshError
+
+
+class RunError(Exception):
+    """A run cannot go on. The text says what happened, where, and what to do."""
+
+
+class RunAbortedError(RunError):
+    """Somebody asked for an end at once."""
+
+
+class ServiceLostError(RunError):
+    """A service ended or does not answer any more.
+
+    Attributes:
+        role: Its role.
+        cause: What is known, e.g. "was killed by signal 9".
+        during: What it was doing, e.g. "actor.update in step 3"; empty when idle.
+    """
+
+    def __init__(self, role: str, cause: str, during: str = "") -> None:
+        self.role = role
+        self.cause = cause
+        self.during = during
+        super().__init__(f"{cause} (during {during})" if during else cause)
+
+
+class NodeFailedError(RunError):
+    """A node of the dataflow failed; everything else of its step was cancelled.
+
+    Attributes:
+        node: e.g. "actor.update".
+        step: Step of the run.
+        role: Role that failed. May differ from the node's: a consumer reports its producer's end.
+        rank: Rank that failed, None when not known.
+        reason: UPPER_SNAKE constant of the error catalogue.
+        cause: What the service said.
+    """
+
+    def __init__(self, node: str, step: int, role: str, cause: BaseException) -> None:
+        known = cause if isinstance(cause, RolemeshError) else None
+        self.node = node
+        self.step = step
+        self.role = (known and known.role) or role
+        self.rank = known.rank if known else None
+        self.reason = known.reason if known else type(cause).__name__
+        self.cause = cause
+        where = self.role if self.rank is None else f"{self.role} rank {self.rank}"
+        text = known.message if known else str(cause)
+        super().__init__(f"step {step}: {node} failed on {where} [{self.reason}]: {text}")
