@@ -1,0 +1,29 @@
+"""Makes the rollout back end that a recipe names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.specs import RolloutSpec, VllmSpec
+
+
+def make_backend(spec: RolloutSpec, model_path: Path) -> RolloutBackend:
+    """Makes a back end without weights: send them before the first generation.
+
+    Only the back end asked for is imported; vLLM's import takes many seconds.
+
+    Args:
+        spec: which back end, and its limits.
+        model_path: local Hugging Face folder of the policy; its config is read, not its weights.
+
+    Raises:
+        ValueError: the folder is missing or does not fit the spec.
+    """
+    if isinstance(spec, VllmSpec):
+        from rolemesh.engine.rollout.vllm import VllmBackend
+
+        return VllmBackend(spec, model_path)
+    from rolemesh.engine.rollout.hf import HfBackend
+
+    return HfBackend(spec, model_path)

@@ -1,0 +1,261 @@
+"""Rollout with plain transformers: small, slow, and the oracle that vLLM is compared with.
+
+Shape letters: B rows of a wave that still run, P longest prompt of the wave, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rolemesh.engine.rollout.base import (
+    RolloutBackend,
+    RolloutRequest,
+    RolloutTrajectory,
+    WeightsStaleError,
+)
+from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.distribution import sampling_logprobs
+from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
+from rolemesh.engine.rollout.request_checks import check_requests, completion_budget
+from rolemesh.engine.specs import HfSpec, SamplingSpec
+
+
+@dataclass(slots=True)
+class _RunningRow:
+    """A completion in the making."""
+
+    request: RolloutRequest
+    budget: int
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class HfBackend(RolloutBackend):
+    """A transformers model of its own, decoded in waves of at most max_num_seqs rows.
+
+    Prompts of a wave are padded on the left; a row leaves the wave, and its keys and values leave
+    the cache, when it finishes. Tokens depend on the request's seed and the weights, not on the
+    neighbours, up to rounding.
+
+    Invariant: `policy_version` is that of the last whole update, or -1. Owned by the rank's
+    compute thread.
+    """
+
+    def __init__(
+        self, spec: HfSpec, model_path: Path, *, device: torch.device | None = None
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.policy_version = -1
+        self._stale_reason = "no weights were sent yet"
+        self._spec = spec
+        self._folder = read_model_folder(model_path, spec.max_model_len)
+        self._expected = expected_weights(self._folder)
+        self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # Random weights are drawn and thrown away; the trainer's generator must not notice.
+        with torch.random.fork_rng(devices=[]):
+            model: Any = AutoModelForCausalLM.from_config(
+                self._folder.config, dtype=getattr(torch, spec.dtype)
+            )
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._is_generating = False
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+    ) -> Iterator[RolloutTrajectory]:
+        """Samples one completion a request, yielding each as it finishes within its wave.
+
+        Raises:
+            PromptTooLongError: a prompt leaves no room for one token; raised by this call,
+                before anything is sampled.
+            WeightsStaleError: no whole set of weights is held.
+            ValueError: a request is out of range.
+        """
+        self._check_ready()
+        check_requests(
+            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
+        )
+        return self._generate(requests, sampling)
+
+    def _generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+    ) -> Iterator[RolloutTrajectory]:
+        self._check_ready()
+        self._is_generating = True
+        try:
+            for start in range(0, len(requests), self._spec.max_num_seqs):
+                wave = [
+                    _RunningRow(
+                        request=request,
+                        budget=completion_budget(
+                            request, sampling, max_model_len=self._spec.max_model_len
+                        ),
+                        generator=torch.Generator().manual_seed(request.seed),
+                    )
+                    for request in requests[start : start + self._spec.max_num_seqs]
+                ]
+                yield from self._decode(wave, sampling)
+        finally:
+            self._is_generating = False
+
+    def _decode(
+        self, wave: list[_RunningRow], sampling: SamplingSpec
+    ) -> Iterator[RolloutTrajectory]:
+        inputs_BP, attention_mask_BP = _pad_left([row.request.prompt_tokens for row in wave])
+        inputs = inputs_BP.to(self._device)
+        attention_mask = attention_mask_BP.to(self._device)
+        # A padded position has no meaning; 0 keeps it inside the rotary table.
+        positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+        cache: Any = None
+        while wave:
+            with torch.no_grad():
+                outputs = self._model(
+                    input_ids=inputs,
+                    attention_mask=attention_mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    # One row of logits a sequence: no [B, T, V] tensor.
+                    logits_to_keep=1,
+                )
+            cache = outputs.past_key_values
+            tokens = _draw(outputs.logits[:, -1], wave, sampling)
+            running: list[int] = []
+            for index, row in enumerate(wave):
+                reason = self._finish_reason(row)
+                if reason is None:
+                    running.append(index)
+                else:
+                    yield self._trajectory(row, reason)
+            kept = torch.tensor(running, dtype=torch.int64, device=self._device)
+            if len(running) < len(wave):
+                wave = [wave[index] for index in running]
+                cache.batch_select_indices(kept)
+            inputs = tokens.to(self._device)[kept].unsqueeze(-1)
+            attention_mask = attention_mask[kept]
+            attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=-1)
+            positions = positions[kept, -1:] + 1
+
+    def _finish_reason(self, row: _RunningRow) -> Literal["stop", "length"] | None:
+        if row.tokens[-1] in self._folder.stop_tokens:
+            return "stop"
+        return "length" if len(row.tokens) == row.budget else None
+
+    def _trajectory(self, row: _RunningRow, reason: Literal["stop", "length"]) -> RolloutTrajectory:
+        return RolloutTrajectory(
+            row=row.request.row,
+            completion_tokens=row.tokens,
+            logprobs=row.logprobs,
+            finish_reason=reason,
+            policy_version=self.policy_version,
+        )
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Copies every weight into the sampler's own model, cast to its type.
+
+        Raises:
+            WeightsStaleError: the set is not whole or does not fit. The back end then refuses to
+                generate until a whole update.
+            RuntimeError: a generation is under way.
+            ValueError: policy_version is negative.
+        """
+        if policy_version < 0:
+            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
+        if self._is_generating:
+            raise RuntimeError("weights came during a generation: finish or close it first")
+        self.policy_version = -1
+        self._stale_reason = f"the update to policy_version {policy_version} failed"
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in self._expected.checked(weights):
+            parameters[name].copy_(tensor)
+        self.policy_version = policy_version
+
+    def weight_checksums(self) -> Mapping[str, str]:
+        """SHA-256 (hex) of each parameter, by Hugging Face name; tied ones under both names."""
+        return {
+            name: tensor_checksum(parameter)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+        }
+
+    def sleep(self) -> int:
+        """Moves the weights from a device to the host; on a CPU there is nothing to free."""
+        return self._move(torch.device("cpu"))
+
+    def wake(self) -> int:
+        """Moves the weights back to the device."""
+        return self._move(self._device)
+
+    def _move(self, device: torch.device) -> int:
+        moved = [p for p in self._model.parameters() if p.device.type != device.type]
+        num_bytes = sum(int(parameter.nbytes) for parameter in moved)
+        self._model.to(device)
+        return num_bytes
+
+    def close(self) -> None:
+        """Drops the model."""
+        self.policy_version = -1
+        self._stale_reason = "the back end was closed"
+        del self._model
+
+    def _check_ready(self) -> None:
+        if self.policy_version < 0:
+            raise WeightsStaleError(
+                f"the sampler holds no whole set of weights ({self._stale_reason}): "
+                "call update_weights first"
+            )
+        if self._is_generating:
+            raise RuntimeError("a generation is under way: finish or close it first")
+
+
+def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads prompts on the left.
+
+    Returns:
+        tokens int64 [B, P], and a mask int64 [B, P] with 1 where a token is real.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    tokens_BP = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask_BP = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for index, prompt in enumerate(prompts):
+        tokens_BP[index, longest - len(prompt) :] = torch.tensor(list(prompt))
+        mask_BP[index, longest - len(prompt) :] = 1
+    return tokens_BP, mask_BP
+
+
+def _draw(
+    logits_BV: torch.Tensor, wave: Sequence[_RunningRow], sampling: SamplingSpec
+) -> torch.Tensor:
+    """Draws a token for each row, each with its own generator, and notes it there.
+
+    Args:
+        logits_BV: floating [B, V].
+        wave: B rows.
+        sampling: how to draw.
+
+    Returns:
+        int64 [B] on the CPU.
+    """
+    logprobs_BV = sampling_logprobs(logits_BV, sampling).cpu()
+    if sampling.greedy:
+        tokens_B = logprobs_BV.argmax(dim=-1)
+    else:
+        probs_BV = logprobs_BV.exp()
+        tokens_B = torch.cat(
+            [
+                torch.multinomial(probs_V, num_samples=1, generator=row.generator)
+                for probs_V, row in zip(probs_BV, wave, strict=True)
+            ]
+        )
+    drawn_B = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+    for row, token, logprob in zip(wave, tokens_B.tolist(), drawn_B.tolist(), strict=True):
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+    return tokens_B

@@ -1,0 +1,153 @@
+"""What a sampler must know of a Hugging Face folder before it has any weights.
+
+Reads config files only. Weights come later, and from the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolemesh.engine.rollout.base import WeightsStaleError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A checked folder of a causal language model."""
+
+    path: Path
+    """The folder."""
+    config: Any
+    """The transformers config."""
+    vocab_size: int
+    """Token ids run from 0 to vocab_size - 1."""
+    stop_tokens: tuple[int, ...]
+    """Token ids that end a completion, ascending."""
+
+
+def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
+    """Reads and checks a model folder.
+
+    Args:
+        path: folder with config.json, and generation_config.json if the model has one.
+        max_model_len: longest prompt and completion together that will be asked for, in tokens.
+
+    Raises:
+        ValueError: the folder is missing or not a causal language model's, names no stop token,
+            or its model cannot see max_model_len tokens.
+    """
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        found = "has no config.json" if path.is_dir() else "does not exist"
+        raise ValueError(
+            f"model path {str(path)!r} {found}: give a local Hugging Face model folder "
+            "(nothing is ever downloaded)"
+        )
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max_model_len > limit:
+        raise ValueError(
+            f"rollout.max_model_len is {max_model_len}, but the model in {str(path)!r} sees at "
+            f"most {limit} tokens (max_position_embeddings): give at most {limit}"
+        )
+    return ModelFolder(
+        path=path,
+        config=config,
+        vocab_size=int(config.vocab_size),
+        stop_tokens=_stop_tokens(path, config),
+    )
+
+
+def _stop_tokens(path: Path, config: Any) -> tuple[int, ...]:
+    # A chat model's end of turn stands in generation_config.json; config.json may still name the
+    # base model's end of text.
+    named: Any = None
+    generation_config = path / "generation_config.json"
+    if generation_config.is_file():
+        named = json.loads(generation_config.read_text()).get("eos_token_id")
+    if named is None:
+        named = getattr(config, "eos_token_id", None)
+    tokens = tuple(sorted({named} if isinstance(named, int) else set(named or ())))
+    if not tokens:
+        raise ValueError(
+            f"model path {str(path)!r} names no stop token: set eos_token_id in "
+            "generation_config.json"
+        )
+    outside = [token for token in tokens if not 0 <= token < config.vocab_size]
+    if outside:
+        raise ValueError(
+            f"eos_token_id of {str(path)!r} has {outside}, outside the vocabulary of "
+            f"{config.vocab_size} tokens: correct generation_config.json"
+        )
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWeights:
+    """Name and global shape of each parameter of a whole update, tied parameters once.
+
+    Made from the model class itself, not from a sampler, so that a sampler which fuses or drops
+    a parameter cannot hide that one was forgotten.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape by Hugging Face name."""
+    tied: Mapping[str, str]
+    """Name of a parameter that is another one under a second name -> the name that is sent."""
+
+    def checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hands the weights on, one at a time and detached.
+
+        Raises:
+            WeightsStaleError: at a parameter that is unknown, repeated or of another shape, and
+                at the end when one is missing.
+        """
+        missing = dict.fromkeys(self.shapes)
+        for name, tensor in weights:
+            if name not in missing:
+                raise WeightsStaleError(f"weight update has {name!r}, {self._objection(name)}")
+            del missing[name]
+            if tuple(tensor.shape) != self.shapes[name]:
+                raise WeightsStaleError(
+                    f"weight update has {name!r} with shape {list(tensor.shape)}, but the "
+                    f"sampler's is {list(self.shapes[name])}: train and sample from one folder"
+                )
+            yield name, tensor.detach()
+        if missing:
+            names = list(missing)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise WeightsStaleError(
+                f"weight update lacks {', '.join(map(repr, names[:3]))}{more} "
+                f"({len(names)} of {len(self.shapes)} parameters): send every parameter"
+            )
+
+    def _objection(self, name: str) -> str:
+        if name in self.shapes:
+            return "which came before: send each parameter once"
+        if name in self.tied:
+            return f"which is tied to {self.tied[name]!r}: send only that one"
+        return "which the model does not have: train and sample from one folder"
+
+
+def expected_weights(folder: ModelFolder) -> ExpectedWeights:
+    """Lists the parameters of the folder's model without allocating any."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(folder.config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in shapes
+    }
+    return ExpectedWeights(shapes, tied)

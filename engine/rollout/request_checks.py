@@ -1,0 +1,53 @@
+"""Checks of what a back end is asked to sample, before anything is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rolemesh.engine.rollout.base import PromptTooLongError, RolloutRequest
+from rolemesh.engine.specs import SamplingSpec
+
+MAX_SEED = 2**63
+
+
+def check_requests(
+    requests: Sequence[RolloutRequest], *, max_model_len: int, vocab_size: int
+) -> None:
+    """Refuses requests that cannot be sampled.
+
+    Raises:
+        PromptTooLongError: a prompt leaves no room for one token.
+        ValueError: a prompt is empty or holds a token outside the vocabulary, a seed is out of
+            range, or two requests name one row.
+    """
+    rows: set[int] = set()
+    for request in requests:
+        length = len(request.prompt_tokens)
+        if length == 0:
+            raise ValueError(f"prompt of row {request.row} is empty: give at least one token")
+        if length >= max_model_len:
+            raise PromptTooLongError(
+                f"prompt of row {request.row} has {length} tokens, but rollout.max_model_len is "
+                f"{max_model_len} and a completion needs at least one: shorten the prompt to "
+                f"{max_model_len - 1} tokens or raise rollout.max_model_len"
+            )
+        low, high = min(request.prompt_tokens), max(request.prompt_tokens)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"prompt of row {request.row} has token {low if low < 0 else high}, outside the "
+                f"vocabulary of {vocab_size}: use the tokenizer of the model folder"
+            )
+        if not 0 <= request.seed < MAX_SEED:
+            raise ValueError(
+                f"seed of row {request.row} is {request.seed}: give one of 0 to 2**63 - 1"
+            )
+        if request.row in rows:
+            raise ValueError(f"row {request.row} is asked for twice: number the rows apart")
+        rows.add(request.row)
+
+
+def completion_budget(
+    request: RolloutRequest, sampling: SamplingSpec, *, max_model_len: int
+) -> int:
+    """Most tokens that the request's completion may have, at least one."""
+    return min(sampling.max_new_tokens, max_model_len - len(request.prompt_tokens))

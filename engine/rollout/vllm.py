@@ -1,0 +1,304 @@
+"""Rollout with vLLM in the rank's own process.
+
+vLLM is imported when a back end is made, not before: it takes many seconds, and its environment
+must be set first. What it changes in the process is kept in `vllm_process`, how weights reach it
+in `vllm_weights`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolemesh.engine.rollout.base import (
+    RolloutBackend,
+    RolloutRequest,
+    RolloutTrajectory,
+    WeightsStaleError,
+)
+from rolemesh.engine.rollout.model_folder import (
+    ModelFolder,
+    expected_weights,
+    read_model_folder,
+)
+from rolemesh.engine.rollout.request_checks import check_requests, completion_budget
+from rolemesh.engine.rollout.vllm_process import (
+    WEIGHT_TRANSFER_BACKEND,
+    own_random_state,
+    prepare_environment,
+    prepare_vllm,
+    untouched_process,
+)
+from rolemesh.engine.specs import SamplingSpec, VllmSpec
+
+_MIN_TEMPERATURE = 0.01
+"""vLLM silently raises a lower temperature to this one."""
+
+
+class VllmBackend(RolloutBackend):
+    """A vLLM engine that takes its weights from the trainer beside it.
+
+    Invariant: `policy_version` is that of the last whole update, or -1 while the engine holds no
+    whole set of weights (at the start, after a failed update, asleep). At most one generation
+    runs at a time, and no update during it. Owned by the rank's compute thread.
+
+    One engine lives in a process at a time; `close` makes room for the next.
+    """
+
+    def __init__(self, spec: VllmSpec, model_path: Path) -> None:
+        self.policy_version = -1
+        self._stale_reason = "no weights were sent yet"
+        self._spec = spec
+        self._folder = read_model_folder(model_path, spec.max_model_len)
+        self._expected = expected_weights(self._folder)
+        self._request_numbers = itertools.count()
+        self._is_generating = False
+        self._kv_cache_asleep = False
+        self._world_is_ours = not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        )
+        prepare_environment(spec.kv_cache_gib)
+        with untouched_process():
+            self._engine = _make_engine(spec, self._folder)
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+    ) -> Iterator[RolloutTrajectory]:
+        """Samples one completion a request, yielding each as it finishes.
+
+        Closing the iterator early aborts what is left. The next call then starts from nothing.
+
+        Raises:
+            PromptTooLongError: a prompt leaves no room for one token; raised by this call,
+                before anything is sampled.
+            WeightsStaleError: the engine holds no whole set of weights.
+            ValueError: a request or the temperature is out of range.
+        """
+        self._check_ready()
+        if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
+                f"{_MIN_TEMPERATURE}: raise it, or set sampling.greedy"
+            )
+        check_requests(
+            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
+        )
+        return self._generate(requests, sampling)
+
+    def _generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+    ) -> Iterator[RolloutTrajectory]:
+        from vllm.inputs.engine import tokens_input
+
+        self._check_ready()
+        self._is_generating = True
+        version = self.policy_version
+        rows: dict[str, int] = {}
+        engine_ids: dict[str, str] = {}
+        try:
+            for request in requests:
+                request_id = str(next(self._request_numbers))
+                rows[request_id] = request.row
+                engine_ids[request_id] = self._engine.add_request(
+                    request_id,
+                    tokens_input(list(request.prompt_tokens)),
+                    self._sampling_params(request, sampling),
+                )
+            while engine_ids:
+                with own_random_state():
+                    outputs = self._engine.step()
+                for output in outputs:
+                    if output.finished:
+                        del engine_ids[output.request_id]
+                        yield _trajectory(output, rows[output.request_id], version)
+        finally:
+            # Also when the caller stopped early or a step raised: the engine must be left empty.
+            self._is_generating = False
+            if engine_ids:
+                self._engine.abort_request(list(engine_ids.values()), internal=True)
+
+    def _sampling_params(self, request: RolloutRequest, sampling: SamplingSpec) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        distribution: dict[str, Any] = (
+            {"temperature": 0.0}
+            if sampling.greedy
+            else {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+            }
+        )
+        return SamplingParams(
+            **distribution,
+            seed=request.seed,
+            max_tokens=completion_budget(request, sampling, max_model_len=self._spec.max_model_len),
+            stop_token_ids=list(self._folder.stop_tokens),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Replaces every weight through vLLM's own weight-transfer path.
+
+        Raises:
+            WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
+                generate until a whole update.
+            RuntimeError: a generation is under way.
+            ValueError: policy_version is negative.
+        """
+        if policy_version < 0:
+            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
+        if self._is_generating:
+            raise RuntimeError("weights came during a generation: finish or close it first")
+        self.policy_version = -1
+        self._stale_reason = f"the update to policy_version {policy_version} failed"
+        loaded: set[str] = set()
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc(
+            "update_weights",
+            args=({"weights": self._expected.checked(weights), "loaded": loaded},),
+        )
+        self._engine.collective_rpc("finish_weight_update")
+        self._check_loaded(loaded)
+        if self._kv_cache_asleep:
+            self._engine.wake_up(["kv_cache"])
+            self._kv_cache_asleep = False
+        # Off by configuration; keys and values of old weights must not outlive them in any case.
+        self._engine.reset_prefix_cache()
+        self.policy_version = policy_version
+
+    def _check_loaded(self, loaded: set[str]) -> None:
+        """Refuses an update of which vLLM dropped a part."""
+        from rolemesh.engine.rollout.vllm_weights import parameter_names
+
+        (names,) = self._engine.apply_model(parameter_names)
+        if missing := sorted(names - loaded):
+            raise WeightsStaleError(
+                f"vLLM took every weight but left {', '.join(map(repr, missing[:3]))} as it was "
+                f"({len(missing)} parameters): its model class and transformers' do not agree"
+            )
+
+    def weight_checksums(self) -> Mapping[str, str]:
+        """SHA-256 (hex) of each weight as the kernels read it, by Hugging Face name."""
+        from rolemesh.engine.rollout.vllm_weights import model_checksums
+
+        checksums: dict[str, str]
+        (checksums,) = self._engine.apply_model(model_checksums)
+        return checksums
+
+    def sleep(self) -> int:
+        """Drops weights and KV cache from a device; on a CPU there is nothing to free.
+
+        The engine holds no weights afterwards: wake it, then send them. Not verified on a GPU.
+        """
+        if not torch.cuda.is_available():
+            return 0
+        if self._is_generating:
+            raise RuntimeError("sleep came during a generation: finish or close it first")
+        free_bytes, _ = torch.cuda.mem_get_info()
+        # Level 2 keeps no host copy of the weights: the trainer has them.
+        self._engine.sleep(level=2)
+        self.policy_version = -1
+        self._stale_reason = "the engine slept and was sent no weights since"
+        self._kv_cache_asleep = True
+        return max(0, torch.cuda.mem_get_info()[0] - free_bytes)
+
+    def wake(self) -> int:
+        """Takes memory for the weights again; the KV cache follows with the next update.
+
+        Both at once would stand beside the trainer's copies at the peak. Not verified on a GPU.
+        """
+        if not self._kv_cache_asleep:
+            return 0
+        free_bytes, _ = torch.cuda.mem_get_info()
+        self._engine.wake_up(["weights"])
+        return max(0, free_bytes - torch.cuda.mem_get_info()[0])
+
+    def close(self) -> None:
+        """Ends the engine and, if vLLM made them, its process groups."""
+        from vllm.distributed.parallel_state import (
+            destroy_distributed_environment,
+            destroy_model_parallel,
+        )
+
+        self._engine.engine_core.shutdown()
+        del self._engine
+        destroy_model_parallel()
+        if self._world_is_ours:
+            destroy_distributed_environment()
+
+    def _check_ready(self) -> None:
+        if self.policy_version < 0:
+            raise WeightsStaleError(
+                f"the sampler holds no whole set of weights ({self._stale_reason}): "
+                "call update_weights first"
+            )
+        if self._is_generating:
+            raise RuntimeError("a generation is under way: finish or close it first")
+
+
+def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    prepare_vllm()
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(folder.path),
+            dtype=spec.dtype,
+            # Weights come from the trainer before the first generation.
+            load_format="dummy",
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+            # Tokens in, tokens out.
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+            gpu_memory_utilization=spec.gpu_memory_utilization,
+            enforce_eager=spec.enforce_eager,
+            enable_sleep_mode=not current_platform.is_cpu(),
+            # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
+            # and top-p. vLLM's default is before.
+            logprobs_mode="processed_logprobs",
+            # Sampler and trainer must agree: no keys of old weights, no step ahead of its inputs.
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            seed=0,
+        )
+    )
+
+
+def _trajectory(output: Any, row: int, policy_version: int) -> RolloutTrajectory:
+    (completion,) = output.outputs
+    tokens, logprobs = list(completion.token_ids), completion.logprobs
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(
+            f"vLLM ended the completion of row {row} with {completion.finish_reason!r}"
+        )
+    if logprobs.token_ids != tokens or not all(map(math.isfinite, logprobs.logprobs)):
+        raise RuntimeError(
+            f"vLLM's log-probs of row {row} do not fit its tokens or are not finite: "
+            "look for NaN in the weights"
+        )
+    return RolloutTrajectory(
+        row=row,
+        completion_tokens=tokens,
+        logprobs=list(logprobs.logprobs),
+        finish_reason=completion.finish_reason,
+        policy_version=policy_version,
+    )

@@ -1,0 +1,130 @@
+"""What vLLM needs of this process, and what it must not leave behind in it.
+
+vLLM shares the process with the trainer. Everything it takes from the environment is set here,
+before its first import; everything it changes for the whole process is put back here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+
+WEIGHT_TRANSFER_BACKEND = "rolemesh"
+"""Name of our weight-transfer engine in vLLM's registry."""
+
+ENVIRONMENT = {
+    # The engine runs in this process: weights are handed over by reference.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # vLLM otherwise pins OpenMP threads to cores by local rank, so that several ranks of one host
+    # take the same cores, and the pins hold for the trainer as well.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Models come from folders, never from a hub.
+    "HF_HUB_OFFLINE": "1",
+    # Nothing is reported to anybody.
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Its log lines go to our handlers, which name role and rank.
+    "VLLM_CONFIGURE_LOGGING": "0",
+}
+"""Variables that are set whatever they were: rolemesh relies on each."""
+
+_MAX_NUMA_NODES = 1024
+# What Linux is built with at most; get_mempolicy refuses a smaller mask.
+
+
+def prepare_environment(kv_cache_gib: int) -> None:
+    """Sets what vLLM reads from the environment. Called before the first import of vllm.
+
+    Args:
+        kv_cache_gib: KV cache on a CPU device in whole GiB; without it vLLM takes a share of all
+            memory.
+    """
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+
+
+@cache
+def prepare_vllm() -> None:
+    """Settles what vLLM keeps once a process: our weight engine, compilation, log levels.
+
+    Called after `prepare_environment` and before the first engine.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    WeightTransferEngineFactory.register_engine(
+        WEIGHT_TRANSFER_BACKEND, "rolemesh.engine.rollout.vllm_weights", "InProcessWeightEngine"
+    )
+    if current_platform.is_cpu():
+        # vLLM compiles one small function of the log-prob path (a token's rank, which we do not
+        # use) with inductor. That needs a C++ compiler at run time; plain evaluation does not.
+        type(current_platform).simple_compile_backend = "eager"
+    # It warns at each update that a tied head "failed to load". Completeness is checked by us,
+    # and more strictly.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+@contextmanager
+def untouched_process() -> Iterator[None]:
+    """Puts back what vLLM's start changes for the whole process.
+
+    Measured with vLLM 0.32: its CPU worker replaces `torch.set_num_threads` by a function that
+    does nothing and binds all memory of this thread strictly to one NUMA node, its GPU worker
+    lowers torch's threads to one, and both seed the global random generators. Any of them would
+    slow the trainer down or change what it draws.
+    """
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with _own_memory_policy(), own_random_state():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        if affinity is not None and os.sched_getaffinity(0) != affinity:
+            os.sched_setaffinity(0, affinity)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Lets the block draw from torch's global generators without moving them for the trainer.
+
+    Each request has a generator of its own; vLLM draws from the global one all the same, once a
+    step, and throws the numbers away.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def _own_memory_policy() -> Iterator[None]:
+    """Puts this thread's NUMA memory policy back after the block."""
+    try:
+        numa = ctypes.CDLL("libnuma.so.1", use_errno=True)
+    except OSError:
+        # vLLM's CPU build cannot be loaded without this library, and only it sets a policy.
+        yield
+        return
+    mode = ctypes.c_int()
+    nodes = (ctypes.c_ulong * (_MAX_NUMA_NODES // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    limit = ctypes.c_ulong(_MAX_NUMA_NODES)
+    # Containers may forbid both calls; then vLLM could not change the policy either.
+    is_known = numa.get_mempolicy(ctypes.byref(mode), nodes, limit, None, ctypes.c_ulong(0)) == 0
+    try:
+        yield
+    finally:
+        if is_known and numa.set_mempolicy(mode, nodes, limit) != 0:
+            raise OSError(ctypes.get_errno(), "the NUMA memory policy cannot be put back")

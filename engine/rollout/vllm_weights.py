@@ -1,0 +1,187 @@
+"""New weights for a vLLM engine in the trainer's own process: no disk, no copy in between.
+
+Imports vLLM, so it is itself imported late, by name, by vLLM's weight-transfer registry.
+Two facts of vLLM 0.32 on a CPU shape it: linear weights are packed for the matrix kernel and
+their parameters left empty, so nothing can be written in place; and a head that is tied to the
+embedding has a packed copy of its own, which a reload leaves as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from rolemesh.engine.rollout.checksums import tensor_checksum
+
+# Columns of a packed matrix read back at a time: bounds the extra memory.
+_READ_BACK_COLUMNS = 256
+
+
+@dataclass
+class InProcessInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing has to be agreed on within one process."""
+
+
+@dataclass
+class InProcessUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Weights by reference. Valid within this process only."""
+
+    weights: Iterable[tuple[str, torch.Tensor]]
+    """(Hugging Face name, whole tensor of any floating type), read once. The iterable raises if
+    the set is not whole; its exception leaves the update."""
+    loaded: set[str] = field(default_factory=set)
+    """Receives the names of the sampler's parameters that were written."""
+
+
+class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
+    """vLLM's side of an update within one process.
+
+    Owned by the compute thread, like the engine. Tensors are copied, cast to the sampler's type,
+    split by tensor-parallel rank and fused by vLLM's own loaders. A failed update leaves a model
+    that can run and take a next update, but whose weights are of no version.
+    """
+
+    init_info_cls = InProcessInitInfo
+    update_info_cls = InProcessUpdateInfo
+
+    def init_transfer_engine(self, init_info: InProcessInitInfo) -> None:
+        """Does nothing: there is nobody to meet."""
+
+    def start_weight_update(self) -> None:
+        """Opens the model for weights in checkpoint form."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: InProcessUpdateInfo) -> None:
+        """Reads the weights into the model."""
+        try:
+            update_info.loaded |= self.model.load_weights(iter(update_info.weights))
+        except BaseException:
+            # Layers wait on the meta device with their loaders wrapped. Without this a next
+            # update would go on in the middle of this one.
+            self._close_model()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Packs the weights for the kernels."""
+        self._close_model()
+
+    def shutdown(self) -> None:
+        """Does nothing: there is nobody to leave."""
+
+    def _close_model(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        for head in _tied_heads(self.model):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _tied_heads(model: nn.Module) -> list[Any]:
+    """Output heads whose weight is an embedding's, but which the kernels read from a pack."""
+    modules = list(model.modules())
+    embeddings = {
+        id(module.weight)
+        for module in modules
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    }
+    return [
+        module
+        for module in modules
+        if isinstance(module, ParallelLMHead)
+        and id(module.weight) in embeddings
+        and isinstance(module.quant_method, QuantizeMethodBase)
+    ]
+
+
+def parameter_names(model: nn.Module) -> set[str]:
+    """Names that vLLM gives to the model's parameters, tied ones once."""
+    return {name for name, _ in model.named_parameters()}
+
+
+def model_checksums(model: nn.Module) -> dict[str, str]:
+    """Hashes each weight as the kernels read it.
+
+    Names are Hugging Face's: fused parameters are split again. With tensor parallelism the
+    values are those of this rank's part.
+    """
+    return {
+        name: tensor_checksum(tensor)
+        for prefix, module in model.named_modules()
+        for name, tensor in _module_weights(model, prefix, module)
+    }
+
+
+@torch.no_grad()
+def _module_weights(
+    model: nn.Module, prefix: str, module: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for own_name, parameter in module.named_parameters(recurse=False):
+        tensor = _as_the_kernels_read(module, own_name, parameter)
+        if isinstance(module, VocabParallelEmbedding):
+            # vLLM pads the vocabulary; the rows beyond it are nobody's weights.
+            tensor = tensor[: module.shard_indices.num_org_elements]
+        parent, _, leaf = prefix.rpartition(".")
+        parts = getattr(model, "packed_modules_mapping", {}).get(leaf, ())
+        sizes = getattr(module, "output_partition_sizes", ())
+        if len(parts) > 1 and len(parts) == len(sizes):
+            for part, piece in zip(parts, torch.split(tensor, list(sizes)), strict=True):
+                yield f"{parent}.{part}.{own_name}" if parent else f"{part}.{own_name}", piece
+        else:
+            yield f"{prefix}.{own_name}" if prefix else own_name, tensor
+
+
+def _as_the_kernels_read(module: nn.Module, own_name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The weight that takes part in products, not the parameter that stands for it.
+
+    On a CPU a linear layer's parameter is empty after packing, so that its hash would be the
+    same for all weights, and a tied head's parameter may differ from its pack.
+    """
+    kernel: Callable[..., torch.Tensor] | None = getattr(module, "cpu_linear", None)
+    is_embedding = isinstance(module, VocabParallelEmbedding) and not isinstance(
+        module, ParallelLMHead
+    )
+    if own_name != "weight" or kernel is None or is_embedding:
+        return parameter
+    return _read_back(kernel, _input_size(module, parameter), parameter)
+
+
+def _input_size(module: Any, parameter: torch.Tensor) -> int:
+    if parameter.dim() == 2:
+        return parameter.shape[1]
+    return int(module.input_size_per_partition)
+
+
+def _read_back(
+    kernel: Callable[..., torch.Tensor], input_size: int, parameter: torch.Tensor
+) -> torch.Tensor:
+    """Multiplies the identity with a packed matrix.
+
+    Each element of the product is one weight times 1 plus zeros, so the values are exact in any
+    type; only the sign of -0.0 is lost.
+
+    Returns:
+        The type of parameter, [output, input].
+    """
+    columns: list[torch.Tensor] = []
+    for start in range(0, input_size, _READ_BACK_COLUMNS):
+        count = min(_READ_BACK_COLUMNS, input_size - start)
+        unit = torch.zeros(count, input_size, dtype=parameter.dtype)
+        unit[torch.arange(count), torch.arange(start, start + count)] = 1.0
+        columns.append(kernel(unit, parameter, None).to(parameter.dtype))
+    return torch.cat(columns).t().contiguous()
