@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 20
 """Payload bytes of one stream message. 1 MiB is where loopback throughput peaks."""
 
 DEADLINE_MARGIN_S = 0.25
-"""A call made while serving another ends this much earlier, so that its reason gets back in time."""
+"""A call made while serving another ends this much earlier, so that its reason still gets back."""
 
 RETRY_POLICY: dict[str, Any] = {
     "maxAttempts": 4,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from rolemesh.v1 import tensor_pb2
 
-ITEM_BYTES: Mapping[int, int] = MappingProxyType(
+ITEM_BYTES: Mapping[tensor_pb2.DataType.ValueType, int] = MappingProxyType(
     {
         tensor_pb2.DATA_TYPE_FLOAT32: 4,
         tensor_pb2.DATA_TYPE_BFLOAT16: 2,
@@ -22,12 +22,31 @@ ITEM_BYTES: Mapping[int, int] = MappingProxyType(
 )
 """Bytes of one element by DataType."""
 
+_BY_NAME: Mapping[str, tensor_pb2.DataType.ValueType] = MappingProxyType(
+    {
+        tensor_pb2.DataType.Name(number).removeprefix("DATA_TYPE_").lower(): number
+        for number in ITEM_BYTES
+    }
+)
+
 MAX_DIMENSIONS = 16
 """More dimensions are refused: no tensor here has them, and a bound keeps the product cheap."""
 
 
 class TensorMalformedError(ValueError):
     """The bytes of a tensor do not fit its shape and dtype."""
+
+
+def data_type_of(name: str) -> tensor_pb2.DataType.ValueType:
+    """The DataType of a dtype's name, e.g. "torch.bfloat16" or "bfloat16".
+
+    Raises:
+        ValueError: it may not travel.
+    """
+    number = _BY_NAME.get(name.removeprefix("torch."))
+    if number is None:
+        raise ValueError(f"dtype {name!r} may not travel: use one of {sorted(_BY_NAME)}")
+    return number
 
 
 def check_tensor(tensor: tensor_pb2.Tensor, field: str) -> bytes:
@@ -45,7 +64,9 @@ def check_tensor(tensor: tensor_pb2.Tensor, field: str) -> bytes:
     return data
 
 
-def check_tensor_bytes(dtype: int, shape: Sequence[int], num_bytes: int, field: str) -> None:
+def check_tensor_bytes(
+    dtype: tensor_pb2.DataType.ValueType, shape: Sequence[int], num_bytes: int, field: str
+) -> None:
     """Checks product(shape) * item size == num_bytes.
 
     Raises:
@@ -63,7 +84,7 @@ def check_tensor_bytes(dtype: int, shape: Sequence[int], num_bytes: int, field: 
         )
     expected = math.prod(shape) * item_bytes
     if expected != num_bytes:
-        name = tensor_pb2.DataType.Name(tensor_pb2.DataType.ValueType(dtype))
+        name = tensor_pb2.DataType.Name(dtype)
         raise TensorMalformedError(
             f"{field}: shape {list(shape)} of {name} needs {expected} bytes, but {num_bytes} came: "
             "send row-major elements without padding"

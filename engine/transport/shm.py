@@ -1,0 +1,168 @@
+"""Shared memory between processes of one host: named files under /dev/shm.
+
+A producer writes a payload once and peers map it. multiprocessing.shared_memory is not used: its
+resource tracker is one more process, and it unlinks segments that others still announce.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import uuid
+from pathlib import Path
+
+import torch
+
+SHM_DIRECTORY = Path("/dev/shm")
+"""Where segments live."""
+
+SEGMENT_NAME = re.compile(r"rolemesh-(?P<pid>[1-9][0-9]{0,9})-[0-9a-f]{32}")
+"""The only names that are ever opened or removed."""
+
+
+class SegmentInvalidError(ValueError):
+    """A shared memory segment is not what its handle says."""
+
+
+def host_identity() -> str:
+    """Equal for two processes that can open each other's segments.
+
+    Boot id tells hosts apart, the device of /dev/shm and the pid namespace tell containers apart,
+    and the user id tells who may open a file of mode 0600.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    device = SHM_DIRECTORY.stat().st_dev
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{boot_id}/{device}/{namespace}/{os.geteuid()}"
+
+
+class Segment:
+    """A writable segment of this process.
+
+    Invariant: the file exists until unlink(); the mapping lives as long as a tensor views it. The
+    file is locked while this process lives, so that others can tell it from a leftover.
+
+    Example::
+
+        segment = Segment.create(1 << 20)
+        write_payload(batch, layout, segment.buffer)
+        peer: open_segment(segment.name, 1 << 20)  # uint8 [1048576]
+        segment.unlink()
+    """
+
+    def __init__(self, name: str, descriptor: int, mapping: mmap.mmap) -> None:
+        self.name = name
+        self._descriptor: int | None = descriptor
+        self._mapping = mapping
+
+    @staticmethod
+    def create(num_bytes: int) -> Segment:
+        """Makes a segment whose pages are all reserved.
+
+        Raises:
+            OSError: shared memory is full (ENOSPC) or not available.
+        """
+        name = f"rolemesh-{os.getpid()}-{uuid.uuid4().hex}"
+        path = SHM_DIRECTORY / name
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Without this a full /dev/shm shows as SIGBUS at the first write.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            mapping = mmap.mmap(descriptor, num_bytes)
+        except BaseException:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
+        return Segment(name, descriptor, mapping)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole segment, writable."""
+        return memoryview(self._mapping)
+
+    def tensor(self) -> torch.Tensor:
+        """uint8 [num_bytes] over the segment; keeps the mapping alive."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def unlink(self) -> None:
+        """Removes the name. Mappings stay valid; the memory is freed with the last of them."""
+        if self._descriptor is None:
+            return
+        (SHM_DIRECTORY / self.name).unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def open_segment(name: str, num_bytes: int) -> torch.Tensor:
+    """Maps a segment of another process of this user.
+
+    Returns:
+        uint8 [num_bytes]. The mapping is private: writing to it changes nobody else's memory.
+
+    Raises:
+        SegmentInvalidError: the name is not a segment's name, or the file does not fit.
+        FileNotFoundError: the producer has removed it.
+    """
+    if SEGMENT_NAME.fullmatch(name) is None:
+        raise SegmentInvalidError(
+            f"shared memory name {name!r} is not of the form rolemesh-<pid>-<32 hex digits>"
+        )
+    descriptor = os.open(SHM_DIRECTORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise SegmentInvalidError(
+                f"shared memory {name} is not a regular file of user {os.geteuid()}"
+            )
+        if num_bytes < 1 or status.st_size != num_bytes:
+            raise SegmentInvalidError(
+                f"shared memory {name} has {status.st_size} bytes, but its handle says {num_bytes}"
+            )
+        mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def remove_leftovers() -> list[str]:
+    """Removes segments of this user whose process is gone; returns their names.
+
+    A process in another container may share /dev/shm but not our pids, so a dead pid is not
+    enough: the lock that every live producer holds must be free as well.
+    """
+    removed = []
+    for path in SHM_DIRECTORY.iterdir():
+        match = SEGMENT_NAME.fullmatch(path.name)
+        if match is None or _is_alive(int(match["pid"])):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.ELOOP):
+                continue  # gone meanwhile, or not ours
+            raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+        except BlockingIOError:
+            continue  # held by a live process of another pid namespace
+        finally:
+            os.close(descriptor)
+    return removed
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

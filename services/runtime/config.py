@@ -1,0 +1,174 @@
+"""Settings of one service process: where it listens, what it holds, whom it follows.
+
+Precedence: defaults < ROLEMESH_SERVICE__<FIELD> < command line flags. What a role computes is not
+set here but comes with Initialize.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
+"""ROLEMESH_SERVICE__PORT sets port, and so on."""
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+class ConfigError(ValueError):
+    """A setting of the process is unknown or wrong."""
+
+
+class ServiceConfig(BaseModel):
+    """Frozen settings of a service process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    role: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
+    """Role that the process serves; set by the program, not by the user."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs allow_remote."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    allow_remote: bool = False
+    """Permit a host that others can reach. There is no TLS yet: only inside a private network."""
+    advertise: str | None = None
+    """host:port under which peers reach this process; None: host (or the host's name) and port."""
+    rank: int = Field(default=0, ge=0)
+    """Rank of this process within its service."""
+    world_size: int = Field(default=1, ge=1)
+    """Ranks of the service."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of /metrics for Prometheus; 0 takes a free one, None serves none."""
+    log_directory: Path | None = None
+    """Folder for <role>.log (or <role>-<rank>.log); None logs to standard error only."""
+    log_level: LogLevel = "info"
+    """Lowest level that is logged."""
+    log_format: LogFormat = "text"
+    """Plain lines, or one JSON object a line."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of torch's operations; None leaves torch's default."""
+    experience_capacity_bytes: int = Field(default=4 << 30, ge=0)
+    """Most bytes of experience held at once."""
+    shared_memory: bool = True
+    """Keep large experience in /dev/shm, so that peers on this host read it in place."""
+    shared_memory_threshold_bytes: int = Field(default=64 << 10, ge=1)
+    """Experience smaller than this stays in process memory and travels as a stream."""
+    announce: Path | None = None
+    """File that is written, whole or not at all, once the service is ready."""
+    parent_pid: int | None = Field(default=None, ge=1)
+    """End when this process is gone."""
+    drain_timeout_s: float = Field(default=10.0, ge=0)
+    """How long work in progress may take to finish after SIGTERM."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(
+                f"rank is {self.rank} with world_size {self.world_size}: "
+                "give 0 <= rank < world_size"
+            )
+        if self.world_size > 1:
+            raise ValueError(
+                f"world_size is {self.world_size}: this version serves one rank a role; give 1"
+            )
+        if not self.is_loopback and not self.allow_remote:
+            raise ValueError(
+                f"host is {self.host!r}, which others can reach, and traffic is neither encrypted "
+                "nor authenticated: listen on 127.0.0.1, or give allow_remote (--allow-remote) if "
+                "the network is private"
+            )
+        if self.port == 0 and self.advertise is not None:
+            raise ValueError(
+                f"advertise is {self.advertise!r} with port 0: give the port that peers will reach"
+            )
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host can reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+    def peer_address(self, bound_port: int) -> str:
+        """host:port under which peers reach this process, once the port is known."""
+        if self.advertise is not None:
+            return self.advertise
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
+        return f"{host}:{bound_port}"
+
+
+_CHOICES = {"log_level": get_args(LogLevel), "log_format": get_args(LogFormat)}
+_SETTABLE = [name for name in ServiceConfig.model_fields if name != "role"]
+
+
+def load_config(
+    role: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> ServiceConfig:
+    """Resolves the settings of a process.
+
+    Args:
+        role: name of the role, which is fixed by the program.
+        arguments: command line without the program's name.
+        environment: environment variables.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong; the message names it, its value and a remedy.
+    """
+    values: dict[str, Any] = {**_from_environment(environment), **_from_flags(role, arguments)}
+    try:
+        return ServiceConfig(role=role, **values)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            field = ".".join(str(part) for part in problem["loc"])
+            problems.append(
+                f"{field} is {problem['input']!r}: {problem['msg']}" if field else problem["msg"]
+            )
+        raise ConfigError("; ".join(problems)) from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    values = {}
+    for variable, value in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name not in _SETTABLE:
+            nearest = difflib.get_close_matches(name, _SETTABLE, n=1)
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{nearest[0].upper()}?" if nearest else ""
+            raise ConfigError(f"{variable} sets nothing: there is no such setting{hint}")
+        values[name] = value
+    return values
+
+
+def _from_flags(role: str, arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m rolemesh.services.{role}",
+        description=f"Serves the {role} role of a mesh.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name in _SETTABLE:
+        field = ServiceConfig.model_fields[name]
+        flag = "--" + name.replace("_", "-")
+        text = (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+        elif name in _CHOICES:
+            parser.add_argument(flag, dest=name, choices=_CHOICES[name], help=text)
+        else:
+            parser.add_argument(flag, dest=name, metavar="VALUE", help=text)
+    return vars(parser.parse_args(list(arguments)))

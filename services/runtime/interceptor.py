@@ -1,0 +1,174 @@
+"""The one server interceptor: deadline, request id, metrics, errors, for all four call kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+from grpc_status import rpc_status
+
+from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
+from rolemesh.rpc.errors import InternalError, InvalidRequestError, to_status
+from rolemesh.rpc.policy import method_policy
+from rolemesh.services.runtime.errors import describe, is_expected
+from rolemesh.services.runtime.metrics import ServiceMetrics
+
+logger = logging.getLogger(__name__)
+
+OUR_METHODS = "/rolemesh."
+"""Standard services (health, reflection) are left alone: their clients know no policy of ours."""
+
+MAX_REQUEST_ID_CHARACTERS = 64
+"""A longer request id is replaced: it goes into logs."""
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every rolemesh call. Servicers raise; this is the only place that aborts.
+
+    A call without a deadline is refused, since nothing would ever end it. An exception leaves as
+    google.rpc.Status with ErrorInfo; one that nobody foresaw is logged with its traceback and
+    leaves as INTERNAL with its type and message.
+    """
+
+    def __init__(self, role: str, rank: int, metrics: ServiceMetrics) -> None:
+        self._role = role
+        self._rank = rank
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Returns the method's handler, wrapped."""
+        handler = await continuation(handler_call_details)
+        full_method = handler_call_details.method
+        if handler is None or not full_method.startswith(OUR_METHODS):
+            return handler
+        # Checks that the method has a policy, before anybody relies on its idempotency.
+        method_policy(full_method)
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            behavior: Any = self._streaming(
+                full_method, handler.stream_stream or handler.unary_stream
+            )
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            behavior = self._unary(full_method, handler.stream_unary or handler.unary_unary)
+        return make(
+            behavior,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _unary(self, full_method: str, behavior: Any) -> Any:
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            with self._serving(full_method, context) as (call, outcome):
+                try:
+                    self._check_deadline(full_method, call)
+                    return await behavior(request, context)
+                except Exception as error:
+                    await self._abort(full_method, context, call, outcome, error)
+
+        return serve
+
+    def _streaming(self, full_method: str, behavior: Any) -> Any:
+        async def serve(
+            request: Any, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[Any]:
+            with self._serving(full_method, context) as (call, outcome):
+                try:
+                    self._check_deadline(full_method, call)
+                    responses = behavior(request, context)
+                    if inspect.isawaitable(responses):
+                        responses = await responses
+                    async with contextlib.aclosing(responses):
+                        async for response in responses:
+                            yield response
+                except Exception as error:
+                    await self._abort(full_method, context, call, outcome, error)
+
+        return serve
+
+    @contextlib.contextmanager
+    def _serving(
+        self, full_method: str, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Iterator[tuple[CallContext, list[str]]]:
+        remaining = context.time_remaining()
+        deadline = math.inf if remaining is None else time.monotonic() + remaining
+        with (
+            self._metrics.call(full_method) as outcome,
+            serving_call(_request_id(context), deadline) as call,
+        ):
+            try:
+                yield call, outcome
+            except (asyncio.CancelledError, GeneratorExit):
+                outcome[0] = "CANCELLED"
+                raise
+
+    def _check_deadline(self, full_method: str, call: CallContext) -> None:
+        if math.isinf(call.deadline):
+            raise InvalidRequestError(
+                f"{full_method} was called without a deadline: give one (gRPC timeout), "
+                f"e.g. {method_policy(full_method).deadline_s:g} s, the default of its policy",
+                reason="DEADLINE_MISSING",
+            )
+
+    async def _abort(
+        self,
+        full_method: str,
+        context: grpc.aio.ServicerContext[Any, Any],
+        call: CallContext,
+        outcome: list[str],
+        error: Exception,
+    ) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        described = describe(error)
+        outcome[0] = described.code.name
+        if is_expected(error):
+            logger.warning("%s: %s: %s", full_method, described.reason, described.message)
+        else:
+            logger.error("%s failed: %s", full_method, described.message, exc_info=error)
+        if isinstance(described, InternalError):
+            described = InternalError(
+                f"{self._role} rank {self._rank} failed: {described.message}",
+                reason=described.reason,
+                retryable=described.retryable,
+                metadata=described.metadata,
+            )
+        status = to_status(
+            described,
+            {
+                "role": self._role,
+                "rank": str(self._rank),
+                "request_id": call.request_id,
+                "method": full_method,
+            },
+        )
+        await context.abort_with_status(rpc_status.to_status(status))
+        raise AssertionError("abort returned")  # it always raises
+
+
+def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            if value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARACTERS:
+                return value
+            break
+    return new_request_id()

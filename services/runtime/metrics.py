@@ -1,0 +1,118 @@
+"""Prometheus metrics of a service process, and the page that shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
+
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
+"""From a status call to an epoch."""
+
+LAG_INTERVAL_S = 1.0
+"""How often the event loop's lag is measured."""
+
+
+class ServiceMetrics:
+    """Counters of one process, in a registry of their own. Owner: the loop."""
+
+    def __init__(self, role: str, rank: int) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"role": role, "rank": str(rank)}
+        names = [*self._labels, "method"]
+        self._calls = Counter(
+            "rolemesh_calls", "Calls served.", [*names, "code"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "rolemesh_call_seconds",
+            "Wall time of a call.",
+            names,
+            registry=self.registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self._in_flight = Gauge(
+            "rolemesh_calls_in_flight", "Calls being served.", names, registry=self.registry
+        )
+        self.experience_bytes = self._gauge("experience_bytes", "Experience held.")
+        self.policy_version = self._gauge("policy_version", "Version of the weights held.")
+        self.resident_bytes = self._gauge("resident_bytes", "Resident memory of the process.")
+        self.loop_lag_seconds = self._gauge(
+            "loop_lag_seconds", "How late the event loop woke up last; above 0.1 it is blocked."
+        )
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"rolemesh_{name}", text, list(self._labels), registry=self.registry)
+        return gauge.labels(**self._labels)
+
+    @contextmanager
+    def call(self, full_method: str) -> Iterator[list[str]]:
+        """Counts a call; the block puts the status code's name into the list it is handed."""
+        labels = {**self._labels, "method": full_method}
+        outcome = ["OK"]
+        in_flight = self._in_flight.labels(**labels)
+        in_flight.inc()
+        started = time.monotonic()
+        try:
+            yield outcome
+        finally:
+            in_flight.dec()
+            self._seconds.labels(**labels).observe(time.monotonic() - started)
+            self._calls.labels(**labels, code=outcome[0]).inc()
+
+    async def watch_loop(self) -> None:
+        """Measures the loop's lag and the process's memory until cancelled."""
+        process = psutil.Process()
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.loop_lag_seconds.set(max(0.0, time.monotonic() - started - LAG_INTERVAL_S))
+            self.resident_bytes.set(process.memory_info().rss)
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn on a loop that is not its own: signals belong to the service."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class MetricsPage:
+    """Serves /metrics on the service's loop."""
+
+    def __init__(self, metrics: ServiceMetrics, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            make_asgi_app(metrics.registry),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+        self._listener = listener
+        self._server = _QuietServer(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that is bound."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def stop(self) -> None:
+        """Ends serving and frees the port."""
+        self._server.should_exit = True
+        if self._task is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._listener.close()

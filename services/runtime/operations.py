@@ -1,0 +1,194 @@
+"""The idempotency ledger: one effect an OperationKey, and its first answer for every repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.runtime.errors import is_expected
+from rolemesh.v1 import operation_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_RUN_ID_CHARACTERS = 128
+"""Bound of OperationKey.run_id."""
+
+Identity = tuple[str, int, int, str, int]
+"""(run_id, fencing_epoch, step, operation, sequence)."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One keyed call: in progress, or answered."""
+
+    identity: Identity
+    method: str
+    """Full method name."""
+    digest: bytes
+    """SHA-256 of the request, to tell a repeat from a reused key."""
+    stage: str = "queued"
+    done: int = 0
+    total: int = 0
+    started: float = field(default_factory=time.monotonic)
+    num_listeners: int = 0
+    """Callers that wait for the answer right now."""
+    task: asyncio.Task[Message] | None = None
+
+    @property
+    def name(self) -> str:
+        """Step and operation, for people."""
+        _, _, step, operation, sequence = self.identity
+        return f"step {step} {operation}" + (f" #{sequence}" if sequence else "")
+
+    def progress(self) -> operation_pb2.Progress:
+        """The newest sign of life."""
+        return operation_pb2.Progress(stage=self.stage, done=self.done, total=self.total)
+
+
+def identity_of(key: operation_pb2.OperationKey) -> Identity:
+    """The identity of a key.
+
+    Raises:
+        InvalidRequestError: a field of the key is out of range.
+    """
+    problem = None
+    if not 1 <= len(key.run_id) <= MAX_RUN_ID_CHARACTERS:
+        problem = f"key.run_id is {key.run_id[:40]!r}: give 1 to {MAX_RUN_ID_CHARACTERS} characters"
+    elif key.fencing_epoch < 1:
+        problem = f"key.fencing_epoch is {key.fencing_epoch}: give a number >= 1"
+    elif key.step < 0:
+        problem = f"key.step is {key.step}: give a number >= 0"
+    elif not key.operation:
+        problem = 'key.operation is empty: name the operation, e.g. "actor.update"'
+    elif key.sequence < 0:
+        problem = f"key.sequence is {key.sequence}: give a number >= 0"
+    if problem is not None:
+        raise InvalidRequestError(problem, reason="KEY_INVALID")
+    return (key.run_id, key.fencing_epoch, key.step, key.operation, key.sequence)
+
+
+class OperationLedger:
+    """Keyed operations of this process. Owner: the loop.
+
+    Invariant: for one identity the work starts at most once while its answer is kept. The answers
+    of the newest `capacity` operations are kept. A failure is not an answer: callers that wait get
+    it, and a later repeat starts the work again, guarded by the versions that the request expects.
+    The work outlives the call that started it, so that a coordinator that lost its connection
+    finds the answer.
+
+    Example: two calls with the key (run "r", epoch 1, step 3, "actor.update", 0) get one Operation;
+    a call of epoch 1 after one of epoch 2 raises PreconditionError (STALE_EPOCH).
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._operations: OrderedDict[Identity, Operation] = OrderedDict()
+        self._highest_epochs: OrderedDict[str, int] = OrderedDict()
+
+    def check_epoch(self, key: operation_pb2.OperationKey) -> Identity:
+        """Refuses a key of an older coordinator; remembers a newer one.
+
+        Raises:
+            InvalidRequestError: the key itself is malformed.
+            PreconditionError: STALE_EPOCH.
+        """
+        identity = identity_of(key)
+        highest = self._highest_epochs.get(key.run_id, 0)
+        if key.fencing_epoch < highest:
+            raise PreconditionError(
+                f"key.fencing_epoch is {key.fencing_epoch}, but epoch {highest} has spoken for run "
+                f"{key.run_id!r}: a newer coordinator has taken over; this one must end",
+                reason="STALE_EPOCH",
+            )
+        self._highest_epochs[key.run_id] = key.fencing_epoch
+        self._highest_epochs.move_to_end(key.run_id)
+        while len(self._highest_epochs) > self._capacity:
+            self._highest_epochs.popitem(last=False)
+        return identity
+
+    def find(self, identity: Identity, method: str, request: Message) -> Operation | None:
+        """The running or answered operation of that identity.
+
+        Raises:
+            InvalidRequestError: KEY_REUSED: the key belongs to another request.
+        """
+        operation = self._operations.get(identity)
+        if operation is None:
+            return None
+        if operation.method != method or operation.digest != _digest(request):
+            raise InvalidRequestError(
+                f"the key of {operation.name!r} was used for another request to "
+                f"{operation.method}: give every operation of a step its own name or sequence",
+                reason="KEY_REUSED",
+            )
+        return operation
+
+    def start(
+        self,
+        identity: Identity,
+        method: str,
+        request: Message,
+        work: Callable[[Operation], Awaitable[Message]],
+    ) -> Operation:
+        """Starts the work of a new operation."""
+        operation = Operation(identity, method, _digest(request))
+
+        async def run() -> Message:
+            return await work(operation)
+
+        task = asyncio.create_task(run(), name=f"{method} {operation.name}")
+        operation.task = task
+        self._operations[identity] = operation
+        task.add_done_callback(lambda _: self._finished(operation))
+        self._evict()
+        return operation
+
+    def running(self) -> list[Operation]:
+        """Operations in progress, oldest first."""
+        return [
+            operation
+            for operation in self._operations.values()
+            if operation.task is not None and not operation.task.done()
+        ]
+
+    def _finished(self, operation: Operation) -> None:
+        task = operation.task
+        if task is None:
+            return
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._operations.pop(operation.identity, None)
+        if error is not None and operation.num_listeners == 0:
+            # Nobody waits any more: this is the only place where the reason is told.
+            logger.error(
+                "%s of %s failed after its caller had gone: %s: %s",
+                operation.method,
+                operation.name,
+                type(error).__name__,
+                error,
+                exc_info=None if is_expected(error) else error,
+            )
+
+    def _evict(self) -> None:
+        excess = len(self._operations) - self._capacity
+        if excess <= 0:
+            return
+        answered = [
+            identity
+            for identity, operation in self._operations.items()
+            if operation.task is not None and operation.task.done()
+        ]
+        for identity in answered[:excess]:
+            del self._operations[identity]
+
+
+def _digest(request: Message) -> bytes:
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()

