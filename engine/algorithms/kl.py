@@ -191,6 +191,6 @@ def _check_update(mean_kl_per_row: float, num_rows: int) -> None:
 def _check_state(state: Mapping[str, Any], kind: str, keys: set[str]) -> None:
     if state.get("type") != kind or set(state) != keys:
         raise ValueError(
-            f"state of the KL controller is {dict(state)}, but the recipe asks for a {kind} one "
+            f"state of the KL controller is {dict(state)}, but the recipe asks for {kind!r}, "
             f"with the keys {sorted(keys)}: resume with the recipe of the checkpoint"
         )

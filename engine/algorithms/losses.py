@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
-from rolemesh.engine.algorithms.kl import kl_loss, kl_penalty
+from rolemesh.engine.algorithms.kl import kl_loss
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec, Spec
@@ -155,7 +155,8 @@ class PpoPolicyLoss:
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
 
         log_ratio_M = logprobs_M - old_logprobs_M
-        ratio_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        bounded_log_ratio_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio_M = bounded_log_ratio_M.exp()
         clipped_ratio_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)
         losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_ratio_M * advantages_M)
         if spec.dual_clip is not None:
@@ -178,8 +179,8 @@ class PpoPolicyLoss:
             per_token = {
                 "entropy": entropy_M,
                 "ratio_mean": ratio_M,
-                # KL(old || new) from samples of old: k3 with the roles swapped.
-                "approx_kl": kl_penalty(old_logprobs_M, logprobs_M, "k3"),
+                # KL(old || new) from samples of old, by k3: r is the log-ratio itself.
+                "approx_kl": torch.expm1(bounded_log_ratio_M) - bounded_log_ratio_M,
                 "clip_fraction_high": (advantages_M > 0) & (ratio_M > 1 + spec.clip_high),
                 "clip_fraction_low": (advantages_M < 0) & (ratio_M < 1 - spec.clip_low),
                 "sampler_logprob_diff_mean": difference_M,
@@ -267,8 +268,8 @@ class _UnmaskedReader:
 
 
 def _share(numbers_M: torch.Tensor, scale: LossScale) -> torch.Tensor:
-    """Sum over this micro-batch, divided by the tokens of the whole mini-batch."""
-    return numbers_M.sum() / scale.token_divisor
+    """Sum over this micro-batch, in float64, divided by the tokens of the whole mini-batch."""
+    return numbers_M.sum(dtype=torch.float64) / scale.token_divisor
 
 
 def _maximum(numbers_M: torch.Tensor) -> torch.Tensor:

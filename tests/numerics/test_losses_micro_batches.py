@@ -1,0 +1,109 @@
+"""Cutting a mini-batch into micro-batches changes neither loss, nor gradient, nor metrics."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
+
+from rolemesh.engine.algorithms.losses import (
+    LossScale,
+    ModelOutputs,
+    add_metrics,
+    make_loss,
+)
+from rolemesh.engine.experience import offsets_of
+from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec
+
+NORM = {"aggregation": "seq_sum_norm", "norm_length": 10}
+SPECS = {
+    "policy_token_mean": PpoPolicyLossSpec(dual_clip=2.0, entropy_coefficient=0.1, kl_in_loss=0.1),
+    "policy_seq_mean_token_sum": PpoPolicyLossSpec(aggregation="seq_mean_token_sum"),
+    "policy_seq_mean_token_mean": PpoPolicyLossSpec(
+        aggregation="seq_mean_token_mean", entropy_coefficient=0.1, kl_in_loss=0.1, kl_form="k1"
+    ),
+    "policy_seq_sum_norm": PpoPolicyLossSpec(**NORM),
+    "value_token_mean": PpoValueLossSpec(),
+    "value_seq_mean_token_sum": PpoValueLossSpec(aggregation="seq_mean_token_sum"),
+    "value_seq_mean_token_mean": PpoValueLossSpec(aggregation="seq_mean_token_mean"),
+    "value_seq_sum_norm": PpoValueLossSpec(**NORM),
+}
+EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+COLUMNS = ("logprobs", "reference_logprobs", "advantages", "values", "returns")
+RELATIVE = {
+    # A token's gradient is computed from that token and global counts alone, so it is the same
+    # number in every cut; only sums over tokens (loss, metrics) are rounded in another order.
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+}
+
+
+def make_batch() -> RaggedBatch:
+    """Eight rows, among them an empty one and one that is all masked."""
+    ranges = dict.fromkeys((*COLUMNS, "new", "entropy"), (-1.0, 1.0))
+    return random_batch(mixed_masks(seed=71), ranges, seed=72)
+
+
+def accumulate(
+    batch: RaggedBatch,
+    spec: PpoPolicyLossSpec | PpoValueLossSpec,
+    cut: list[list[int]],
+    dtype: torch.dtype,
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient by a shared parameter of all tokens' outputs, metrics."""
+    experience = batch.experience(dtype)
+    scale, loss = LossScale.of(experience), make_loss(spec)
+    parameter = batch.packed("new", dtype).requires_grad_()
+    entropy_parameter = batch.packed("entropy", dtype).requires_grad_()
+    offsets = offsets_of(torch.tensor([len(mask) for mask in batch.masks])).tolist()
+    total, metrics = 0.0, dict[str, float]()
+    for rows in cut:
+        index = torch.tensor(
+            [i for row in rows for i in range(offsets[row], offsets[row + 1])], dtype=torch.int64
+        )
+        outputs = ModelOutputs(
+            logprobs_N=parameter[index],
+            entropy_N=entropy_parameter[index],
+            values_N=parameter[index],
+        )
+        micro_batch = experience.require(loss.columns).select(torch.tensor(rows))
+        share, share_metrics = loss(outputs, micro_batch, scale)
+        share.backward()
+        total += float(share.detach())
+        add_metrics(metrics, share_metrics)
+    gradients = [p.grad for p in (parameter, entropy_parameter) if p.grad is not None]
+    return total, torch.cat(gradients), metrics
+
+
+@EVERY_SPEC
+@pytest.mark.parametrize("dtype", RELATIVE, ids=["f64", "f32"])
+@pytest.mark.parametrize("parts", [1, 2, 5, 8])
+def test_micro_batches_add_up_to_the_mini_batch(
+    spec: PpoPolicyLossSpec | PpoValueLossSpec, dtype: torch.dtype, parts: int
+) -> None:
+    batch = make_batch()
+    rows = list(range(len(batch.masks)))
+    random.Random(parts).shuffle(rows)
+    cut = [rows[part::parts] for part in range(parts)]
+    whole_loss, whole_gradient, whole_metrics = accumulate(batch, spec, [sorted(rows)], dtype)
+    loss, gradient, metrics = accumulate(batch, spec, cut, dtype)
+    assert loss == pytest.approx(whole_loss, rel=RELATIVE[dtype], abs=RELATIVE[dtype])
+    torch.testing.assert_close(gradient, whole_gradient, rtol=RELATIVE[dtype], atol=0)
+    assert metrics == pytest.approx(whole_metrics, rel=RELATIVE[dtype], abs=RELATIVE[dtype])
+
+
+def test_the_cut_really_is_uneven() -> None:
+    """Otherwise a mean over micro-batches would pass the test above."""
+    masks = make_batch().masks
+    counts = [sum(map(sum, masks[part::5])) for part in range(5)]
+    assert len(set(counts)) > 2
+    assert int(pack(masks, torch.int64).sum()) == sum(counts)
+
+
+def test_metrics_combine_by_sum_and_by_maximum() -> None:
+    totals: dict[str, float] = {}
+    add_metrics(totals, {"loss": 1.0, "ratio_max": 3.0})
+    add_metrics(totals, {"loss": 0.5, "ratio_max": 2.0, "entropy": 1.0})
+    assert totals == {"loss": 1.5, "ratio_max": 3.0, "entropy": 1.0}
