@@ -31,13 +31,12 @@ class SegmentInvalidError(ValueError):
 def host_identity() -> str:
     """Equal for two processes that can open each other's segments.
 
-    Boot id tells hosts apart, the device of /dev/shm and the pid namespace tell containers apart,
-    and the user id tells who may open a file of mode 0600.
+    Boot id tells hosts apart, the device number of /dev/shm tells containers apart that do not
+    share it, and the user id tells who may open a file of mode 0600.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     device = SHM_DIRECTORY.stat().st_dev
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{boot_id}/{device}/{namespace}/{os.geteuid()}"
+    return f"{boot_id}/{device}/{os.geteuid()}"
 
 
 class Segment:

@@ -98,9 +98,9 @@ def set_up_logging(config: ServiceConfig) -> None:
         faulthandler.enable()
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(path, encoding="utf-8")
-        handlers.append(file_handler)
-        faulthandler.enable(file_handler.stream)
+        stream = path.open("a", encoding="utf-8")
+        handlers.append(logging.StreamHandler(stream))
+        faulthandler.enable(stream)
     for handler in handlers:
         handler.setFormatter(formatter)
     root = logging.getLogger()

@@ -325,22 +325,20 @@ class Runtime:
             )
 
     @property
-    def state(self) -> worker_pb2.WorkerState:
+    def state(self) -> worker_pb2.WorkerState.ValueType:
         """State of the service for GetStatus."""
         running = self.ledger.running()
         if self.is_draining:
-            state = worker_pb2.WORKER_STATE_DRAINING
-        elif any(operation.method.endswith(".Initialize") for operation in running):
-            state = worker_pb2.WORKER_STATE_INITIALIZING
-        elif running:
-            state = worker_pb2.WORKER_STATE_BUSY
-        elif self.is_asleep:
-            state = worker_pb2.WORKER_STATE_ASLEEP
-        elif self.is_initialized:
-            state = worker_pb2.WORKER_STATE_READY
-        else:
-            state = worker_pb2.WORKER_STATE_IDLE
-        return cast(worker_pb2.WorkerState, state)
+            return worker_pb2.WORKER_STATE_DRAINING
+        if any(operation.method.endswith(".Initialize") for operation in running):
+            return worker_pb2.WORKER_STATE_INITIALIZING
+        if running:
+            return worker_pb2.WORKER_STATE_BUSY
+        if self.is_asleep:
+            return worker_pb2.WORKER_STATE_ASLEEP
+        if self.is_initialized:
+            return worker_pb2.WORKER_STATE_READY
+        return worker_pb2.WORKER_STATE_IDLE
 
     async def finish_work(self, timeout_s: float) -> bool:
         """Waits for work in progress; gives it up after `timeout_s`. True when all was finished."""

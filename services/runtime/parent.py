@@ -1,0 +1,70 @@
+"""Children never outlive their parent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+"""How often a parent is looked for where the kernel cannot tell."""
+
+
+def follow_parent(parent_pid: int, grace_s: float, before_exit: Callable[[], None]) -> None:
+    """Ends this process when another one is gone: SIGTERM to itself, and after `grace_s` at once.
+
+    A thread waits on the parent's pidfd. PR_SET_PDEATHSIG is not used: it fires when the *thread*
+    that started us ends, which in an asyncio parent may be a pool thread. The thread also works
+    while the loop is blocked.
+
+    Args:
+        parent_pid: process to follow; already gone counts as gone.
+        grace_s: how long the drain may take.
+        before_exit: frees what must not be left behind when the drain took too long.
+    """
+
+    def watch() -> None:
+        _wait_for_end(parent_pid)
+        logger.warning("parent process %d is gone: the service ends", parent_pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        logger.error("the service did not end within %.1f s of its parent: leaving now", grace_s)
+        before_exit()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _wait_for_end(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:
+        # No pidfd in this kernel: a child of a dead parent is handed to another one.
+        is_child = os.getppid() == pid
+        while os.getppid() == pid if is_child else _exists(pid):
+            time.sleep(POLL_INTERVAL_S)
+        return
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+    finally:
+        os.close(descriptor)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

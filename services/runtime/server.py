@@ -1,0 +1,294 @@
+"""The server of a role, and the life of its process from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from rolemesh.engine.transport.shm import remove_leftovers
+from rolemesh.rpc.channel import SERVER_OPTIONS
+from rolemesh.services.runtime.config import ConfigError, ServiceConfig, load_config
+from rolemesh.services.runtime.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
+from rolemesh.services.runtime.fetch import ExperienceServicer
+from rolemesh.services.runtime.interceptor import ServiceInterceptor
+from rolemesh.services.runtime.log import set_up_logging
+from rolemesh.services.runtime.metrics import MetricsPage, ServiceMetrics
+from rolemesh.services.runtime.parent import follow_parent
+from rolemesh.services.runtime.role import Role
+from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.services.runtime.worker import WorkerServicer
+from rolemesh.v1 import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 1.0
+"""How long calls in flight may still take to send their last bytes once work is finished."""
+
+READINESS = "readiness"
+LIVENESS = "liveness"
+"""Names under which the standard health service answers, beside the empty one."""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class ServiceStartError(RuntimeError):
+    """The service cannot listen where it was told to."""
+
+
+class ServiceServer:
+    """A role behind a gRPC server on the running loop. Owner: that loop.
+
+    Example::
+
+        server = ServiceServer(RewardRole(), ServiceConfig(role="reward"))
+        address = await server.start()  # "127.0.0.1:41235"
+        ...
+        await server.stop()
+    """
+
+    def __init__(self, role: Role, config: ServiceConfig) -> None:
+        self.config = config
+        self.runtime = Runtime(role, config)
+        self.metrics = ServiceMetrics(role.name, config.rank)
+        self.metrics_page: MetricsPage | None = None
+        self._health = health_aio.HealthServicer()
+        self._background: list[asyncio.Task[None]] = []
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> str:
+        """Binds, registers everything and serves; returns host:port for peers.
+
+        Raises:
+            ServiceStartError: the port is in use, or the host is not of this machine.
+        """
+        config, runtime = self.config, self.runtime
+        server = grpc.aio.server(
+            interceptors=[ServiceInterceptor(runtime.role.name, config.rank, self.metrics)],
+            options=SERVER_OPTIONS,
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
+        ExperienceServicer(runtime.store, runtime.host_id).add_to(server)
+        runtime.services[:] = [
+            worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
+            EXPERIENCE_SERVICE,
+            *runtime.role.register(server, runtime),
+        ]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        standard = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)
+        reflection.enable_server_reflection(
+            (*runtime.services, *standard, reflection.SERVICE_NAME), server
+        )
+        port = self._bind(server)
+        runtime.address = config.peer_address(port)
+        if config.metrics_port is not None:
+            listener = _listen(config.host, config.metrics_port, "metrics_port")
+            self.metrics_page = MetricsPage(self.metrics, listener)
+            self.metrics_page.start()
+        self.metrics.experience_bytes.set_function(lambda: runtime.store.held_bytes)
+        self.metrics.policy_version.set_function(runtime.role.policy_version)
+        if config.threads is not None:
+            # Each thread of Python has its own setting in OpenMP.
+            torch.set_num_threads(config.threads)
+            await runtime.compute.run(torch.set_num_threads, config.threads)
+        self._background.append(asyncio.create_task(self.metrics.watch_loop()))
+        await server.start()
+        self._server = server
+        for name in ("", LIVENESS, READINESS, *runtime.services):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return runtime.address
+
+    async def stop(self, work_timeout_s: float | None = None) -> bool:
+        """Refuses new work, finishes what runs, frees everything. True when all was finished.
+
+        Args:
+            work_timeout_s: how long work in progress may take; None takes the configured time.
+        """
+        runtime = self.runtime
+        runtime.is_draining = True
+        timeout_s = self.config.drain_timeout_s if work_timeout_s is None else work_timeout_s
+        for name in ("", READINESS, *runtime.services):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        is_finished = await runtime.finish_work(timeout_s)
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+        if is_finished:
+            await runtime.compute.run(runtime.role.close)
+        is_finished = runtime.compute.close(STOP_GRACE_S) and is_finished
+        if self.metrics_page is not None:
+            await self.metrics_page.stop()
+        await runtime.close_channels()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        runtime.store.close()
+        return is_finished
+
+    def announcement(self) -> dict[str, Any]:
+        """What the announce file says."""
+        announced: dict[str, Any] = {
+            "address": self.runtime.address,
+            "pid": os.getpid(),
+            "role": self.runtime.role.name,
+            "rank": self.config.rank,
+        }
+        if self.metrics_page is not None:
+            announced["metrics_port"] = self.metrics_page.port
+        return announced
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        config = self.config
+        # gRPC only says "failed to bind": a plain socket finds out why.
+        _listen(config.host, config.port, "port").close()
+        host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
+        try:
+            return server.add_insecure_port(f"{host.replace('[[', '[')}:{config.port}")
+        except RuntimeError as error:
+            raise ServiceStartError(
+                f"gRPC cannot listen on {config.host}:{config.port} ({error}): "
+                "choose another --port; 0 takes a free one"
+            ) from error
+
+
+def _listen(host: str, port: int, setting: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # A port in TIME_WAIT after a restart is free; one that somebody listens on is still refused.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host.strip("[]"), port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        flag = "--" + setting.replace("_", "-")
+        if error.errno == errno.EADDRINUSE:
+            raise ServiceStartError(
+                f"{setting} {port} on {host} is in use by another process "
+                f"(`ss -ltnp sport = :{port}` shows it): end it, or choose another {flag}; "
+                "0 takes a free one"
+            ) from error
+        raise ServiceStartError(
+            f"cannot listen on {host} with {setting} {port} ({error.strerror or error}): "
+            f"give --host an address of this machine and {flag} a port that you may use"
+        ) from error
+    return listener
+
+
+def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
+    """Runs a role as this process until it is told to end.
+
+    Args:
+        role: the role to serve.
+        arguments: command line without the program's name; None takes the process's own.
+
+    Returns:
+        Exit code: 0 after a clean drain, 1 after a failure, 2 for wrong settings.
+    """
+    try:
+        config = load_config(
+            role.name, sys.argv[1:] if arguments is None else arguments, os.environ
+        )
+    except ConfigError as error:
+        print(f"{role.name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    set_up_logging(config)
+    try:
+        is_finished = asyncio.run(_serve(role, config))
+    except ServiceStartError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    except BaseException as error:
+        logger.critical("the service fails: %s: %s", type(error).__name__, error, exc_info=error)
+        return EXIT_FAILED
+    if is_finished:
+        logger.info("the service ends")
+        return EXIT_OK
+    logger.error("the service ends although work was still running")
+    logging.shutdown()
+    # The interpreter cannot end in order while the compute thread is inside native code.
+    os._exit(EXIT_FAILED)
+
+
+async def _serve(role: Role, config: ServiceConfig) -> bool:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_loop_error)
+    if not config.is_loopback:
+        logger.warning(
+            "listening on %s without encryption or authentication: everybody who reaches this "
+            "address can use the service; keep the network private",
+            config.host,
+        )
+    logger.info("settings: %s", config.model_dump_json())
+    for name in remove_leftovers():
+        logger.info("removed shared memory %s, left behind by a dead process", name)
+    service = ServiceServer(role, config)
+    runtime = service.runtime
+    atexit.register(runtime.store.close)
+    if config.parent_pid is not None:
+        follow_parent(
+            config.parent_pid, config.drain_timeout_s + 2 * STOP_GRACE_S, runtime.store.close
+        )
+        # Ctrl-C reaches the whole process group; the parent decides when we end.
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+    else:
+        loop.add_signal_handler(signal.SIGINT, _request_exit, runtime)
+    loop.add_signal_handler(signal.SIGTERM, _request_exit, runtime)
+    address = await service.start()
+    logger.info("serving %s at %s", role.name, address)
+    if config.announce is not None:
+        write_announcement(config.announce, service.announcement())
+    try:
+        await runtime.exit_requested.wait()
+        logger.info("draining")
+        started = time.monotonic()
+        is_finished = await service.stop()
+        logger.info("drained in %.1f s", time.monotonic() - started)
+        return is_finished
+    finally:
+        if config.announce is not None:
+            config.announce.unlink(missing_ok=True)
+
+
+def _request_exit(runtime: Runtime) -> None:
+    if runtime.exit_requested.is_set():
+        logger.warning("told to end a second time: leaving at once")
+        runtime.store.close()
+        logging.shutdown()
+        os._exit(EXIT_FAILED)
+    runtime.exit_requested.set()
+
+
+def write_announcement(path: Path, announced: dict[str, Any]) -> None:
+    """Writes the announce file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(json.dumps(announced))
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.error("event loop: %s", context.get("message"), exc_info=context.get("exception"))
