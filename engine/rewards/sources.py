@@ -27,6 +27,8 @@ class RewardSource(Protocol):
 
     columns: tuple[str, ...]
     """Columns of the experience that it reads."""
+    full_score: float | None
+    """Reward of a trajectory that is right in full; None when there is no such thing."""
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B], one finite reward a row."""
@@ -53,6 +55,26 @@ def checked(rewards: torch.Tensor, num_rows: int) -> torch.Tensor:
     return rewards.to(torch.float32)
 
 
+def reward_metrics(rewards: torch.Tensor, full_score: float | None) -> dict[str, float]:
+    """Scalars of float32 [B] rewards: mean, spread, standard error of the mean, extremes.
+
+    With a full score also the accuracy, the share of rows that reached it, and its standard error.
+    """
+    values = rewards.double()
+    metrics = {**_mean_and_error("reward", values)}
+    metrics["reward/std"] = float(values.std(correction=0))
+    metrics["reward/min"] = float(values.min())
+    metrics["reward/max"] = float(values.max())
+    if full_score is not None:
+        metrics.update(_mean_and_error("accuracy", (rewards >= full_score).double()))
+    return metrics
+
+
+def _mean_and_error(name: str, values: torch.Tensor) -> dict[str, float]:
+    error = float(values.std()) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return {f"{name}/mean": float(values.mean()), f"{name}/standard_error": error}
+
+
 class ArithmeticReward:
     r"""How close a completion comes to being the bare answer.
 
@@ -69,6 +91,7 @@ class ArithmeticReward:
 
     def __init__(self, spec: ArithmeticRewardSpec) -> None:
         self._spec = spec
+        self.full_score: float | None = spec.exact
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
@@ -99,6 +122,7 @@ class ReasoningGymReward:
     """The scorer of the task that made the prompt, on the whole completion."""
 
     columns: tuple[str, ...] = ("completion_text", "answer", "metadata")
+    full_score: float | None = 1.0
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B], 0 to 1."""
@@ -125,6 +149,7 @@ class ClassifierReward:
     """
 
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
+    full_score: float | None = None
 
     def __init__(self, spec: ClassifierRewardSpec) -> None:
         from rolemesh.engine.models.classifier import Classifier

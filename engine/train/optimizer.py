@@ -103,6 +103,16 @@ class Optimizer:
         """Forgets accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def move_to(self, device: torch.device) -> int:
+        """Moves the moments; the parameters they belong to move with the model. Returns bytes."""
+        moved = 0
+        for state in self._adamw.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state and state[name].device != device:
+                    moved += state[name].nbytes
+                    state[name] = state[name].to(device)
+        return moved
+
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """One of STATE_NAMES by parameter name, float32.
 

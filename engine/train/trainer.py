@@ -245,6 +245,25 @@ class Trainer:
         for name, weight in self.model.named_weights():
             yield name, weight.detach()
 
+    def move_to(self, device: torch.device) -> int:
+        """Moves weights and optimizer state, e.g. to host memory while another role computes.
+
+        Returns:
+            Bytes that changed places; 0 when they were there already.
+
+        Raises:
+            GradientPendingError: gradients are accumulated, which would stay behind.
+        """
+        if self._has_gradient:
+            raise GradientPendingError(
+                "gradients are accumulated: call optim_step or drop_gradients before sleep"
+            )
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        moved = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+        self.model.to(device)
+        self.model.device = device
+        return moved + self._optimizer.move_to(device)
+
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -34,6 +34,10 @@ PROGRESS_INTERVAL_S = 1.0
 
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""What grpc.aio hands to a servicer."""
 
 
 class KeyedRequest(Protocol):

@@ -1,0 +1,231 @@
+"""The actor: one policy that samples, scores and trains on the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from transformers import AutoTokenizer
+
+from rolemesh.engine.data.prompts import PromptSet, Split, load_rows
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.folder import check_model_folder
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.sampling import sample_experience, sampling_metrics
+from rolemesh.engine.specs import ActorSpec, SamplingSpec
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.model_role import ModelRole, default_device
+from rolemesh.services.runtime.model_servicers import (
+    LogprobServicer,
+    TrainerServicer,
+    WeightsServicer,
+)
+from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.v1 import (
+    experience_pb2,
+    logprob_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    trainer_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+)
+
+_SPLITS: dict[int, Split] = {
+    rollout_pb2.SPLIT_TRAIN: "train",
+    rollout_pb2.SPLIT_HELD_OUT: "held_out",
+}
+
+
+class ActorRole(ModelRole):
+    """Holds the policy's trainer, its sampler and the prompts.
+
+    Invariant: before a completion is sampled, the sampler holds the trainer's policy_version.
+    """
+
+    name = "actor"
+    spec_class = ActorSpec
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._policy: CausalLm | None = None
+        self._backend: RolloutBackend | None = None
+        self._prompts: PromptSet | None = None
+        self._tokenizer: Any = None
+
+    def initialize(
+        self, spec: ActorSpec, run_seed: int, progress: ProgressCallback
+    ) -> InitializeResult:
+        """Loads prompts, policy and sampler, in that order: what is wrong shows soonest."""
+        progress("load prompts", 0, 3)
+        check_model_folder(spec.model.path)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            spec.model.path, local_files_only=True, trust_remote_code=False
+        )
+        train, held_out = load_rows(spec.data)
+        self._prompts = PromptSet(train, held_out, tokenizer=self._tokenizer, seed=run_seed)
+        progress("load policy", 1, 3)
+        self._policy = CausalLm(spec.model, device=default_device())
+        result = self.train_with(self._policy, spec.optimizer, run_seed)
+        progress(f"load {spec.rollout.type}", 2, 3)
+        self._backend = make_backend(spec.rollout, spec.model.path)
+        progress("ready", 3, 3)
+        return InitializeResult(
+            policy_version=result.policy_version,
+            num_parameters=result.num_parameters,
+            facts={
+                "data.train_prompts": str(len(train)),
+                "data.held_out_prompts": str(len(held_out)),
+                "rollout": spec.rollout.type,
+            },
+        )
+
+    def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
+        """Serves rollout, training, log-probs and weights."""
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
+            RolloutServicer(self, runtime), server
+        )
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
+            TrainerServicer(self, runtime), server
+        )
+        logprob_pb2_grpc.add_LogprobServiceServicer_to_server(
+            LogprobServicer(self, runtime), server
+        )
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
+            ActorWeightsServicer(self, runtime), server
+        )
+        return [
+            f"rolemesh.v1.{family}Service"
+            for family in ("Rollout", "Trainer", "Logprob", "Weights")
+        ]
+
+    @property
+    def policy(self) -> CausalLm:
+        """The policy; raises NOT_INITIALIZED before Initialize."""
+        return self.initialized(self._policy)
+
+    @property
+    def backend(self) -> RolloutBackend:
+        """The sampler; raises NOT_INITIALIZED before Initialize."""
+        return self.initialized(self._backend)
+
+    def bring_weights(self) -> bool:
+        """Brings the trainer's weights to the sampler; False when it has them already."""
+        if self.backend.policy_version == self.trainer.policy_version:
+            return False
+        self.backend.update_weights(self.trainer.named_weights(), self.trainer.policy_version)
+        return True
+
+    def generate(
+        self,
+        split: Split,
+        start: int,
+        count: int,
+        sampling: SamplingSpec,
+        step: int,
+        progress: ProgressCallback,
+    ) -> Experience:
+        """Samples completions for the prompts at start..start+count-1."""
+        prompts = self.initialized(self._prompts).slice(split, start, count)
+        return sample_experience(
+            self.backend,
+            prompts,
+            sampling,
+            run_seed=self.run_seed,
+            step=step,
+            tokenizer=self._tokenizer,
+            progress=progress,
+        )
+
+    def sleep(self) -> int:
+        """Moves trainer and sampler to host memory."""
+        return super().sleep() + self.backend.sleep()
+
+    def wake(self) -> int:
+        """Brings trainer and sampler back."""
+        return super().wake() + self.backend.wake()
+
+    def close(self) -> None:
+        """Ends the sampler and drops the weights."""
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+        self._policy = None
+        super().close()
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """RolloutService over the actor's sampler."""
+
+    def __init__(self, role: ActorRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """See rollout.proto."""
+
+        async def work(call: Call) -> Message:
+            sampling = _sampling(request.sampling)
+            if request.prompts.split not in _SPLITS:
+                raise InvalidRequestError(
+                    "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
+                    reason="SPLIT_INVALID",
+                )
+            with call.phase("weight_sync"):
+                await call.compute(self._role.bring_weights)
+            batch = await call.compute(
+                self._role.generate,
+                _SPLITS[request.prompts.split],
+                request.prompts.start,
+                request.prompts.count,
+                sampling,
+                request.key.step,
+                call.progress,
+            )
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, batch),
+                report=call.report(sampling_metrics(batch), batch.num_tokens),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, rollout_pb2.GenerateResponse, work
+        ):
+            yield response
+
+
+class ActorWeightsServicer(WeightsServicer):
+    """WeightsService that also knows the sampler's weights."""
+
+    def __init__(self, role: ActorRole, runtime: Runtime) -> None:
+        super().__init__(role, runtime)
+        self._actor = role
+
+    async def GetChecksums(
+        self, request: weights_pb2.GetChecksumsRequest, context: Context
+    ) -> weights_pb2.GetChecksumsResponse:
+        """See weights.proto."""
+        if request.holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
+            return await super().GetChecksums(request, context)
+        backend = self._actor.backend
+        checksums = await self._runtime.compute.run(backend.weight_checksums)
+        return weights_pb2.GetChecksumsResponse(
+            checksums=checksums, policy_version=backend.policy_version
+        )
+
+
+def _sampling(sampling: rollout_pb2.Sampling) -> SamplingSpec:
+    return SamplingSpec(
+        samples_per_prompt=sampling.samples_per_prompt,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+        greedy=sampling.greedy,
+    )

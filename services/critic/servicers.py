@@ -1,0 +1,96 @@
+"""The critic: a value model that estimates returns and is trained on them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf.message import Message
+
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.models.scoring import compute_values
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.specs import CriticSpec
+from rolemesh.services.runtime.model_role import ModelRole, default_device
+from rolemesh.services.runtime.model_servicers import (
+    TRAJECTORY,
+    TrainerServicer,
+    WeightsServicer,
+)
+from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.v1 import (
+    experience_pb2,
+    trainer_pb2_grpc,
+    value_pb2,
+    value_pb2_grpc,
+    weights_pb2_grpc,
+)
+
+
+class CriticRole(ModelRole):
+    """Holds a value model and its trainer."""
+
+    name = "critic"
+    spec_class = CriticSpec
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._value_model: ValueModel | None = None
+
+    def initialize(
+        self, spec: CriticSpec, run_seed: int, progress: ProgressCallback
+    ) -> InitializeResult:
+        """Loads the value model."""
+        progress("load value model", 0, 1)
+        self._value_model = ValueModel(spec.model, device=default_device())
+        return self.train_with(self._value_model, spec.optimizer, run_seed)
+
+    @property
+    def value_model(self) -> ValueModel:
+        """The value model; raises NOT_INITIALIZED before Initialize."""
+        return self.initialized(self._value_model)
+
+    def close(self) -> None:
+        """Drops the weights."""
+        self._value_model = None
+        super().close()
+
+    def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
+        """Serves values, training and weights."""
+        value_pb2_grpc.add_ValueServiceServicer_to_server(ValueServicer(self, runtime), server)
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
+            TrainerServicer(self, runtime), server
+        )
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
+            WeightsServicer(self, runtime), server
+        )
+        return [f"rolemesh.v1.{family}Service" for family in ("Value", "Trainer", "Weights")]
+
+
+class ValueServicer(value_pb2_grpc.ValueServiceServicer):
+    """ValueService over the critic's trainer."""
+
+    def __init__(self, role: CriticRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def ComputeValues(
+        self, request: value_pb2.ComputeValuesRequest, context: Context
+    ) -> AsyncIterator[value_pb2.ComputeValuesResponse]:
+        """See value.proto."""
+
+        async def work(call: Call) -> Message:
+            batch = await self._runtime.pull(request.experience, TRAJECTORY, call)
+            values = await call.compute(
+                compute_values, self._role.value_model, batch, progress=call.progress
+            )
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, Experience({"values": values})),
+                report=call.report({}, batch.num_tokens),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, value_pb2.ComputeValuesResponse, work
+        ):
+            yield response

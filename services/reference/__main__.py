@@ -1,0 +1,6 @@
+"""Serves the reference role: python -m rolemesh.services.reference."""
+
+from rolemesh.services.reference.servicers import ReferenceRole
+from rolemesh.services.runtime.server import run_service
+
+raise SystemExit(run_service(ReferenceRole()))

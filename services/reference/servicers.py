@@ -1,0 +1,65 @@
+"""The reference: a frozen policy that scores tokens."""
+
+from __future__ import annotations
+
+import grpc
+import torch
+
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.specs import ReferenceSpec
+from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.runtime.model_role import default_device, move_module
+from rolemesh.services.runtime.model_servicers import LogprobServicer
+from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.v1 import logprob_pb2_grpc
+
+
+class ReferenceRole(Role):
+    """Holds a policy that is never trained."""
+
+    name = "reference"
+    spec_class = ReferenceSpec
+
+    def __init__(self) -> None:
+        self._policy: CausalLm | None = None
+
+    @property
+    def policy(self) -> CausalLm:
+        """The policy; raises NOT_INITIALIZED before Initialize."""
+        if self._policy is None:
+            raise PreconditionError(
+                "the reference holds no run yet: call Initialize first", reason="NOT_INITIALIZED"
+            )
+        return self._policy
+
+    def initialize(
+        self, spec: ReferenceSpec, run_seed: int, progress: ProgressCallback
+    ) -> InitializeResult:
+        """Loads the policy."""
+        progress("load policy", 0, 1)
+        self._policy = CausalLm(spec.model, device=default_device(), trainable=False)
+        return InitializeResult(num_parameters=sum(p.numel() for p in self._policy.parameters()))
+
+    def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
+        """Serves log-probs."""
+        logprob_pb2_grpc.add_LogprobServiceServicer_to_server(
+            LogprobServicer(self, runtime), server
+        )
+        return ["rolemesh.v1.LogprobService"]
+
+    def policy_version(self) -> int:
+        """A reference is not trained."""
+        return 0
+
+    def sleep(self) -> int:
+        """Moves the weights to host memory."""
+        return move_module(self.policy, torch.device("cpu"))
+
+    def wake(self) -> int:
+        """Brings the weights back."""
+        return move_module(self.policy, default_device())
+
+    def close(self) -> None:
+        """Drops the weights."""
+        self._policy = None

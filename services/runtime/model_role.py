@@ -1,0 +1,83 @@
+"""What every trained role shares: a trainer, and what becomes of it in a run's life."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.runtime.role import InitializeResult, Role
+
+T = TypeVar("T")
+
+
+class ModelRole(Role):
+    """A role that holds a Trainer."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self.run_seed = 0
+        self.extra_state: dict[str, Any] = {}
+        """JSON-able state that is part of the checkpoint, e.g. the KL controller's."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer; raises NOT_INITIALIZED before Initialize."""
+        return self.initialized(self._trainer)
+
+    def initialized(self, part: T | None) -> T:
+        """The part, or NOT_INITIALIZED when Initialize has not made it yet."""
+        if part is None:
+            raise PreconditionError(
+                f"the {self.name} holds no run yet: call Initialize first",
+                reason="NOT_INITIALIZED",
+            )
+        return part
+
+    def train_with(
+        self, model: CausalLm | ValueModel, optimizer: OptimizerSpec, run_seed: int
+    ) -> InitializeResult:
+        """Makes the trainer of a model that was just loaded."""
+        self.run_seed = run_seed
+        kind: Literal["policy", "critic"] = "policy" if isinstance(model, CausalLm) else "critic"
+        self._trainer = Trainer(kind, model, optimizer)
+        return InitializeResult(
+            policy_version=self._trainer.policy_version,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
+
+    def policy_version(self) -> int:
+        """Version of the weights; 0 before Initialize."""
+        return 0 if self._trainer is None else self._trainer.policy_version
+
+    def sleep(self) -> int:
+        """Moves weights and optimizer state to host memory."""
+        return self.trainer.move_to(torch.device("cpu"))
+
+    def wake(self) -> int:
+        """Brings weights and optimizer state back."""
+        return self.trainer.move_to(default_device())
+
+    def close(self) -> None:
+        """Drops weights and optimizer state."""
+        self._trainer = None
+        self.extra_state = {}
+
+
+def default_device() -> torch.device:
+    """The first GPU that the process sees, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def move_module(module: nn.Module, device: torch.device) -> int:
+    """Moves parameters and buffers; returns the bytes that changed places."""
+    tensors = [*module.parameters(), *module.buffers()]
+    moved = sum(tensor.nbytes for tensor in tensors if tensor.device.type != device.type)
+    module.to(device)
+    return moved

@@ -1,0 +1,350 @@
+"""RPCs over a trainer, shared by every role that holds a model.
+
+Each pulls the columns it needs, hands one function of the engine to the compute thread, and
+publishes what came out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from pydantic import TypeAdapter
+
+from rolemesh.engine.algorithms.advantages import estimate_advantages
+from rolemesh.engine.algorithms.kl import KlController
+from rolemesh.engine.algorithms.losses import make_loss
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.seeds import derive_seed
+from rolemesh.engine.specs import EstimatorSpec, KlControllerSpec, LossSpec
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.tensors import data_type_of
+from rolemesh.services.runtime.model_role import ModelRole
+from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.v1 import (
+    experience_pb2,
+    logprob_pb2,
+    logprob_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+)
+
+_Response = TypeVar("_Response", bound=Message)
+
+KL_CONTROLLER = "kl_controller"
+"""Key of the KL controller's state in a role's extra state."""
+
+TRAJECTORY = ("tokens", "prompt_lengths")
+"""Columns that every forward pass needs."""
+
+
+class PolicyHolder(Protocol):
+    """A role that holds a language model."""
+
+    @property
+    def policy(self) -> CausalLm:
+        """The model; raises NOT_INITIALIZED before Initialize."""
+
+
+class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
+    """LogprobService over a policy."""
+
+    def __init__(self, role: PolicyHolder, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def ComputeLogprobs(
+        self, request: logprob_pb2.ComputeLogprobsRequest, context: Context
+    ) -> AsyncIterator[logprob_pb2.ComputeLogprobsResponse]:
+        """See logprob.proto."""
+
+        async def work(call: Call) -> Message:
+            if not request.column or request.temperature <= 0:
+                raise InvalidRequestError(
+                    f"column is {request.column!r} and temperature is {request.temperature}: give "
+                    "the new column a name and a temperature above 0",
+                    reason="SPEC_INVALID",
+                )
+            batch = await self._runtime.pull(request.experience, TRAJECTORY, call)
+            scored = await call.compute(
+                compute_logprobs,
+                self._role.policy,
+                batch,
+                temperature=request.temperature,
+                with_entropy=request.with_entropy,
+                progress=call.progress,
+            )
+            columns = {request.column: scored["logprobs"]}
+            if request.with_entropy:
+                columns[f"{request.column}_entropy"] = scored["entropy"]
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, Experience(columns)),
+                report=call.report({}, batch.num_tokens),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, logprob_pb2.ComputeLogprobsResponse, work
+        ):
+            yield response
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """TrainerService over a trainer.
+
+    Invariant: the KL controller moves once per ComputeAdvantages, and is part of the trainer's
+    checkpoint.
+    """
+
+    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def ComputeAdvantages(
+        self, request: trainer_pb2.ComputeAdvantagesRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.ComputeAdvantagesResponse]:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> Message:
+            spec = _part(EstimatorSpec, request.estimator)
+            columns = [
+                name
+                for name in ("rewards", "logprobs", "loss_mask", "values", "reference_logprobs")
+                if _has_column(request.experience, name)
+            ]
+            batch = await self._runtime.pull(request.experience, columns, call)
+            controller = self._controller(spec.kl_in_reward)
+            result, metrics = await call.compute(estimate_advantages, batch, spec, controller)
+            if controller is not None:
+                self._role.extra_state[KL_CONTROLLER] = controller.state_dict()
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, result),
+                report=call.report(metrics, batch["loss_mask"].values.numel()),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, trainer_pb2.ComputeAdvantagesResponse, work
+        ):
+            yield response
+
+    async def ForwardBackward(
+        self, request: trainer_pb2.ForwardBackwardRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> Message:
+            loss = _part(LossSpec, request.loss)
+            batch = await self._pull_for(loss, request.experience, call)
+            metrics, outputs = await call.compute(
+                self._role.trainer.forward_backward_with_outputs, batch, loss, call.progress
+            )
+            return trainer_pb2.ForwardBackwardResult(
+                report=call.report(metrics, batch.num_tokens),
+                outputs=self._runtime.publish(request.key, outputs),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, trainer_pb2.ForwardBackwardResponse, work
+        ):
+            yield response
+
+    async def OptimStep(
+        self, request: trainer_pb2.OptimStepRequest, context: Context
+    ) -> trainer_pb2.OptimStepResponse:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> trainer_pb2.OptimStepResponse:
+            trainer = self._role.trainer
+            _expect_version(trainer, request.expected_policy_version)
+            rate = request.learning_rate if request.HasField("learning_rate") else None
+            metrics = await call.compute(trainer.optim_step, rate)
+            return trainer_pb2.OptimStepResponse(
+                policy_version=trainer.policy_version, report=call.report(metrics, 0)
+            )
+
+        return await self._runtime.keyed_unary(request, context, work)
+
+    async def Update(
+        self, request: trainer_pb2.UpdateRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.UpdateResponse]:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> Message:
+            loss = _part(LossSpec, request.loss)
+            if request.epochs < 1 or request.mini_batch_rows < 1:
+                raise InvalidRequestError(
+                    f"epochs is {request.epochs} and mini_batch_rows is "
+                    f"{request.mini_batch_rows}: both must be at least 1",
+                    reason="SPEC_INVALID",
+                )
+            trainer = self._role.trainer
+            _expect_version(trainer, request.expected_policy_version)
+            batch = await self._pull_for(loss, request.experience, call)
+            metrics = await call.compute(
+                trainer.update,
+                batch,
+                loss,
+                epochs=request.epochs,
+                mini_batch_rows=request.mini_batch_rows,
+                seed=derive_seed(self._role.run_seed, request.key.step, self._role.name, "update"),
+                progress=call.progress,
+            )
+            return trainer_pb2.UpdateResult(
+                policy_version=trainer.policy_version,
+                report=call.report(metrics, batch.num_tokens),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, trainer_pb2.UpdateResponse, work
+        ):
+            yield response
+
+    def _controller(self, spec: KlControllerSpec | None) -> KlController | None:
+        if spec is None:
+            return None
+        controller = KlController.from_spec(spec)
+        if KL_CONTROLLER in self._role.extra_state:
+            controller.load_state_dict(self._role.extra_state[KL_CONTROLLER])
+        return controller
+
+    async def _pull_for(
+        self, loss: LossSpec, ref: experience_pb2.ExperienceRef, call: Call
+    ) -> Experience:
+        columns = dict.fromkeys((*TRAJECTORY, *make_loss(loss).columns))
+        return await self._runtime.pull(ref, list(columns), call)
+
+
+class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+    """WeightsService over a trainer."""
+
+    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: Context
+    ) -> weights_pb2.GetManifestResponse:
+        """See weights.proto."""
+        trainer = self._role.trainer
+        return weights_pb2.GetManifestResponse(
+            parameters=[
+                weights_pb2.ParameterSpec(
+                    name=name, shape=tensor.shape, dtype=data_type_of(str(tensor.dtype))
+                )
+                for name, tensor in trainer.named_weights()
+            ],
+            policy_version=trainer.policy_version,
+        )
+
+    async def GetChecksums(
+        self, request: weights_pb2.GetChecksumsRequest, context: Context
+    ) -> weights_pb2.GetChecksumsResponse:
+        """See weights.proto."""
+        if request.holder != weights_pb2.WEIGHTS_HOLDER_TRAINER:
+            raise InvalidRequestError(
+                f"holder is {weights_pb2.WeightsHolder.Name(request.holder)}: the "
+                f"{self._role.name} holds training weights only, ask for WEIGHTS_HOLDER_TRAINER",
+                reason="HOLDER_UNKNOWN",
+            )
+        trainer = self._role.trainer
+        checksums = await self._runtime.compute.run(
+            lambda: {name: tensor_checksum(weight) for name, weight in trainer.named_weights()}
+        )
+        return weights_pb2.GetChecksumsResponse(
+            checksums=checksums, policy_version=trainer.policy_version
+        )
+
+    async def SaveCheckpoint(
+        self, request: weights_pb2.SaveCheckpointRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.SaveCheckpointResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            directory = _absolute(request.directory)
+            await call.compute(self._role.trainer.save, directory, self._role.extra_state)
+            return self._result(directory, call)
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.SaveCheckpointResponse, work
+        ):
+            yield response
+
+    async def LoadCheckpoint(
+        self, request: weights_pb2.LoadCheckpointRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.LoadCheckpointResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            directory = _absolute(request.directory)
+            self._role.extra_state = await call.compute(self._role.trainer.load, directory)
+            return self._result(directory, call)
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.LoadCheckpointResponse, work
+        ):
+            yield response
+
+    async def Export(
+        self, request: weights_pb2.ExportRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.ExportResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            directory = _absolute(request.directory)
+            await call.compute(self._role.trainer.export, directory)
+            return self._result(directory, call)
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.ExportResponse, work
+        ):
+            yield response
+
+    def _result(self, directory: Path, call: Call) -> weights_pb2.CheckpointResult:
+        manifest = directory / MANIFEST_FILE
+        return weights_pb2.CheckpointResult(
+            policy_version=self._role.trainer.policy_version,
+            num_bytes=sum(file.stat().st_size for file in directory.iterdir() if file.is_file()),
+            manifest_sha256=(
+                hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else ""
+            ),
+            report=call.report({}, 0),
+        )
+
+
+def _part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:
+    """The validated spec of an algorithm part; pydantic's ValidationError names the field."""
+    parameters = json_format.MessageToDict(part.parameters)
+    return TypeAdapter(spec).validate_python({**parameters, "type": part.type})
+
+
+def _has_column(ref: experience_pb2.ExperienceRef, name: str) -> bool:
+    return any(column.name == name for group in ref.groups for column in group.columns)
+
+
+def _expect_version(trainer: Trainer, expected: int) -> None:
+    if trainer.policy_version != expected:
+        raise PreconditionError(
+            f"the weights are at policy_version {trainer.policy_version}, but the call expects "
+            f"{expected}: another call has changed them; start the step again",
+            reason="VERSION_MISMATCH",
+        )
+
+
+def _absolute(directory: str) -> Path:
+    path = Path(directory)
+    if not directory or not path.is_absolute():
+        raise InvalidRequestError(
+            f"directory is {directory!r}: give an absolute path on the service's host",
+            reason="PATH_INVALID",
+        )
+    return path
