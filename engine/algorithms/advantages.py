@@ -76,17 +76,18 @@ def gae(
 
     index_M = loss_mask_N.nonzero().flatten()
     counts = unmasked_per_row(loss_mask_N, offsets)
-    values_M = values_N[index_M].double()
+    values_M = values_N.index_select(0, index_M).double()
     next_values_M = torch.zeros_like(values_M)
     next_values_M[:-1] = values_M[1:]
     next_values_M[counts[counts > 0].cumsum(0) - 1] = 0
-    deltas_M = rewards_N[index_M].double() + gamma * next_values_M - values_M
+    deltas_M = next_values_M.mul_(gamma).sub_(values_M)
+    deltas_M += rewards_N.index_select(0, index_M)
 
     advantages_M = decayed_sums(deltas_M, counts, gamma * lam)
     advantages_N = torch.zeros_like(rewards_N)
     returns_N = torch.zeros_like(rewards_N)
-    advantages_N[index_M] = advantages_M.to(rewards_N.dtype)
-    returns_N[index_M] = (advantages_M + values_M).to(rewards_N.dtype)
+    advantages_N.scatter_(0, index_M, advantages_M.to(rewards_N.dtype))
+    returns_N.scatter_(0, index_M, values_M.add_(advantages_M).to(rewards_N.dtype))
     return advantages_N, returns_N
 
 
