@@ -19,14 +19,14 @@ class ServiceLostError(RunError):
     Attributes:
         role: Its role.
         cause: What is known, e.g. "was killed by signal 9".
-        during: What it was doing, e.g. "actor.update in step 3"; empty when idle.
+        during: What was going on, e.g. "step 3, actor.update"; empty when not known.
     """
 
     def __init__(self, role: str, cause: str, during: str = "") -> None:
         self.role = role
         self.cause = cause
         self.during = during
-        super().__init__(f"{cause} (during {during})" if during else cause)
+        super().__init__(f"{during}: {cause}" if during else cause)
 
 
 class NodeFailedError(RunError):

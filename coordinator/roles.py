@@ -188,7 +188,14 @@ class ActorRole(_TrainedRole):
             request = rollout_pb2.GenerateRequest(
                 key=key,
                 prompts=prompts.to_proto(),
-                sampling=rollout_pb2.Sampling(**spec.model_dump()),
+                sampling=rollout_pb2.Sampling(
+                    samples_per_prompt=spec.samples_per_prompt,
+                    temperature=spec.temperature,
+                    top_p=spec.top_p,
+                    top_k=spec.top_k,
+                    max_new_tokens=spec.max_new_tokens,
+                    greedy=spec.greedy,
+                ),
             )
             return await self._experience(self._connection.rollout.Generate(request), on_progress)
 
@@ -242,8 +249,7 @@ class ActorRole(_TrainedRole):
         needs = [*_SEQUENCES, "loss_mask", "logprobs", "advantages"]
         if loss.kl_in_loss > 0:
             needs.append("reference_logprobs")
-        reads = experience.select(needs, uses=("reference_logprobs",))
-        return self._update(reads, loss)
+        return self._update(experience.select(needs), loss)
 
 
 class CriticRole(_TrainedRole):

@@ -1,0 +1,80 @@
+"""Held-out evaluation: greedy completions, judged, without touching what training depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.coordinator.dataflow import Node
+from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, RewardRole, StepContext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The held-out score of one state of the policy."""
+
+    step: int
+    """Steps made before it."""
+    score: float
+    """Mean reward of the greedy completions."""
+    standard_error: float
+    """Standard error of that mean."""
+    num_prompts: int
+    metrics: Mapping[str, float]
+    """Everything that sampler and judge reported, e.g. "accuracy/mean"."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "step": self.step,
+            "score": self.score,
+            "standard_error": self.standard_error,
+            "num_prompts": self.num_prompts,
+            "metrics": dict(self.metrics),
+        }
+
+    def scalars(self) -> dict[str, float]:
+        """For a step's record."""
+        return {
+            "held_out/score": self.score,
+            "held_out/standard_error": self.standard_error,
+            **{f"held_out/{name}": value for name, value in self.metrics.items()},
+        }
+
+
+async def evaluate(context: StepContext, num_prompts: int) -> Evaluation:
+    """Judges greedy completions of the first held-out prompts.
+
+    Args:
+        context: With is_evaluation set: nodes and operations get names of their own.
+        num_prompts: Held-out prompts, at least 1.
+
+    Raises:
+        RunError: A call failed, or the reward service reports no mean.
+    """
+    sampling = context.algorithm.sampling.model_copy(
+        update={"greedy": True, "samples_per_prompt": 1}
+    )
+    prompts = PromptBatch(start=0, count=num_prompts, is_held_out=True)
+    rollouts = ActorRole(context).generate(prompts, sampling)
+    rewards = RewardRole(context).compute_reward(rollouts)
+    await context.dataflow.finish()
+    (sampled,), (judged,) = rollouts.nodes, rewards.nodes
+    return Evaluation(
+        step=context.step,
+        score=_reported(judged, "reward/mean"),
+        standard_error=_reported(judged, "reward/standard_error"),
+        num_prompts=num_prompts,
+        metrics={**sampled.metrics, **judged.metrics},
+    )
+
+
+def _reported(node: Node, name: str) -> float:
+    if name not in node.metrics:
+        raise RunError(
+            f"{node.name}: the report lacks the metric {name!r}, which evaluation needs: the reward"
+            " service must report the mean and its standard error over the rows of the call"
+        )
+    return node.metrics[name]

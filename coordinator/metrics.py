@@ -1,0 +1,144 @@
+"""A step as one flat record, and the places that it is written to."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rolemesh.coordinator.dataflow import Node
+from rolemesh.coordinator.state.store import StateStore
+from rolemesh.coordinator.tensorboard import ScalarWriter
+from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
+
+PHASE_OF_NODE: Mapping[str, str] = {
+    "actor.generate": "generate",
+    "critic.compute_values": "values",
+    "reference.compute_logprobs": "reference",
+    "reward.compute_reward": "reward",
+    "actor.compute_advantages": "advantages",
+    "critic.update": "update_critic",
+    "actor.update": "update_actor",
+}
+"""What people call the work of a node; others go by "role_method"."""
+
+WEIGHT_SYNC = "weight_sync"
+"""Phase inside generate: bringing new weights to the sampler. Shown beside it, not in it."""
+
+_STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
+
+
+def phase_seconds(nodes: Sequence[Node]) -> dict[str, float]:
+    """Seconds by phase. In one pool phases follow each other; over several they may overlap."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for node in nodes:
+        sync = node.phases.get(WEIGHT_SYNC, 0.0)
+        if sync > 0:
+            seconds[WEIGHT_SYNC] += sync
+        phase = PHASE_OF_NODE.get(node.name, node.name.replace(".", "_"))
+        seconds[phase] += max(0.0, node.seconds - sync)
+    return dict(seconds)
+
+
+def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
+    """What the services reported, under one name each.
+
+    A name with a slash ("kl/mean") belongs to the experience: it stands as it is, and the latest
+    node's value counts. A bare name ("grad_norm") belongs to its role: it is written "role/name"
+    when several roles of the step report it, and alone otherwise.
+    """
+    roles_by_name: dict[str, set[str]] = {}
+    for node in nodes:
+        for name in node.metrics:
+            roles_by_name.setdefault(name, set()).add(node.role)
+    merged = {}
+    for node in nodes:
+        for name, value in node.metrics.items():
+            is_shared = "/" not in name and len(roles_by_name[name]) > 1
+            merged[f"{node.role}/{name}" if is_shared else name] = value
+    return merged
+
+
+def step_record(
+    step: int, nodes: Sequence[Node], seconds: float, traffic: MethodTraffic
+) -> dict[str, float]:
+    """One step as a flat record.
+
+    Args:
+        step: Its number, from 1.
+        nodes: Its nodes, in call order.
+        seconds: Wall time from its first call to its commit.
+        traffic: What the coordinator's calls of this step moved.
+    """
+    num_tokens = sum(node.num_tokens for node in nodes if node.method == "generate")
+    return {
+        "step": step,
+        **merged_metrics(nodes),
+        "tokens": num_tokens,
+        "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
+        **{f"time/{phase}": spent for phase, spent in phase_seconds(nodes).items()},
+        "time/step": seconds,
+        "experience/fetched_bytes": sum(node.num_bytes for node in nodes),
+        "coordinator/calls": traffic.calls,
+        "coordinator/sent_bytes": traffic.sent_bytes,
+        "coordinator/received_bytes": traffic.received_bytes,
+    }
+
+
+def dataflow_traffic(traffic: ChannelTraffic) -> MethodTraffic:
+    """The sum over all methods but the watcher's, whose number goes with time, not with work."""
+    counted = [t for method, t in traffic.methods.items() if method != _STATUS_METHOD]
+    return MethodTraffic(
+        calls=sum(t.calls for t in counted),
+        sent_bytes=sum(t.sent_bytes for t in counted),
+        received_bytes=sum(t.received_bytes for t in counted),
+    )
+
+
+def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
+    """The difference of two sums."""
+    return MethodTraffic(
+        calls=now.calls - before.calls,
+        sent_bytes=now.sent_bytes - before.sent_bytes,
+        received_bytes=now.received_bytes - before.received_bytes,
+    )
+
+
+class MetricsWriter:
+    """Writes records to metrics.jsonl, TensorBoard and the store's metric stream.
+
+    Invariant: a line of metrics.jsonl is whole once `write_step` returns.
+    """
+
+    def __init__(self, directory: Path, store: StateStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._lines = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._graphs = (directory / "dataflow.jsonl").open("a", encoding="utf-8")
+        self._board = ScalarWriter(directory / "tensorboard")
+
+    async def write_step(self, record: Mapping[str, float]) -> None:
+        """Writes a step's record everywhere."""
+        self._lines.write(json.dumps(dict(record)) + "\n")
+        self._lines.flush()
+        self.write_scalars(
+            int(record["step"]), {name: v for name, v in record.items() if name != "step"}
+        )
+        await self._store.append_metrics(self._run_id, record)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes scalars to TensorBoard alone."""
+        self._board.write(step, scalars)
+
+    def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
+        """Writes a step's executed graph to dataflow.jsonl."""
+        graph = {"step": step, "nodes": [node.to_dict() for node in nodes]}
+        self._graphs.write(json.dumps(graph) + "\n")
+        self._graphs.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._lines.close()
+        self._graphs.close()
+        self._board.close()

@@ -1,0 +1,39 @@
+"""Who is told how a run goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class RunObserver(Protocol):
+    """Shows a run to people. Called on the coordinator's loop; must return at once."""
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """A role works on something.
+
+        Args:
+            role: e.g. "actor".
+            stage: What it does, e.g. "generate: decode"; empty when it has finished.
+            done: Units finished.
+            total: Units in all, 0 when not known.
+        """
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """A step was made; the record is a line of metrics.jsonl."""
+
+    def on_event(self, text: str) -> None:
+        """Something worth a line happened."""
+
+
+class QuietObserver:
+    """Shows nothing."""
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """Shows nothing."""
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """Shows nothing."""
+
+    def on_event(self, text: str) -> None:
+        """Shows nothing."""

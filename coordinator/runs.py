@@ -1,0 +1,384 @@
+"""A run as others see it: started, stopped, told of losses, and concluded.
+
+Whatever goes wrong ends in one error with one message; whatever happens, the run's record and
+summary.json say how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
+from rolemesh.coordinator.errors import NodeFailedError, RunAbortedError, RunError, ServiceLostError
+from rolemesh.coordinator.files import write_atomically
+from rolemesh.coordinator.journal import Journal
+from rolemesh.coordinator.mesh import Mesh
+from rolemesh.coordinator.metrics import MetricsWriter
+from rolemesh.coordinator.observer import QuietObserver, RunObserver
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore, StateStoreError
+from rolemesh.coordinator.summary import (
+    RunSummary,
+    coordinator_versions,
+    git_commit,
+    mean_rewards,
+    traffic_totals,
+)
+from rolemesh.coordinator.training import TrainingLoop
+from rolemesh.coordinator.watcher import Watcher, WatchSettings
+from rolemesh.rpc.errors import RolemeshError, UnavailableError
+
+START_DEADLINE_S = 300.0
+"""Longest wait for a service to answer its first health check: it imports torch before."""
+
+LOSS_GRACE_S = 3.0
+"""When a call fails because nobody answers, the launcher is given this long to say why."""
+
+_OCCUPIED_NAMES = ("metrics.jsonl", "summary.json", "checkpoints")
+
+
+def make_run_id(name: str) -> str:
+    """A fresh id that sorts by time within a name."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+class TrainingRun:
+    """One run of a recipe over services that are started or about to start.
+
+    Owner: one asyncio loop. `request_stop`, `abort` and `service_lost` may be called at any time
+    on that loop, also from a signal handler of the loop.
+
+    Example::
+
+        run = TrainingRun(recipe, directory=out, addresses={"actor": "127.0.0.1:4001", ...},
+                          store=store, observer=observer)
+        loop.add_signal_handler(signal.SIGINT, run.request_stop)
+        summary = await run.execute()
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        directory: Path,
+        addresses: Mapping[str, str],
+        store: StateStore,
+        observer: RunObserver | None = None,
+        run_id: str | None = None,
+        watch: WatchSettings | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+        loss_grace_s: float = LOSS_GRACE_S,
+    ) -> None:
+        """Prepares; nothing is contacted or written before `execute`.
+
+        Args:
+            recipe: What to train, and how.
+            directory: Folder of the run's files; made if missing, must hold no other run.
+            addresses: "host:port" by role.
+            store: Keeps the run's record, journal and metrics.
+            observer: Is told how it goes.
+            run_id: Name of the run in the store and on the wire; None makes one.
+            watch: How closely services are watched.
+            start_deadline_s: Longest wait for a service's first answer, in seconds.
+            loss_grace_s: How long a reason for a service's silence is waited for, in seconds.
+
+        Raises:
+            ValueError: A role has no address, or the folder holds a run already.
+        """
+        self.recipe = recipe
+        self.run_id = run_id or make_run_id(recipe.run.name)
+        self.directory = directory.absolute()
+        self._algorithm = ALGORITHMS[recipe.algorithm.type]
+        self._roles = roles_of(self._algorithm)
+        for role in self._roles:
+            if role not in addresses:
+                raise ValueError(
+                    f"services.{role}.address: no address for the role; give one, or let the "
+                    "launcher start it"
+                )
+        for name in _OCCUPIED_NAMES:
+            if (self.directory / name).exists():
+                raise ValueError(
+                    f"run.directory: {self.directory} holds a run already (there is {name}): "
+                    "choose another folder, or remove it"
+                )
+        self._addresses = dict(addresses)
+        self._store = store
+        self._observer = observer or QuietObserver()
+        self._watch_settings = watch or WatchSettings()
+        self._start_deadline_s = start_deadline_s
+        self._loss_grace_s = loss_grace_s
+        self._loop: TrainingLoop | None = None
+        self._early_end = _EarlyEnd()
+        self._is_stop_requested = False
+
+    # --- wishes and news from outside ---
+
+    def request_stop(self) -> None:
+        """Ends the run after the step in progress, with everything saved; a repeat aborts it."""
+        if self._is_stop_requested:
+            self.abort()
+        else:
+            self._wish_stop()
+
+    def _wish_stop(self) -> None:
+        if self._is_stop_requested:
+            return
+        self._is_stop_requested = True
+        if self._loop is not None:
+            self._loop.is_stop_requested = True
+        self._observer.on_event(
+            "stopping after the step in progress: it is saved and the model exported; "
+            "ask again to abort at once"
+        )
+
+    def abort(self) -> None:
+        """Ends the run at once; what was saved before stays."""
+        steps = self._loop.step if self._loop else 0
+        self._early_end.set(
+            RunAbortedError(f"aborted during {self._activity}; steps made before: {steps}")
+        )
+
+    def service_lost(self, role: str, reason: str) -> None:
+        """Ends the run because a service's process ended.
+
+        Args:
+            role: Its role.
+            reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
+                killed by signal 9; its log ends with: ...".
+        """
+        dataflow = self._loop.dataflow if self._loop else None
+        nodes = dataflow.running(role) if dataflow else []
+        during = f"step {nodes[0].step}, {nodes[0].name}" if nodes else self._activity
+        self._early_end.set(ServiceLostError(role, reason, during))
+
+    @property
+    def _activity(self) -> str:
+        return self._loop.activity if self._loop else "start"
+
+    # --- the whole life ---
+
+    async def execute(self) -> RunSummary:
+        """Makes the run and returns what it came to.
+
+        Raises:
+            RunError: It could not go on, or was aborted; the record and summary.json say so too.
+            StateStoreError: The store failed.
+        """
+        started = time.monotonic()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        resolved = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
+        write_atomically(self.directory / "config.yaml", resolved)
+        now = time.time()
+        await self._store.create_run(
+            RunRecord(
+                run_id=self.run_id,
+                name=self.recipe.run.name,
+                num_steps=self.recipe.run.steps,
+                directory=str(self.directory),
+                created_at=now,
+                updated_at=now,
+            )
+        )
+        journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
+        writer = MetricsWriter(self.directory, self._store, self.run_id)
+        mesh = Mesh(self._addresses, self._roles, self._observer)
+        loop = TrainingLoop(
+            self.recipe,
+            self._algorithm,
+            mesh,
+            journal,
+            self._store,
+            writer,
+            self._observer,
+            self.directory,
+        )
+        failure: BaseException | None = None
+        try:
+            await self._unless_ended(self._live(mesh, journal, loop))
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            writer.close()
+            summary = await self._conclude(failure, mesh, loop, journal, started)
+        return summary
+
+    async def _live(self, mesh: Mesh, journal: Journal, loop: TrainingLoop) -> None:
+        """Meets, watches and initialises the services, then trains."""
+        watcher = Watcher(
+            list(mesh.connections.values()),
+            self._store,
+            self.run_id,
+            self._watch_settings,
+            on_lost=self.service_lost,
+            on_stop_request=self._wish_stop,
+        )
+        watching: asyncio.Task[None] | None = None
+        started = time.monotonic()
+        try:
+            await mesh.meet(self._start_deadline_s)
+            watching = asyncio.create_task(watcher.run())
+            watching.add_done_callback(self._watcher_ended)
+            self._loop, loop.is_stop_requested = loop, self._is_stop_requested
+            await mesh.initialize(self.recipe, journal)
+            loop.seconds["initialize"] = time.monotonic() - started
+            await loop.run()
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait({watching})
+            await mesh.close()
+
+    def _watcher_ended(self, watching: asyncio.Task[None]) -> None:
+        if watching.cancelled() or watching.exception() is None:
+            return
+        error: BaseException | None = watching.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        self._early_end.set(RunError(f"watching the services failed: {error}"))
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does the work, unless an early end, a lost service for one, comes first."""
+        task = asyncio.create_task(work)
+        ending = asyncio.create_task(self._early_end.wait())
+        try:
+            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ending.result()
+            error = task.exception()
+            if error is not None:
+                raise await self._explained(error, ending) from error
+        finally:
+            ending.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    async def _explained(
+        self, error: BaseException, ending: asyncio.Task[RunError]
+    ) -> BaseException:
+        """The cause behind an error: a call that nobody answers is a symptom of a lost service."""
+        cause = error.cause if isinstance(error, NodeFailedError) else error
+        if isinstance(cause, UnavailableError):
+            done, _ = await asyncio.wait({ending}, timeout=self._loss_grace_s)
+            if done:
+                return _placed(ending.result(), error)
+        if isinstance(error, RolemeshError):
+            # Outside of a node: initialisation, checkpoint, export.
+            return _failed(error, self._activity)
+        return error
+
+    async def _conclude(
+        self,
+        failure: BaseException | None,
+        mesh: Mesh,
+        loop: TrainingLoop,
+        journal: Journal,
+        started: float,
+    ) -> RunSummary:
+        """Writes down how the run ended, as far as that still works."""
+        if failure is None:
+            state = RunState.SUCCEEDED if loop.step == self.recipe.run.steps else RunState.STOPPED
+        elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
+            state = RunState.STOPPED
+        else:
+            state = RunState.FAILED
+        reason = "" if failure is None else str(failure) or type(failure).__name__
+        first, last = mean_rewards(loop.records)
+        roles = {role: known.capabilities.versions for role, known in mesh.connections.items()}
+        is_after = loop.after is not None and loop.after.step == loop.step
+        summary = RunSummary(
+            run_id=self.run_id,
+            name=self.recipe.run.name,
+            state=state,
+            failure=reason,
+            seed=self.recipe.run.seed,
+            steps=loop.step,
+            num_steps=self.recipe.run.steps,
+            held_out_before=loop.before,
+            held_out_after=loop.after if is_after else None,
+            mean_reward_first_steps=first,
+            mean_reward_last_steps=last,
+            tokens=int(sum(record["tokens"] for record in loop.records)),
+            seconds=time.monotonic() - started,
+            seconds_by_phase=dict(loop.seconds),
+            versions={"coordinator": coordinator_versions(), **roles},
+            git_commit=await git_commit(),
+            coordinator_traffic=traffic_totals(mesh.traffic),
+            directory=self.directory,
+            model_directory=loop.model_directory,
+        )
+        summary.write()
+        try:
+            await self._store.update_run(
+                self.run_id, epoch=journal.epoch, state=state, failure=reason
+            )
+            for connection in mesh.connections.values():
+                await self._store.remove_service(connection.role, connection.address)
+        except StateStoreError as error:
+            if failure is None:
+                raise
+            # The first failure is the one to tell; the store may be what failed.
+            self._observer.on_event(f"the end of the run could not be recorded: {error}")
+        return summary
+
+
+async def run_training(
+    recipe: Recipe,
+    *,
+    directory: Path,
+    addresses: Mapping[str, str],
+    store: StateStore,
+    observer: RunObserver | None = None,
+    run_id: str | None = None,
+) -> RunSummary:
+    """Makes a run from beginning to end; see TrainingRun."""
+    run = TrainingRun(
+        recipe,
+        directory=directory,
+        addresses=addresses,
+        store=store,
+        observer=observer,
+        run_id=run_id,
+    )
+    return await run.execute()
+
+
+class _EarlyEnd:
+    """The first reason to end a run early. May be set before anybody waits."""
+
+    def __init__(self) -> None:
+        self._error: RunError | None = None
+        self._is_set = asyncio.Event()
+
+    def set(self, error: RunError) -> None:
+        if self._error is None:
+            self._error = error
+            self._is_set.set()
+
+    async def wait(self) -> RunError:
+        await self._is_set.wait()
+        assert self._error is not None
+        return self._error
+
+
+def _placed(end: RunError, symptom: BaseException) -> RunError:
+    """The end, with the node that suffered it: it had failed before the loss was known."""
+    if isinstance(end, ServiceLostError) and isinstance(symptom, NodeFailedError):
+        return ServiceLostError(end.role, end.cause, f"step {symptom.step}, {symptom.node}")
+    return end
+
+
+def _failed(error: RolemeshError, activity: str) -> RunError:
+    where = error.role or error.metadata.get("address", "a service")
+    if error.role and error.rank is not None:
+        where = f"{error.role} rank {error.rank}"
+    return RunError(f"{activity} failed on {where} [{error.reason}]: {error.message}")
