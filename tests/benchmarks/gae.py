@@ -1,6 +1,6 @@
 """GAE over packed ragged tokens against loops over tokens, side by side in one process.
 
-    python tests/benchmarks/gae.py [--rows 64] [--tokens 32768] [--repetitions 7]
+    python tests/benchmarks/gae.py [--rows 64] [--tokens 32768] [--repetitions 7] [--threads 1]
 
 Three ways over the same float32 batch, with lengths equal ("full") or spread ("ragged"):
     engine       rolemesh.engine.algorithms.advantages.gae
@@ -115,7 +115,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; a loop has one")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
 
     rows, tokens = arguments.rows, arguments.tokens
     batches = {
