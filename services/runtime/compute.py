@@ -30,6 +30,7 @@ class ComputeThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._busy = threading.Event()
+        self._is_closed = False
         self._thread.start()
 
     @property
@@ -42,6 +43,8 @@ class ComputeThread:
 
         Cancelling the await drops a job that has not begun; one that runs goes on unheard.
         """
+        if self._is_closed:
+            raise RuntimeError("the compute thread has ended: the service is stopped")
         future: concurrent.futures.Future[Result] = concurrent.futures.Future()
         context = contextvars.copy_context()
         self._jobs.put((lambda: context.run(fn, *args, **kwargs), future))
@@ -49,6 +52,7 @@ class ComputeThread:
 
     def close(self, timeout_s: float) -> bool:
         """Lets the queue run empty and ends the thread; False when it is still busy then."""
+        self._is_closed = True
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

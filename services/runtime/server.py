@@ -75,6 +75,7 @@ class ServiceServer:
         self._health = health_aio.HealthServicer()
         self._background: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
+        self._stopping: asyncio.Task[bool] | None = None
 
     async def start(self) -> str:
         """Binds, registers everything and serves; returns host:port for peers.
@@ -82,6 +83,13 @@ class ServiceServer:
         Raises:
             ServiceStartError: the port is in use, or the host is not of this machine.
         """
+        try:
+            return await self._start()
+        except BaseException:
+            self.runtime.compute.close(0.0)
+            raise
+
+    async def _start(self) -> str:
         config, runtime = self.config, self.runtime
         server = grpc.aio.server(
             interceptors=[ServiceInterceptor(runtime.role.name, config.rank, self.metrics)],
@@ -123,7 +131,13 @@ class ServiceServer:
 
         Args:
             work_timeout_s: how long work in progress may take; None takes the configured time.
+                A second call waits for the first one.
         """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(work_timeout_s))
+        return await asyncio.shield(self._stopping)
+
+    async def _stop(self, work_timeout_s: float | None) -> bool:
         runtime = self.runtime
         runtime.is_draining = True
         timeout_s = self.config.drain_timeout_s if work_timeout_s is None else work_timeout_s

@@ -1,0 +1,246 @@
+"""A small real role, in this process or in one of its own, for tests of the runtime.
+
+`python -m` cannot reach this file from a child, so `spawn_service` hands its path to the child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import grpc
+import torch
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.specs import Spec
+from rolemesh.services.runtime.config import ServiceConfig
+from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.runtime import Call, Runtime
+from rolemesh.services.runtime.server import ServiceServer, run_service
+from rolemesh.v1 import experience_pb2, operation_pb2, value_pb2, value_pb2_grpc
+
+START_TIMEOUT_S = 60.0
+"""Importing torch on a busy machine takes a while."""
+
+
+class ToySpec(Spec):
+    """Spec of the toy role."""
+
+    behaviour: str = "sum"
+    """ "sum", "raise", "slow", "nan" or "produce"."""
+    num_rows: int = 4
+    """Rows that "produce" makes."""
+    seconds: float = 0.2
+    """How long "slow" works."""
+
+
+class ToyRole(Role):
+    """Serves ValueService: values[t] = token + 1, or whatever its behaviour asks for."""
+
+    name: ClassVar[str] = "toy"
+    spec_class = ToySpec
+
+    def __init__(self) -> None:
+        self.spec = ToySpec()
+        self.num_runs = 0
+        self.is_closed = False
+
+    def initialize(
+        self, spec: ToySpec, run_seed: int, progress: ProgressCallback
+    ) -> InitializeResult:
+        progress("load", 1, 1)
+        self.spec = spec
+        return InitializeResult(policy_version=7, num_parameters=3, facts={"seed": str(run_seed)})
+
+    def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
+        value_pb2_grpc.add_ValueServiceServicer_to_server(ToyValues(self, runtime), server)
+        return ["rolemesh.v1.ValueService"]
+
+    def policy_version(self) -> int:
+        return 7
+
+    def sleep(self) -> int:
+        return 11
+
+    def wake(self) -> int:
+        return 12
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def work(self, batch: Experience | None, progress: ProgressCallback) -> Experience:
+        self.num_runs += 1
+        if self.spec.behaviour == "raise":
+            try:
+                _ = 1 / 0
+            except ZeroDivisionError as error:
+                raise RuntimeError("the model is broken") from error
+        if self.spec.behaviour == "slow":
+            started = time.monotonic()
+            while (elapsed := time.monotonic() - started) < self.spec.seconds:
+                progress("slow", int(1000 * elapsed), int(1000 * self.spec.seconds))
+                time.sleep(0.02)
+        if batch is None:
+            return make_experience(self.spec.num_rows, seed=5)
+        tokens = batch["tokens"]
+        return Experience(
+            {"values": Column(ColumnKind.SEQUENCE, tokens.values.float() + 1, tokens.offsets)}
+        )
+
+
+class ToyValues(value_pb2_grpc.ValueServiceServicer):
+    """ComputeValues over the toy role; without an experience it produces one."""
+
+    def __init__(self, role: ToyRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    def ComputeValues(
+        self, request: value_pb2.ComputeValuesRequest, context: Any
+    ) -> AsyncIterator[value_pb2.ComputeValuesResponse]:
+        async def work(call: Call) -> experience_pb2.ExperienceResult:
+            batch = None
+            if request.HasField("experience"):
+                batch = await self._runtime.pull(request.experience, ["tokens"], call)
+            produced = await call.compute(self._role.work, batch, call.progress)
+            metric = float("nan") if self._role.spec.behaviour == "nan" else 1.5
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, produced),
+                report=call.report({"toy": metric}, produced.num_tokens),
+            )
+
+        return self._runtime.keyed(request, context, value_pb2.ComputeValuesResponse, work)
+
+
+def make_experience(num_rows: int, *, seed: int = 0, longest: int = 40) -> Experience:
+    """A ragged batch of every column kind; some rows have no completion."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, longest, (num_rows,), generator=generator)
+    completions = torch.randint(0, longest, (num_rows,), generator=generator)
+    completions[::3] = 0
+    rows = [torch.randint(0, 1000, (int(n),), generator=generator) for n in prompts + completions]
+    floats = [torch.randn(int(n), generator=generator) for n in completions]
+    return Experience(
+        {
+            "tokens": Column.ragged(ColumnKind.SEQUENCE, rows, torch.int64),
+            "prompt_lengths": Column(ColumnKind.ROW, prompts),
+            "logprobs": Column.ragged(ColumnKind.COMPLETION, floats, torch.float32),
+            "loss_mask": Column.ragged(ColumnKind.COMPLETION, [f > 0 for f in floats], torch.bool),
+            "half": Column.ragged(ColumnKind.COMPLETION, floats, torch.bfloat16),
+            "prompt_text": Column.text(
+                [f"row {row} " + "\u00e4" * (row % 5) for row in range(num_rows)]
+            ),
+        }
+    )
+
+
+def assert_same(left: Experience, right: Experience) -> None:
+    """Bit for bit."""
+    assert list(left.columns) == list(right.columns)
+    for name, column in left.columns.items():
+        other = right[name]
+        assert column.kind is other.kind
+        assert column.values.dtype is other.values.dtype
+        assert torch.equal(column.values, other.values), name
+        if column.offsets is None:
+            assert other.offsets is None
+        else:
+            assert other.offsets is not None
+            assert torch.equal(column.offsets, other.offsets), name
+
+
+def operation_key(
+    operation: str = "toy.work",
+    *,
+    step: int = 0,
+    epoch: int = 1,
+    sequence: int = 0,
+    run_id: str = "run",
+) -> operation_pb2.OperationKey:
+    """A key of the test run."""
+    return operation_pb2.OperationKey(
+        run_id=run_id, fencing_epoch=epoch, step=step, operation=operation, sequence=sequence
+    )
+
+
+@asynccontextmanager
+async def serving(role: Role | None = None, **settings: Any) -> AsyncIterator[ServiceServer]:
+    """A role on the test's own loop; drained afterwards."""
+    role = ToyRole() if role is None else role
+    server = ServiceServer(role, ServiceConfig(role=role.name, **settings))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(work_timeout_s=5.0)
+
+
+@dataclass
+class ServiceProcess:
+    """A service in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self) -> int:
+        """Kills it if it still runs; returns the exit code."""
+        if self.process.poll() is None:
+            self.process.kill()
+        return self.process.wait(30)
+
+
+def service_command(*flags: str) -> list[str]:
+    """The command line of a toy service."""
+    return [sys.executable, str(Path(__file__).resolve()), *flags]
+
+
+def spawn_service(directory: Path, *flags: str) -> ServiceProcess:
+    """Starts a toy service and waits until it announces itself."""
+    announce = directory / "announce.json"
+    announce.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        service_command("--announce", str(announce), "--log-directory", str(directory), *flags),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    announced = wait_for_announcement(process, announce)
+    return ServiceProcess(process, announced["address"], directory / "toy.log")
+
+
+def wait_for_announcement(process: subprocess.Popen[bytes], announce: Path) -> dict[str, Any]:
+    """Returns what the service announced; fails when it ends before."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if announce.exists():
+            announced: dict[str, Any] = json.loads(announce.read_text())
+            return announced
+        assert process.poll() is None, f"the service ended with {process.returncode}"
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"the service did not start within {START_TIMEOUT_S} s")
+
+
+def segments_of(pid: int) -> list[str]:
+    """Shared memory files of a process."""
+    return sorted(path.name for path in Path("/dev/shm").glob(f"rolemesh-{pid}-*"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    return run_service(ToyRole(), arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
