@@ -1,0 +1,192 @@
+"""Chunked log-probs and entropy against the whole [N, V] computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rolemesh.engine.models.logprobs import token_logprobs
+
+FLOAT64_TOLERANCE = 1e-10
+"""Sums in another order, in float64."""
+FLOAT32_TOLERANCE = 1e-5
+"""Sums over 300 products and 257 exponentials in another order, in float32."""
+BFLOAT16_LOGIT_TOLERANCE = 2.0**-8 * 8
+"""bfloat16 rounds a number to 2^-9 of its size; logits here stay below 8, and a log-prob sees the
+rounding of its own logit and of the largest one."""
+
+NUM_TOKENS, WIDTH, VOCABULARY = 37, 24, 257
+
+
+def _inputs(dtype: torch.dtype, scale: float = 0.3) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    vocabulary = scale * torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
+    weights = torch.randn(2, NUM_TOKENS, generator=generator, dtype=torch.float64)
+    return (
+        hidden.to(dtype).requires_grad_(),
+        vocabulary.to(dtype).requires_grad_(),
+        targets,
+        weights.to(dtype),
+    )
+
+
+def _whole(
+    hidden: torch.Tensor, vocabulary: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle: all logits at once, gradients by autograd."""
+    all_logprobs = torch.log_softmax(hidden @ vocabulary.T / temperature, -1)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 10, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, FLOAT64_TOLERANCE), (torch.float32, FLOAT32_TOLERANCE)],
+    ids=["float64", "float32"],
+)
+def test_chunks_agree_with_full_logits_in_value_and_gradient(
+    dtype: torch.dtype, tolerance: float, chunk_tokens: int, temperature: float
+) -> None:
+    hidden, vocabulary, targets, weights = _inputs(dtype)
+    logprobs, entropy = token_logprobs(
+        hidden,
+        vocabulary,
+        targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=True,
+    )
+    assert entropy is not None
+    (weights[0] @ logprobs + weights[1] @ entropy).backward()
+
+    hidden_64, vocabulary_64, _, weights_64 = _inputs(torch.float64)
+    expected_logprobs, expected_entropy = _whole(hidden_64, vocabulary_64, targets, temperature)
+    (weights_64[0] @ expected_logprobs + weights_64[1] @ expected_entropy).backward()
+
+    assert logprobs.dtype == entropy.dtype == dtype
+    for ours, expected in (
+        (logprobs, expected_logprobs),
+        (entropy, expected_entropy),
+        (hidden.grad, hidden_64.grad),
+        (vocabulary.grad, vocabulary_64.grad),
+    ):
+        torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_logprob_gradient_is_the_same_whether_or_not_entropy_is_asked_for(
+    with_entropy: bool,
+) -> None:
+    hidden, vocabulary, targets, weights = _inputs(torch.float64)
+    logprobs, entropy = token_logprobs(
+        hidden, vocabulary, targets, chunk_tokens=8, with_entropy=with_entropy
+    )
+    assert (entropy is not None) == with_entropy
+    (weights[0] @ logprobs).backward()
+    reference_hidden, reference_vocabulary, _, _ = _inputs(torch.float64)
+    (weights[0] @ _whole(reference_hidden, reference_vocabulary, targets, 1.0)[0]).backward()
+    torch.testing.assert_close(
+        hidden.grad, reference_hidden.grad, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE
+    )
+    torch.testing.assert_close(
+        vocabulary.grad, reference_vocabulary.grad, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE
+    )
+
+
+def test_gradients_pass_torchs_finite_differences() -> None:
+    hidden, vocabulary, targets, _ = _inputs(torch.float64)
+
+    def both(hidden: torch.Tensor, vocabulary: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return token_logprobs(
+            hidden, vocabulary, targets[:3], temperature=1.3, chunk_tokens=2, with_entropy=True
+        )
+
+    small = vocabulary.detach()[:9].clone().requires_grad_()
+    targets = targets % 9
+    assert torch.autograd.gradcheck(both, (hidden.detach()[:3].clone().requires_grad_(), small))
+
+
+def test_bfloat16_products_stay_near_float32_and_return_float32() -> None:
+    hidden, vocabulary, targets, _ = _inputs(torch.float32)
+    assert bool(((hidden @ vocabulary.T).abs() < 8).all())
+    rounded, rounded_entropy = token_logprobs(
+        hidden, vocabulary, targets, compute_dtype=torch.bfloat16, with_entropy=True
+    )
+    exact, exact_entropy = _whole(hidden, vocabulary, targets, 1.0)
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=BFLOAT16_LOGIT_TOLERANCE)
+    torch.testing.assert_close(
+        rounded_entropy, exact_entropy, rtol=0, atol=BFLOAT16_LOGIT_TOLERANCE
+    )
+    (rounded.sum() + rounded_entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == vocabulary.grad.dtype == torch.float32
+
+
+def test_an_autocast_around_the_call_does_not_lower_float32_products() -> None:
+    hidden, vocabulary, targets, _ = _inputs(torch.float32)
+    plain, _ = token_logprobs(hidden, vocabulary, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, _ = token_logprobs(hidden, vocabulary, targets)
+    assert torch.equal(plain, inside)
+
+
+def test_extreme_logits_give_finite_values_and_gradients() -> None:
+    hidden, vocabulary, targets, _ = _inputs(torch.float32, scale=100.0)
+    logprobs, entropy = token_logprobs(hidden, vocabulary, targets, with_entropy=True)
+    assert entropy is not None
+    (logprobs.sum() + entropy.sum()).backward()
+    for tensor in (logprobs, entropy, hidden.grad, vocabulary.grad):
+        assert bool(tensor.isfinite().all())
+    assert bool((logprobs <= 0).all())
+
+
+def test_no_tokens_give_no_logprobs_and_zero_gradient() -> None:
+    hidden, vocabulary, targets, _ = _inputs(torch.float32)
+    logprobs, _ = token_logprobs(hidden[:0], vocabulary, targets[:0])
+    assert logprobs.shape == (0,)
+    logprobs.sum().backward()
+    assert float(vocabulary.grad.abs().sum()) == 0
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Records the largest result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_tensor_as_large_as_all_logits_is_ever_made(compute_dtype: torch.dtype) -> None:
+    num_tokens, width, vocabulary_size, chunk_tokens = 200, 8, 300, 16
+    hidden = torch.randn(num_tokens, width, requires_grad=True)
+    vocabulary = torch.randn(vocabulary_size, width, requires_grad=True)
+    targets = torch.randint(vocabulary_size, (num_tokens,))
+    with _LargestTensor() as largest:
+        logprobs, entropy = token_logprobs(
+            hidden,
+            vocabulary,
+            targets,
+            chunk_tokens=chunk_tokens,
+            compute_dtype=compute_dtype,
+            with_entropy=True,
+        )
+        assert entropy is not None
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.numel == chunk_tokens * vocabulary_size
+    assert largest.numel < num_tokens * vocabulary_size

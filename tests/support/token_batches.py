@@ -1,0 +1,46 @@
+"""Random token batches for models: ragged prompts and completions, masks with holes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+
+PROMPT_LENGTHS = (3, 5, 1, 7, 2, 4, 9, 6)
+COMPLETION_LENGTHS = (4, 6, 1, 9, 2, 12, 3, 5)
+FIRST_PLAIN_TOKEN = 4
+"""Ids below are the special tokens of the tiny tokenizer."""
+
+
+def token_batch(
+    *,
+    prompt_lengths: Sequence[int] = PROMPT_LENGTHS,
+    completion_lengths: Sequence[int] = COMPLETION_LENGTHS,
+    seed: int = 0,
+    vocab_size: int = 512,
+) -> Experience:
+    """Tokens with what every loss reads; a fifth of the completion tokens is masked."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        torch.randint(FIRST_PLAIN_TOKEN, vocab_size, (prompt + completion,), generator=generator)
+        for prompt, completion in zip(prompt_lengths, completion_lengths, strict=True)
+    ]
+    lengths = torch.tensor(completion_lengths)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    num_tokens = int(lengths.sum())
+
+    def completion(values_N: torch.Tensor) -> Column:
+        return Column(ColumnKind.COMPLETION, values_N, offsets)
+
+    return Experience(
+        {
+            "tokens": Column.ragged(ColumnKind.SEQUENCE, rows, torch.int64),
+            "prompt_lengths": Column(ColumnKind.ROW, torch.tensor(prompt_lengths)),
+            "loss_mask": completion(torch.rand(num_tokens, generator=generator) < 0.8),
+            "advantages": completion(torch.randn(num_tokens, generator=generator)),
+            "returns": completion(torch.randn(num_tokens, generator=generator)),
+            "values": completion(0.1 * torch.randn(num_tokens, generator=generator)),
+        }
+    )
