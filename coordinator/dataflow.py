@@ -12,7 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rolemesh.coordinator.errors import NodeFailedError, RunError
 from rolemesh.coordinator.pools import Pools
@@ -95,7 +96,7 @@ Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
 """Makes the call: gets its node and the joined experience that it reads."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """One node's contribution to an experience."""
 
@@ -227,9 +228,16 @@ def join_references(
 class Dataflow:
     """The graph of one step, while it runs and afterwards.
 
-    Invariant: once a node has failed, or `abort` was called, no other node starts.
+    Invariant: once a node has failed, or `abort` was called, no other node starts. When the block
+    ends, no node runs.
 
     Owner: one asyncio loop.
+
+    Example::
+
+        async with Dataflow(3, pools) as dataflow:
+            ...                    # make nodes; what is raised here cancels them
+        dataflow.nodes[0].seconds  # all are done
     """
 
     def __init__(self, step: int, pools: Pools) -> None:
@@ -335,6 +343,19 @@ class Dataflow:
             for node in self.nodes
             if node.state is NodeState.RUNNING and role in (None, node.role)
         ]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        await self.finish()
 
     async def finish(self) -> None:
         """Returns when every node is done, or raises the one error that ended the step."""

@@ -58,9 +58,9 @@ async def evaluate(context: StepContext, num_prompts: int) -> Evaluation:
         update={"greedy": True, "samples_per_prompt": 1}
     )
     prompts = PromptBatch(start=0, count=num_prompts, is_held_out=True)
-    rollouts = ActorRole(context).generate(prompts, sampling)
-    rewards = RewardRole(context).compute_reward(rollouts)
-    await context.dataflow.finish()
+    async with context.dataflow:
+        rollouts = ActorRole(context).generate(prompts, sampling)
+        rewards = RewardRole(context).compute_reward(rollouts)
     (sampled,), (judged,) = rollouts.nodes, rewards.nodes
     return Evaluation(
         step=context.step,

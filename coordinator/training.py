@@ -163,14 +163,8 @@ class TrainingLoop:
         self.activity = f"step {step}"
         started, before = time.monotonic(), dataflow_traffic(self._mesh.traffic)
         context = self._context(step)
-        try:
+        async with context.dataflow:
             start_step(self._algorithm, PromptBatch(start=(step - 1) * count, count=count), context)
-        except ValueError as error:
-            # The nodes that it made before must not be left running.
-            failure = RunError(f"algorithm {self._recipe.algorithm.type!r} cannot be run: {error}")
-            failure.__cause__ = error
-            context.dataflow.abort(failure)
-        await context.dataflow.finish()
         versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
         await self._journal.commit(step, {"policy_versions": versions})
         await self._mesh.release(self._journal.run_id, step)

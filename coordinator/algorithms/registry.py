@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from rolemesh.coordinator.algorithms.ppo import ppo
+from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.roles import ROLE_HANDLES, PromptBatch, StepContext
 
 Algorithm = Callable[..., None]
@@ -32,6 +33,13 @@ def roles_of(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext) -> None:
-    """Calls the algorithm once: afterwards every node of the step exists."""
+    """Calls the algorithm once: afterwards every node of the step exists.
+
+    Raises:
+        RunError: It asks for something that the mesh or the recipe does not have.
+    """
     handles = {role: ROLE_HANDLES[role](context) for role in roles_of(algorithm)}
-    algorithm(prompts, **handles)
+    try:
+        algorithm(prompts, **handles)
+    except ValueError as error:
+        raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {error}") from error

@@ -1,0 +1,401 @@
+"""A whole run against four fake roles on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.fake_roles import (
+    FakeMesh,
+    completion,
+    expected_weight,
+    fake_mesh,
+    fake_recipe,
+    reward_of,
+    until,
+)
+
+from rolemesh.coordinator.errors import RunAbortedError, RunError, ServiceLostError
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState, StateStore, StoreUnavailableError
+from rolemesh.coordinator.watcher import WatchSettings
+from rolemesh.rpc.errors import PreconditionError
+
+SPLIT_POOLS = {role: {"roles": [role]} for role in ("actor", "critic", "reference", "reward")}
+PHASES = (
+    "generate",
+    "weight_sync",
+    "values",
+    "reference",
+    "reward",
+    "advantages",
+    "update_critic",
+    "update_actor",
+    "step",
+)
+# A twentieth of the usual pause, so that tests of losses take less than a second or two.
+QUICK_WATCH = WatchSettings(interval_s=0.05)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.phases: list[tuple[str, str, int, int]] = []
+        self.records: list[dict[str, float]] = []
+        self.events: list[str] = []
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        self.phases.append((role, stage, done, total))
+
+    def on_step(self, record: Any) -> None:
+        self.records.append(dict(record))
+
+    def on_event(self, text: str) -> None:
+        self.events.append(text)
+
+
+def make_run(
+    mesh: FakeMesh, directory: Path, recipe: Recipe, store: StateStore, **settings: Any
+) -> TrainingRun:
+    return TrainingRun(
+        recipe,
+        directory=directory,
+        addresses=mesh.addresses,
+        store=store,
+        watch=QUICK_WATCH,
+        start_deadline_s=30,
+        **settings,
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
+    store, recorder = MemoryStateStore(), Recorder()
+    async with fake_mesh() as mesh:
+        run = make_run(mesh, tmp_path, fake_recipe(), store, observer=recorder)
+        summary = await run.execute()
+        assert mesh.roles["actor"].weight == expected_weight(4)
+        assert mesh.roles["actor"].policy_version == 4 * 2  # 6 rows in mini-batches of 4
+        assert mesh.roles["critic"].policy_version == 4 * 2
+        assert all(fake.released_through == 4 for fake in mesh.roles.values())
+        assert mesh.roles["reward"].spec == {"source": pytest.approx(mesh_reward_spec())}
+
+    records = read_lines(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records == recorder.records
+    for number, record in enumerate(records):
+        rewards = [
+            reward_of(completion(expected_weight(number), prompt, sample))
+            for prompt in range(number * 3, number * 3 + 3)
+            for sample in range(2)
+        ]
+        assert record["reward/mean"] == pytest.approx(statistics.fmean(rewards))
+        assert record["tokens"] == 6 * 12
+        for phase in PHASES:
+            assert record[f"time/{phase}"] >= 0
+        assert (record["kl/mean"], record["entropy"]) == (0.25, 1.5)
+        assert (record["actor/grad_norm"], record["critic/grad_norm"]) == (0.5, 0.5)
+        assert record["coordinator/calls"] == 7 + 4  # seven nodes, four releases
+        assert all(math.isfinite(value) for value in record.values())
+
+    held_out = [reward_of(completion(0.0, prompt, 0)) for prompt in range(8)]
+    assert summary.held_out_before is not None
+    assert summary.held_out_after is not None
+    assert summary.held_out_before.score == pytest.approx(statistics.fmean(held_out))
+    assert summary.held_out_before.standard_error == pytest.approx(
+        statistics.stdev(held_out) / math.sqrt(8)
+    )
+    assert summary.held_out_after.score == pytest.approx(
+        summary.held_out_before.score + expected_weight(4)
+    )
+    assert records[-1]["held_out/score"] == pytest.approx(summary.held_out_after.score)
+
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["state"] == "succeeded"
+    assert written["held_out"]["after"]["num_prompts"] == 8
+    assert written["reward"]["mean_first_steps"] == pytest.approx(
+        statistics.fmean(record["reward/mean"] for record in records[:3])
+    )
+    assert written["versions"]["critic"] == {"fake": "1"}
+    assert written["coordinator_traffic"]["calls"] > 0
+    assert set(written["seconds_by_phase"]) >= {"initialize", "evaluate", "generate", "export"}
+
+    assert Recipe.model_validate(yaml.safe_load((tmp_path / "config.yaml").read_text()))
+    marker = json.loads((tmp_path / "checkpoints/step-00000004/COMMITTED").read_text())
+    assert (marker["step"], marker["next_prompt"]) == (4, 12)
+    assert marker["roles"]["actor"]["policy_version"] == 8
+    assert (tmp_path / "checkpoints/step-00000004/critic/weight.json").is_file()
+    assert json.loads((tmp_path / "model/weight.json").read_text()) == {"weight": 0.5}
+    assert list((tmp_path / "tensorboard").iterdir())
+    graphs = read_lines(tmp_path / "dataflow.jsonl")
+    assert [len(graph["nodes"]) for graph in graphs] == [7, 7, 7, 7]
+
+    record = await store.get_run(run.run_id)
+    assert (record.state, record.step, record.failure) == (RunState.SUCCEEDED, 4, "")
+    assert len(await store.read_metrics(run.run_id)) == 4
+    assert await store.list_services() == []
+
+
+def mesh_reward_spec() -> dict[str, Any]:
+    return {"type": "arithmetic", "exact": 1.0, "contained": 0.2, "form": 0.1}
+
+
+async def test_the_journal_has_every_operation_once_and_a_commit_a_step(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh() as mesh:
+        run = make_run(mesh, tmp_path, fake_recipe(steps=2), store)
+        await run.execute()
+        keys = [call.key for call in mesh.calls]
+    assert len(set(keys)) == len(keys)
+    assert {key[:2] for key in keys} == {(run.run_id, 1)}
+    entries = await store.read_journal(run.run_id)
+    acknowledged = [(e.step, e.operation, e.sequence) for e in entries]
+    assert sorted(acknowledged) == sorted(
+        [key[2:] for key in keys] + [(1, "step.commit", 0), (2, "step.commit", 0)]
+    )
+    commit = next(e for e in entries if (e.step, e.operation) == (2, "step.commit"))
+    assert commit.result["policy_versions"]["actor"] == 4
+
+
+async def test_evaluation_operations_have_names_of_their_own(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        await make_run(mesh, tmp_path, fake_recipe(steps=1), MemoryStateStore()).execute()
+        of_evaluation = [call for call in mesh.calls if call.key[3].startswith("evaluate.")]
+        generated = [call for call in of_evaluation if call.method == "Generate"]
+    assert [call.key[2] for call in generated] == [0, 1]
+    assert all(call.request.sampling.greedy for call in generated)
+    assert all(call.request.prompts.split == 2 for call in generated)  # SPLIT_HELD_OUT
+
+
+async def test_pools_run_side_by_side_and_roles_of_one_pool_in_turn(tmp_path: Path) -> None:
+    for name, pools, together in (("split", SPLIT_POOLS, 3), ("shared", None, 1)):
+        async with fake_mesh() as mesh:
+            gates = {
+                "critic": "ComputeValues",
+                "reference": "ComputeLogprobs",
+                "reward": "ComputeReward",
+            }
+            for role, method in gates.items():
+                mesh.roles[role].gates[method] = asyncio.Event()
+            recipe = fake_recipe(steps=1, evaluation={"num_prompts": 0}, pools=pools)
+            run = make_run(mesh, tmp_path / name, recipe, MemoryStateStore())
+            task = asyncio.create_task(run.execute())
+            await until(lambda: len(mesh.running) == together)  # noqa: B023
+            # Once they wait in turn, nothing else may start before the first gate opens.
+            await asyncio.sleep(0.05)
+            assert len(mesh.running) == together
+            for role, method in gates.items():
+                mesh.roles[role].gates[method].set()
+            await task
+            # Update of critic and actor may meet as well, but no more than the three.
+            assert mesh.most_together == together
+            assert mesh.methods(1)[:4] == [
+                "actor.Generate",
+                "critic.ComputeValues",
+                "reference.ComputeLogprobs",
+                "reward.ComputeReward",
+            ]
+
+
+async def test_a_failing_node_is_named_with_rank_and_reason_and_the_rest_is_cancelled(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh() as mesh:
+        mesh.roles["critic"].gates["ComputeValues"] = asyncio.Event()
+        mesh.roles["reward"].failures["ComputeReward"] = PreconditionError(
+            "the reward of row 3 is nan", reason="REWARD_INVALID"
+        )
+        recipe = fake_recipe(evaluation={"num_prompts": 0}, pools=SPLIT_POOLS)
+        run = make_run(mesh, tmp_path, recipe, store)
+        with pytest.raises(RunError) as failed:
+            await run.execute()
+        await until(lambda: mesh.roles["critic"].cancelled == ["ComputeValues"])
+        assert mesh.roles["actor"].weight == 0.0
+    expected = (
+        "step 1: reward.compute_reward failed on reward rank 0 [REWARD_INVALID]: "
+        "the reward of row 3 is nan"
+    )
+    assert str(failed.value) == expected
+    record = await store.get_run(run.run_id)
+    assert (record.state, record.failure) == (RunState.FAILED, expected)
+    assert json.loads((tmp_path / "summary.json").read_text())["failure"] == expected
+    assert not (tmp_path / "model").exists()
+
+
+async def test_a_refused_spec_names_role_and_field(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        mesh.roles["critic"].failures["Initialize"] = PreconditionError(
+            "critic.model.path: /models/none is no folder", reason="SPEC_INVALID"
+        )
+        run = make_run(mesh, tmp_path, fake_recipe(), MemoryStateStore())
+        with pytest.raises(RunError, match=r"initialize failed on critic rank 0 .*no folder"):
+            await run.execute()
+
+
+async def test_the_launchers_reason_is_told_when_a_service_is_killed(tmp_path: Path) -> None:
+    reason = "actor rank 0 (pid 123) was killed by signal 9; its log ends with: oh"
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = make_run(mesh, tmp_path, fake_recipe(), MemoryStateStore())
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        # The broken call is seen first, the launcher's word comes a moment later.
+        await mesh.roles["actor"].stop()
+        asyncio.get_running_loop().call_later(0.2, run.service_lost, "actor", reason)
+        with pytest.raises(ServiceLostError) as lost:
+            await task
+    assert str(lost.value) == f"step 1, actor.update: {reason}"
+    assert lost.value.role == "actor"
+
+
+async def test_the_watcher_finds_an_idle_service_gone(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].gates["Generate"] = asyncio.Event()
+        recipe = fake_recipe(evaluation={"num_prompts": 0})
+        run = make_run(mesh, tmp_path, recipe, MemoryStateStore())
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Generate" in mesh.running)
+        address = mesh.roles["reference"].address
+        await mesh.roles["reference"].stop()
+        with pytest.raises(ServiceLostError, match="reference rank 0") as lost:
+            await task
+        await until(lambda: mesh.roles["actor"].cancelled == ["Generate"])
+    assert lost.value.role == "reference"
+    assert address in str(lost.value)
+
+
+async def test_a_wish_to_stop_ends_after_the_step_with_everything_saved(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh() as mesh:
+        gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = make_run(mesh, tmp_path, fake_recipe(steps=100), store)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        await store.update_run(run.run_id, stop_requested=True)
+        await until(lambda: run._is_stop_requested)
+        gate.set()
+        summary = await task
+    assert (summary.state, summary.steps) == (RunState.STOPPED, 1)
+    assert summary.held_out_after is None
+    assert (tmp_path / "model/weight.json").is_file()
+    assert (tmp_path / "checkpoints/step-00000001/COMMITTED").is_file()
+    assert (await store.get_run(run.run_id)).state is RunState.STOPPED
+
+
+async def test_a_second_wish_aborts_at_once(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = make_run(mesh, tmp_path, fake_recipe(), MemoryStateStore())
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        run.request_stop()
+        run.request_stop()
+        with pytest.raises(RunAbortedError, match="aborted during step 1; steps made before: 0"):
+            await task
+        await until(lambda: mesh.roles["actor"].cancelled == ["Update"])
+    assert json.loads((tmp_path / "summary.json").read_text())["state"] == "stopped"
+
+
+async def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        recipe = fake_recipe(steps=5, checkpoint={"every_steps": 2, "keep": 2})
+        await make_run(mesh, tmp_path, recipe, MemoryStateStore()).execute()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000005"]
+
+
+async def test_a_hundred_times_the_tokens_leave_the_coordinators_traffic_alone(
+    tmp_path: Path,
+) -> None:
+    moved = {}
+    for tokens in (8, 800):
+        async with fake_mesh(tokens_per_completion=tokens) as mesh:
+            run = make_run(mesh, tmp_path / str(tokens), fake_recipe(), MemoryStateStore())
+            await run.execute()
+        records = read_lines(tmp_path / str(tokens) / "metrics.jsonl")
+        moved[tokens] = sum(
+            record["coordinator/sent_bytes"] + record["coordinator/received_bytes"]
+            for record in records
+        )
+        assert records[0]["tokens"] == 6 * (4 + tokens)
+    assert abs(moved[800] / moved[8] - 1) < 0.1
+
+
+async def test_another_role_at_the_address_is_refused(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        addresses = {**mesh.addresses, "critic": mesh.addresses["reward"]}
+        run = TrainingRun(
+            fake_recipe(), directory=tmp_path, addresses=addresses, store=MemoryStateStore()
+        )
+        with pytest.raises(RunError, match=r"services\.critic: .* is a 'reward', not a 'critic'"):
+            await run.execute()
+
+
+async def test_a_service_that_never_answers_is_named(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        await mesh.roles["reward"].stop()
+        run = TrainingRun(
+            fake_recipe(),
+            directory=tmp_path,
+            addresses=mesh.addresses,
+            store=MemoryStateStore(),
+            start_deadline_s=0.5,
+            loss_grace_s=0.1,
+        )
+        with pytest.raises(RunError, match=r"reward at .* did not become healthy within 0 s"):
+            await run.execute()
+
+
+async def test_more_held_out_prompts_than_there_are_is_refused(tmp_path: Path) -> None:
+    async with fake_mesh(num_held_out=4) as mesh:
+        run = make_run(mesh, tmp_path, fake_recipe(), MemoryStateStore())
+        with pytest.raises(RunError, match=r"run\.evaluation\.num_prompts is 8, .* 4 held-out"):
+            await run.execute()
+
+
+async def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    addresses = dict.fromkeys(("actor", "critic", "reference", "reward"), "127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"run\.directory: .* holds a run already"):
+        TrainingRun(
+            fake_recipe(), directory=tmp_path, addresses=addresses, store=MemoryStateStore()
+        )
+
+
+async def test_a_store_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    class FailingStore(MemoryStateStore):
+        async def append_journal(self, run_id: str, entry: Any) -> str:
+            if entry.step == 2:
+                raise StoreUnavailableError("redis://gone", ConnectionError("refused"))
+            return await super().append_journal(run_id, entry)
+
+    async with fake_mesh() as mesh:
+        run = make_run(mesh, tmp_path, fake_recipe(), FailingStore())
+        with pytest.raises(StoreUnavailableError, match="redis://gone"):
+            await run.execute()
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+async def test_a_coordinator_that_lost_its_run_stops_writing(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh() as mesh:
+        gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = make_run(mesh, tmp_path, fake_recipe(), store)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        await store.next_epoch(run.run_id)
+        gate.set()
+        with pytest.raises(Exception, match="epoch 1 is stale"):
+            await task
+    assert (await store.get_run(run.run_id)).step == 0
