@@ -43,11 +43,31 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.rollout.base.WeightsStaleError": CatalogueEntry(
             _PRECONDITION, "WEIGHTS_STALE"
         ),
-        "rolemesh.engine.train.trainer.LossNotFiniteError": CatalogueEntry(
+        "rolemesh.engine.train.optimizer.LossNotFiniteError": CatalogueEntry(
             _PRECONDITION, "LOSS_NOT_FINITE"
+        ),
+        "rolemesh.engine.train.optimizer.NoGradientError": CatalogueEntry(
+            _PRECONDITION, "NO_GRADIENT"
+        ),
+        "rolemesh.engine.train.trainer.GradientPendingError": CatalogueEntry(
+            _PRECONDITION, "GRADIENT_PENDING"
         ),
         "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": CatalogueEntry(
             grpc.StatusCode.DATA_LOSS, "CHECKPOINT_CORRUPT"
+        ),
+        "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": CatalogueEntry(
+            _INVALID, "CHECKPOINT_MISMATCH"
+        ),
+        "rolemesh.engine.weights.folders.FolderExistsError": CatalogueEntry(
+            _INVALID, "PATH_INVALID"
+        ),
+        "rolemesh.engine.models.folder.ModelFolderError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
+        "rolemesh.engine.models.smollm2.ModelPackageMissingError": CatalogueEntry(
+            _INVALID, "MODEL_PACKAGE_MISSING"
+        ),
+        "rolemesh.engine.data.prompts.EmptyDataError": CatalogueEntry(_INVALID, "DATA_EMPTY"),
+        "rolemesh.engine.rewards.sources.RewardInvalidError": CatalogueEntry(
+            _PRECONDITION, "REWARD_INVALID"
         ),
         "rolemesh.engine.transport.shm.SegmentInvalidError": CatalogueEntry(
             _INVALID, "TENSOR_MALFORMED"

@@ -1,0 +1,443 @@
+"""One suite for every way that experience travels: what arrives is what was published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from support.services import assert_same, make_experience, operation_key, serving
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience, payload_layout
+from rolemesh.engine.transport.shm import Segment
+from rolemesh.rpc.channel import CHUNK_BYTES, open_channel
+from rolemesh.rpc.errors import NotFoundError, OutOfRangeError
+from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
+from rolemesh.services.runtime.experience_store import ExperienceStore
+from rolemesh.services.runtime.fetch import Fetched, fetch_rows, payload_chunks
+from rolemesh.services.runtime.schema import header_of
+from rolemesh.services.runtime.server import ServiceServer
+from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
+
+ALWAYS_SHARED = 1
+"""Threshold in bytes that sends every batch through shared memory."""
+
+TRANSPORTS = ["shm", "grpc"]
+
+
+@pytest.fixture
+async def producer() -> AsyncIterator[ServiceServer]:
+    async with serving(shared_memory_threshold_bytes=ALWAYS_SHARED) as server:
+        yield server
+
+
+async def fetch(
+    server: ServiceServer,
+    batch: Experience,
+    transport: str,
+    columns: list[str] | None = None,
+    rows: tuple[int, int] | None = None,
+) -> Fetched:
+    reference = server.runtime.publish(operation_key(), batch)
+    names = list(batch.columns) if columns is None else columns
+    start, stop = (0, batch.num_rows) if rows is None else rows
+    host_id = server.runtime.host_id if transport == "shm" else ""
+    async with open_channel(server.runtime.address) as channel:
+        return await fetch_rows(channel, reference.groups[0].shards[0], names, start, stop, host_id)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_rows", [1, 5, 3000])
+async def test_what_arrives_is_what_was_published(
+    producer: ServiceServer, transport: str, num_rows: int
+) -> None:
+    batch = make_experience(num_rows, seed=num_rows)
+    fetched = await fetch(producer, batch, transport)
+    assert fetched.transport == transport
+    assert fetched.num_bytes == batch.num_bytes
+    assert_same(fetched.experience, batch)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("rows", [(0, 1), (3, 17), (19, 20), (4, 4)], ids=str)
+async def test_a_sub_range_of_rows_and_columns_arrives_in_the_order_asked_for(
+    producer: ServiceServer, transport: str, rows: tuple[int, int]
+) -> None:
+    batch = make_experience(20, seed=1)
+    names = ["logprobs", "tokens", "prompt_lengths"]
+    fetched = await fetch(producer, batch, transport, names, rows)
+    assert_same(fetched.experience, batch.require(names).slice(*rows))
+    if rows[0] < rows[1]:
+        # Only what was asked for was taken.
+        assert fetched.num_bytes < batch.num_bytes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_rows_without_a_completion_arrive(producer: ServiceServer, transport: str) -> None:
+    nothing = torch.empty(0)
+    batch = Experience(
+        {
+            "logprobs": Column.ragged(ColumnKind.COMPLETION, [nothing] * 3, torch.float32),
+            "completion_text": Column.text(["", "", ""]),
+        }
+    )
+    assert_same((await fetch(producer, batch, transport)).experience, batch)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    ],
+    ids=str,
+)
+async def test_every_dtype_arrives_bit_for_bit(
+    producer: ServiceServer, transport: str, dtype: torch.dtype
+) -> None:
+    values = torch.arange(-3, 4).to(dtype)
+    batch = Experience({"column": Column(ColumnKind.ROW, values)})
+    fetched = (await fetch(producer, batch, transport)).experience
+    assert fetched["column"].values.dtype is dtype
+    assert torch.equal(fetched["column"].values, values)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_arrived_stays_valid_after_release(
+    producer: ServiceServer, transport: str
+) -> None:
+    batch = make_experience(50)
+    fetched = await fetch(producer, batch, transport)
+    assert producer.runtime.store.release_through("run", 0) == batch.num_bytes
+    assert_same(fetched.experience, batch)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_column_that_is_not_there_is_refused(
+    producer: ServiceServer, transport: str
+) -> None:
+    with pytest.raises(NotFoundError, match="no column 'nothing'") as caught:
+        await fetch(producer, make_experience(3), transport, ["tokens", "nothing"])
+    assert caught.value.reason == "COLUMN_NOT_FOUND"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("rows", [(-1, 2), (2, 1), (0, 4)], ids=str)
+async def test_rows_beyond_what_is_held_are_refused(
+    producer: ServiceServer, transport: str, rows: tuple[int, int]
+) -> None:
+    with pytest.raises(OutOfRangeError) as caught:
+        await fetch(producer, make_experience(3), transport, None, rows)
+    assert caught.value.reason == "ROWS_OUT_OF_RANGE"
+
+
+async def test_a_segment_that_cannot_be_opened_is_replaced_by_a_stream(
+    producer: ServiceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, num_bytes: int) -> torch.Tensor:
+        raise PermissionError(f"no {name}")
+
+    monkeypatch.setattr("rolemesh.services.runtime.fetch.open_segment", refuse)
+    batch = make_experience(30)
+    fetched = await fetch(producer, batch, "shm")
+    assert fetched.transport == "grpc"
+    assert_same(fetched.experience, batch)
+
+
+async def test_a_full_shared_memory_falls_back_to_process_memory(
+    producer: ServiceServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(num_bytes: int) -> Segment:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Segment, "create", staticmethod(full))
+    batch = make_experience(30)
+    fetched = await fetch(producer, batch, "shm")
+    assert fetched.transport == "grpc"
+    assert_same(fetched.experience, batch)
+    assert "enlarge /dev/shm" in caplog.text
+
+
+def test_the_store_frees_the_bytes_of_a_batch_that_it_could_not_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ExperienceStore(1 << 20, shared_memory=True, shared_memory_threshold_bytes=1)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr("rolemesh.services.runtime.experience_store.write_payload", fail)
+    with pytest.raises(RuntimeError, match="torn"):
+        store.put("run", 0, make_experience(10))
+    assert store.held_bytes == 0
+
+
+# --- wire compatibility --------------------------------------------------------------------
+
+
+async def test_the_generated_stub_reads_our_stream(producer: ServiceServer) -> None:
+    batch = make_experience(3000, seed=2)
+    reference = producer.runtime.publish(operation_key(), batch)
+    async with grpc.aio.insecure_channel(producer.runtime.address) as channel:
+        call = experience_pb2_grpc.ExperienceServiceStub(channel).Fetch(
+            experience_pb2.FetchRequest(
+                experience_id=reference.groups[0].shards[0].experience_id, row_stop=3000
+            ),
+            timeout=30,
+        )
+        parts = [part async for part in call]
+    assert [part.WhichOneof("part") for part in parts] == ["header"] + ["chunk"] * (len(parts) - 1)
+    payload = b"".join(part.chunk for part in parts[1:])
+    header = parts[0].header
+    assert len(payload) == header.num_bytes == payload_layout(batch).num_bytes
+    assert all(len(part.chunk) == CHUNK_BYTES for part in parts[1:-1])
+    tokens = header.columns[0]
+    assert tokens.schema.name == "tokens"
+    assert tokens.schema.dtype == tensor_pb2.DATA_TYPE_INT64
+    got = torch.frombuffer(
+        bytearray(payload), dtype=torch.int64, count=tokens.num_values, offset=tokens.values_at
+    )
+    assert torch.equal(got, batch["tokens"].values)
+
+
+class GeneratedServicer(experience_pb2_grpc.ExperienceServiceServicer):
+    """Answers with whatever messages it was given, through the generated serializers."""
+
+    def __init__(self, parts: list[experience_pb2.FetchResponse]) -> None:
+        self._parts = parts
+
+    async def Fetch(self, request: Any, context: Any) -> Any:
+        for part in self._parts:
+            yield part
+
+
+async def fetch_from(
+    parts: list[experience_pb2.FetchResponse], names: list[str], num_rows: int, host_id: str = ""
+) -> Fetched:
+    server = grpc.aio.server()
+    experience_pb2_grpc.add_ExperienceServiceServicer_to_server(GeneratedServicer(parts), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    shard = experience_pb2.Shard(experience_id="x", address=address, role="fake", num_rows=num_rows)
+    try:
+        async with open_channel(address) as channel:
+            return await fetch_rows(channel, shard, names, 0, num_rows, host_id)
+    finally:
+        await server.stop(0)
+
+
+def as_parts(batch: Experience, chunk_bytes: int = 1000) -> list[experience_pb2.FetchResponse]:
+    layout = payload_layout(batch)
+    chunks = payload_chunks(batch, layout, chunk_bytes)
+    return [
+        experience_pb2.FetchResponse(header=header_of(layout)),
+        *(experience_pb2.FetchResponse(chunk=b"".join(pieces)) for pieces in chunks),
+    ]
+
+
+async def test_our_client_reads_a_generated_servicer() -> None:
+    batch = make_experience(40, seed=3)
+    fetched = await fetch_from(as_parts(batch), list(batch.columns), 40)
+    assert_same(fetched.experience, batch)
+
+
+def test_hand_made_messages_are_the_bytes_of_the_generated_class() -> None:
+    header = header_of(payload_layout(make_experience(5)))
+    expected = experience_pb2.FetchResponse(header=header).SerializeToString()
+    assert encode_header(header) == expected
+    for length in (0, 1, 127, 128, 16_383, 16_384, CHUNK_BYTES):
+        data = bytes(range(256)) * (length // 256 + 1)
+        expected = experience_pb2.FetchResponse(chunk=data[:length]).SerializeToString()
+        pieces = [memoryview(data)[: length // 3], data[length // 3 : length]]
+        assert encode_chunk(pieces) == expected
+
+
+# --- malformed answers ---------------------------------------------------------------------
+
+
+def broken(change: str) -> list[experience_pb2.FetchResponse]:
+    """A good answer for four rows, with one thing wrong."""
+    parts = as_parts(make_experience(4))
+    header = parts[0].header
+    tokens = header.columns[0]
+    if change == "no header":
+        return parts[1:]
+    if change == "second header":
+        return [parts[0], *parts]
+    if change == "nothing":
+        return []
+    if change == "empty message":
+        return [parts[0], experience_pb2.FetchResponse()]
+    if change == "bytes missing":
+        return parts[:-1]
+    if change == "bytes too many":
+        return [*parts, parts[-1]]
+    if change == "column missing":
+        del header.columns[-1]
+    if change == "dtype unknown":
+        tokens.schema.dtype = tensor_pb2.DATA_TYPE_UNSPECIFIED
+    if change == "shape too large":
+        tokens.num_values += 10_000
+    if change == "shape overflows":
+        tokens.num_values = 2**62
+    if change == "negative offset":
+        tokens.values_at = -64
+    if change == "not aligned":
+        tokens.values_at += 1
+    if change == "offsets missing":
+        tokens.ClearField("offsets_at")
+    if change == "rows wrong":
+        header.num_rows = header.row_stop = 5
+    if change == "payload huge":
+        header.num_bytes = 1 << 60
+    if change == "segment not offered":
+        header.shared_memory_name = "rolemesh-1-" + "0" * 32
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("no header", "does not begin with a header"),
+        ("nothing", "does not begin with a header"),
+        ("second header", "second header"),
+        ("empty message", "neither a header nor a chunk"),
+        ("bytes missing", "only .* arrived"),
+        ("bytes too many", "were? announced|was announced"),
+        ("column missing", "were asked for, but"),
+        ("dtype unknown", "does not know"),
+        ("shape too large", "bytes and shape do not fit"),
+        ("shape overflows", "bytes and shape do not fit"),
+        ("negative offset", "bytes and shape do not fit"),
+        ("not aligned", "bytes and shape do not fit"),
+        ("offsets missing", "lacks offsets"),
+        ("rows wrong", "for 5 rows|rows were asked for"),
+        ("payload huge", "fetch fewer rows"),
+        ("segment not offered", "was not offered"),
+    ],
+    ids=lambda value: value.replace(" ", "-") if "|" not in value else "",
+)
+async def test_an_answer_that_does_not_fit_is_refused_and_its_peer_named(
+    change: str, message: str
+) -> None:
+    names = list(make_experience(4).columns)
+    with pytest.raises(PayloadMalformedError, match=message) as caught:
+        await fetch_from(broken(change), names, 4)
+    assert str(caught.value).startswith("fake rank 0 at 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../etc/passwd", "rolemesh-1-" + "g" * 32, "psm_abcdef", "rolemesh-1-" + "0" * 32 + "/x", ""],
+)
+async def test_a_shared_memory_name_of_another_form_is_never_opened(name: str) -> None:
+    batch = make_experience(4)
+    parts = as_parts(batch)[:1]
+    parts[0].header.shared_memory_name = name
+    with pytest.raises(PayloadMalformedError, match="is not of the form"):
+        await fetch_from(parts, list(batch.columns), 4, host_id="here")
+
+
+async def test_a_segment_of_another_size_is_refused() -> None:
+    batch = make_experience(4)
+    segment = Segment.create(4096)
+    try:
+        parts = as_parts(batch)[:1]
+        parts[0].header.shared_memory_name = segment.name
+        with pytest.raises(PayloadMalformedError, match="has 4096 bytes"):
+            await fetch_from(parts, list(batch.columns), 4, host_id="here")
+    finally:
+        segment.unlink()
+
+
+async def test_pull_joins_groups_and_stacks_shards() -> None:
+    batch = make_experience(30, seed=8)
+    async with (
+        serving(shared_memory_threshold_bytes=ALWAYS_SHARED) as first,
+        serving(shared_memory=False) as second,
+        serving() as consumer,
+    ):
+        ref = experience_pb2.ExperienceRef(run_id="run", num_rows=30)
+        rows = experience_pb2.ColumnGroup()
+        for server, start, stop in ((first, 0, 12), (second, 12, 30)):
+            part = server.runtime.publish(
+                operation_key(), batch.require(["tokens", "logprobs"]).slice(start, stop)
+            )
+            del rows.columns[:]
+            rows.columns.extend(part.groups[0].columns)
+            shard = part.groups[0].shards[0]
+            shard.row_start = start
+            rows.shards.append(shard)
+        ref.groups.append(rows)
+        lengths = consumer.runtime.publish(operation_key(), batch.require(["prompt_lengths"]))
+        ref.groups.append(lengths.groups[0])
+        names = ["prompt_lengths", "logprobs", "tokens"]
+        call = RecordingCall()
+        pulled = await consumer.runtime.pull(ref, names, call)  # type: ignore[arg-type]
+        middle = await consumer.runtime.pull(  # type: ignore[call-arg]
+            ref,
+            names,
+            RecordingCall(),  # type: ignore[arg-type]
+            row_start=10,
+            row_stop=15,
+        )
+    assert_same(pulled, batch.require(names))
+    assert_same(middle, batch.require(names).slice(10, 15))
+    assert set(call.fetched) == {"shm", "grpc", "local"}
+    assert sum(call.fetched.values()) > 0
+
+
+async def test_pull_refuses_shards_with_a_gap() -> None:
+    async with serving() as server:
+        ref = server.runtime.publish(operation_key(), make_experience(4))
+        ref.num_rows = 6
+        with pytest.raises(ValueError, match="without gaps"):
+            await server.runtime.pull(ref, ["tokens"], RecordingCall())  # type: ignore[arg-type]
+
+
+class RecordingCall:
+    """The part of Call that pull uses."""
+
+    def __init__(self) -> None:
+        self.fetched: dict[str, int] = {}
+
+    def phase(self, name: str) -> Any:
+        assert name == "fetch"
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def add_fetched(self, transport: str, num_bytes: int) -> None:
+        self.fetched[transport] = self.fetched.get(transport, 0) + num_bytes
+
+
+async def test_many_pulls_at_once_get_their_own_rows(producer: ServiceServer) -> None:
+    batch = make_experience(64, seed=9)
+    reference = producer.runtime.publish(operation_key(), batch)
+    shard = reference.groups[0].shards[0]
+    names = list(batch.columns)
+    async with open_channel(producer.runtime.address) as channel:
+        fetched = await asyncio.gather(
+            *(
+                fetch_rows(
+                    channel,
+                    shard,
+                    names,
+                    start,
+                    start + 8,
+                    producer.runtime.host_id if start % 16 else "",
+                )
+                for start in range(0, 64, 8)
+            )
+        )
+    assert_same(Experience.concat([part.experience for part in fetched]), batch)

@@ -1,0 +1,100 @@
+"""Shared memory segments: private, checked, never left behind."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rolemesh.engine.transport.shm import (
+    SHM_DIRECTORY,
+    Segment,
+    SegmentInvalidError,
+    host_identity,
+    open_segment,
+    remove_leftovers,
+)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.create(10_000)
+    yield made
+    made.unlink()
+
+
+def test_a_peer_sees_what_the_producer_wrote(segment: Segment) -> None:
+    written = torch.arange(10_000).to(torch.uint8)
+    segment.tensor().copy_(written)
+    assert torch.equal(open_segment(segment.name, 10_000), written)
+
+
+def test_a_peer_cannot_change_the_producers_bytes(segment: Segment) -> None:
+    open_segment(segment.name, 10_000).fill_(7)
+    assert int(segment.tensor().sum()) == 0
+
+
+def test_only_the_user_may_open_the_file(segment: Segment) -> None:
+    status = (SHM_DIRECTORY / segment.name).stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    # Every page is reserved: a full file system shows at create, not as SIGBUS.
+    assert status.st_blocks * 512 >= 10_000
+
+
+def test_mappings_outlive_the_name(segment: Segment) -> None:
+    view = open_segment(segment.name, 10_000)
+    segment.unlink()
+    segment.unlink()
+    assert int(view.sum()) == 0
+    with pytest.raises(FileNotFoundError):
+        open_segment(segment.name, 10_000)
+
+
+def test_more_than_there_is_fails_at_once_and_leaves_nothing() -> None:
+    free = os.statvfs(SHM_DIRECTORY)
+    before = set(os.listdir(SHM_DIRECTORY))
+    with pytest.raises(OSError, match=r"No space|too large|Cannot allocate"):
+        Segment.create(free.f_blocks * free.f_frsize * 4 + (1 << 40))
+    assert set(os.listdir(SHM_DIRECTORY)) <= before
+
+
+def test_a_link_is_not_followed(segment: Segment) -> None:
+    name = segment.name[:-4] + "beef"
+    link = SHM_DIRECTORY / name
+    link.symlink_to(SHM_DIRECTORY / segment.name)
+    try:
+        with pytest.raises(OSError, match="Too many levels"):
+            open_segment(name, 10_000)
+    finally:
+        link.unlink()
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1, 9_999, 10_001])
+def test_a_size_that_does_not_fit_is_refused(segment: Segment, num_bytes: int) -> None:
+    with pytest.raises(SegmentInvalidError):
+        open_segment(segment.name, num_bytes)
+
+
+def test_leftovers_of_the_dead_are_removed_and_segments_of_the_living_stay(
+    segment: Segment,
+) -> None:
+    program = (
+        "import os; from rolemesh.engine.transport.shm import Segment; "
+        "print(Segment.create(100).name, flush=True); os._exit(1)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    left = ended.stdout.strip()
+    assert (SHM_DIRECTORY / left).exists()
+    assert left in remove_leftovers()
+    assert not (SHM_DIRECTORY / left).exists()
+    assert (SHM_DIRECTORY / segment.name).exists()
+
+
+def test_host_identity_is_stable() -> None:
+    assert host_identity() == host_identity()
+    assert str(os.geteuid()) == host_identity().rpartition("/")[2]

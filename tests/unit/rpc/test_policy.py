@@ -1,0 +1,50 @@
+"""Every RPC has its row in the one table: the descriptors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rolemesh.rpc.policy import Idempotency, method_policies, method_policy, rolemesh_methods
+
+PROTOS = Path(__file__).resolve().parents[3] / "protos" / "rolemesh" / "v1"
+
+
+def rpcs_in_proto_files() -> set[str]:
+    """Counted in the text, so that a module that is not imported cannot hide its methods."""
+    found = set()
+    for path in PROTOS.glob("*.proto"):
+        service = ""
+        for line in path.read_text().splitlines():
+            words = line.replace("(", " ").split()
+            if words[:1] == ["service"]:
+                service = words[1]
+            if words[:1] == ["rpc"]:
+                found.add(f"/rolemesh.v1.{service}/{words[1]}")
+    return found
+
+
+def test_the_descriptors_hold_every_rpc_of_the_proto_files() -> None:
+    assert set(rolemesh_methods()) == rpcs_in_proto_files()
+    assert len(rolemesh_methods()) > 20
+
+
+@pytest.mark.parametrize("full_method", sorted(rolemesh_methods()))
+def test_every_rpc_has_a_deadline_and_an_idempotency(full_method: str) -> None:
+    policy = method_policy(full_method)
+    assert 0 < policy.deadline_s <= 3600
+    assert isinstance(policy.idempotency, Idempotency)
+
+
+@pytest.mark.parametrize("full_method", sorted(rolemesh_methods()))
+def test_every_keyed_rpc_has_a_key(full_method: str) -> None:
+    request = rolemesh_methods()[full_method].input_type
+    if method_policy(full_method).idempotency is Idempotency.KEYED:
+        assert request.fields_by_name["key"].message_type.name == "OperationKey"
+
+
+def test_a_method_without_a_policy_is_refused() -> None:
+    assert "/rolemesh.v1.NoService/NoMethod" not in method_policies()
+    with pytest.raises(ValueError, match=r"option \(rolemesh.v1.policy\)"):
+        method_policy("/rolemesh.v1.NoService/NoMethod")
