@@ -273,6 +273,9 @@ def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
             # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
             # and top-p. vLLM's default is before.
             logprobs_mode="processed_logprobs",
+            # A prompt that is prefilled in pieces draws a token for each piece and takes it back
+            # by moving the generator's offset, which generators on a CPU do not have.
+            enable_chunked_prefill=not current_platform.is_cpu(),
             # Sampler and trainer must agree: no keys of old weights, no step ahead of its inputs.
             enable_prefix_caching=False,
             async_scheduling=False,
