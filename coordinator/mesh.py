@@ -11,6 +11,7 @@ from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.rpc.channel import ChannelTraffic
+from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
 TRAINED_ROLES = ("actor", "critic")
@@ -97,6 +98,22 @@ class Mesh:
             for connection in self.connections.values()
             if connection.serves("rolemesh.v1.ExperienceService")
         )
+
+    async def give_back(self, roles: Iterable[str], timeout_s: float) -> None:
+        """Lets services that outlive the run take part in another one.
+
+        A service that fails to do so is named to the observer: the run has ended already.
+        """
+
+        async def one(connection: RoleConnection) -> None:
+            try:
+                await connection.worker.Drain(worker_pb2.DrainRequest(), timeout=timeout_s)
+            except RolemeshError as error:
+                self._observer.on_event(
+                    f"{connection.role} at {connection.address} was not given back: {error.message}"
+                )
+
+        await together(one(self.connections[role]) for role in roles)
 
     async def close(self) -> None:
         """Lets the channels go."""

@@ -41,6 +41,9 @@ START_DEADLINE_S = 300.0
 LOSS_GRACE_S = 3.0
 """When a call fails because nobody answers, the launcher is given this long to say why."""
 
+GIVE_BACK_DEADLINE_S = 5.0
+"""Longest wait at the end of a run for a service that outlives it to let the run go."""
+
 _OCCUPIED_NAMES = ("metrics.jsonl", "summary.json", "checkpoints")
 
 
@@ -235,6 +238,9 @@ class TrainingRun:
             if watching is not None:
                 watching.cancel()
                 await asyncio.wait({watching})
+                # Services that were not started for this run are there for the next one.
+                lasting = [r for r in self._roles if self.recipe.service(r).address is not None]
+                await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
             await mesh.close()
 
     def _watcher_ended(self, watching: asyncio.Task[None]) -> None:

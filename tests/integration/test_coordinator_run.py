@@ -178,7 +178,8 @@ async def test_evaluation_operations_have_names_of_their_own(tmp_path: Path) -> 
 
 
 async def test_pools_run_side_by_side_and_roles_of_one_pool_in_turn(tmp_path: Path) -> None:
-    for name, pools, together in (("split", SPLIT_POOLS, 3), ("shared", None, 1)):
+    shared: dict[str, Any] = {}
+    for name, sections, together in (("split", {"pools": SPLIT_POOLS}, 3), ("shared", shared, 1)):
         async with fake_mesh() as mesh:
             gates = {
                 "critic": "ComputeValues",
@@ -187,7 +188,7 @@ async def test_pools_run_side_by_side_and_roles_of_one_pool_in_turn(tmp_path: Pa
             }
             for role, method in gates.items():
                 mesh.roles[role].gates[method] = asyncio.Event()
-            recipe = fake_recipe(steps=1, evaluation={"num_prompts": 0}, pools=pools)
+            recipe = fake_recipe(steps=1, evaluation={"num_prompts": 0}, **sections)
             run = make_run(mesh, tmp_path / name, recipe, MemoryStateStore())
             task = asyncio.create_task(run.execute())
             await until(lambda: len(mesh.running) == together)  # noqa: B023
@@ -330,6 +331,20 @@ async def test_a_hundred_times_the_tokens_leave_the_coordinators_traffic_alone(
         )
         assert records[0]["tokens"] == 6 * (4 + tokens)
     assert abs(moved[800] / moved[8] - 1) < 0.1
+
+
+async def test_a_service_that_outlives_the_run_is_given_back(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        recipe = fake_recipe(services={"reward": {"address": mesh.addresses["reward"]}})
+        run = make_run(mesh, tmp_path, recipe, MemoryStateStore())
+        await run.execute()
+        held_by = {role: fake.run_id for role, fake in mesh.roles.items()}
+    assert held_by == {
+        "actor": run.run_id,
+        "critic": run.run_id,
+        "reference": run.run_id,
+        "reward": "",
+    }
 
 
 async def test_another_role_at_the_address_is_refused(tmp_path: Path) -> None:

@@ -240,6 +240,10 @@ class FakeRole(
         state = worker_pb2.WORKER_STATE_BUSY if self.operation else worker_pb2.WORKER_STATE_READY
         return worker_pb2.GetStatusResponse(state=state, operation=self.operation)
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        self.run_id = ""
+        return worker_pb2.DrainResponse()
+
     async def Initialize(self, request: Any, context: Any) -> AsyncIterator[Any]:
         def work() -> Message:
             self.run_id = request.key.run_id
@@ -431,8 +435,12 @@ async def fake_mesh(**settings: Any) -> AsyncIterator[FakeMesh]:
 
 
 def fake_recipe(**run: Any) -> Recipe:
-    """A recipe that the fakes can run; keyword arguments go into its run section."""
-    pools = run.pop("pools", None)
+    """A recipe that the fakes can run.
+
+    Args:
+        **run: Fields of the run section; `pools` and `services` are sections of their own.
+    """
+    sections = {name: run.pop(name) for name in ("pools", "services") if name in run}
     model = {"path": "/models/none"}
     values: dict[str, Any] = {
         "run": {
@@ -457,9 +465,8 @@ def fake_recipe(**run: Any) -> Recipe:
         "reference": {"model": model},
         "reward": {"source": {"type": "arithmetic"}},
         "store": {"type": "memory"},
+        **sections,
     }
-    if pools is not None:
-        values["pools"] = pools
     return Recipe.model_validate(values)
 
 
