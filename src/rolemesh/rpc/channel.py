@@ -12,7 +12,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +96,9 @@ def serving_call(request_id: str, deadline: float) -> Iterator[CallContext]:
     try:
         yield call
     finally:
-        _current_call.reset(token)
+        # A stream whose client vanished is closed by the loop's generator hook, in another context.
+        with suppress(ValueError):
+            _current_call.reset(token)
 
 
 def new_request_id() -> str:
