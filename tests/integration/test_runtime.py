@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import urllib.request
 from typing import Any
@@ -443,3 +444,26 @@ async def test_work_that_outlasts_the_drain_is_given_up_at_its_next_progress() -
         assert not await server.stop(work_timeout_s=0.1)
         with pytest.raises(UnavailableError):
             await running
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_harms_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        serving(shared_memory=False) as server,
+        open_channel(server.runtime.address) as channel,
+    ):
+        reference = server.runtime.publish(operation_key(), make_experience(40_000))
+        request = experience_pb2.FetchRequest(
+            experience_id=reference.groups[0].shards[0].experience_id, row_stop=40_000
+        )
+        for _ in range(3):
+            call = experience_pb2_grpc.ExperienceServiceStub(channel).Fetch(request)
+            assert (await anext(aiter(call))).header.num_rows == 40_000
+            call.cancel()
+        gc.collect()
+        status = await worker_pb2_grpc.WorkerServiceStub(channel).GetStatus(
+            worker_pb2.GetStatusRequest()
+        )
+    assert status.experience_bytes == make_experience(40_000).num_bytes
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
