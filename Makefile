@@ -1,0 +1,116 @@
+# Every command of the house. `make help` lists them.
+
+# The lock is made for Python 3.11; a newer one may work.
+BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+# A new lock, project file or checkout folder means a new installation, an old one means none.
+INSTALLED := .venv/.installed-$(shell (cat requirements/cpu.lock requirements/install_cpu.sh \
+	pyproject.toml; pwd) | sha256sum | cut -c1-16)
+
+GENERATOR := .venv-protos
+GENERATOR_PINS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 setuptools==80.9.0
+GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" | sha256sum | cut -c1-16)
+
+MODEL := .models/SmolLM2-135M-Instruct
+BENCHMARKS = $(sort $(wildcard tests/benchmarks/*.py))
+
+# The machine's own Python where there is no .venv: machines with a GPU bring their own torch.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup quickstart test test-slow test-gpu format lint type protos protos-check bench \
+	check lock
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
+		| while read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
+
+setup: $(INSTALLED) ## install everything for the CPU into .venv; nothing to do when it is there
+
+$(INSTALLED):
+	@test -n "$(BASE_PYTHON)" || { echo "There is no python3: install Python 3.11." >&2; exit 1; }
+	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 15) \
+		else f"{sys.executable} is Python {v[0]}.{v[1]}, rolemesh needs 3.11 to 3.14: \
+	install Python 3.11, or name one: make setup BASE_PYTHON=/path/to/python3.11")'
+	"$(BASE_PYTHON)" -m venv .venv
+	requirements/install_cpu.sh $(BIN)/python
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	@rm -f .venv/.installed-*
+	@touch $@
+
+quickstart: setup ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
+	$(BIN)/python -m rolemesh.engine.models.smollm2 --out $(MODEL)
+	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)
+
+test: setup ## everything that needs no GPU and is not slow; ARGS='-k name'
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: setup ## the tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# No setup: runs with what the machine has. Its pytest may lack our plugins, hence addopts.
+test-gpu: ## the tests that need a CUDA device; says so and succeeds where there is none
+	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		2> /dev/null; then \
+		echo "make test-gpu: $(GPU_PYTHON) has no torch that sees a CUDA device: nothing to test"; \
+	else \
+		PYTHONPATH=src:tests $(GPU_PYTHON) -m pytest -o addopts= --import-mode=importlib -ra \
+			-m gpu tests/gpu $(ARGS); code=$$?; \
+		if [ $$code -eq 5 ]; then \
+			echo "make test-gpu: no GPU test was selected: nothing to test"; \
+		else exit $$code; fi; \
+	fi
+
+format: setup ## put everything in form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write protos
+
+lint: setup ## form, rules, import directions, contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --diff --exit-code protos
+
+type: setup ## mypy --strict
+	$(BIN)/mypy
+
+$(GENERATOR_INSTALLED):
+	"$(BASE_PYTHON)" -m venv $(GENERATOR)
+	$(GENERATOR)/bin/python -m pip install $(GENERATOR_PINS)
+	@rm -f $(GENERATOR)/.installed-*
+	@touch $@
+
+# $(call generate,FOLDER): code for all contracts, below FOLDER.
+generate = $(GENERATOR)/bin/python -m grpc_tools.protoc -Iprotos \
+	--plugin=protoc-gen-mypy=$(GENERATOR)/bin/protoc-gen-mypy \
+	--plugin=protoc-gen-mypy_grpc=$(GENERATOR)/bin/protoc-gen-mypy_grpc \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
+	protos/rolemesh/v1/*.proto
+
+protos: $(GENERATOR_INSTALLED) ## write src/rolemesh/v1 from protos/, with the pinned generator
+	find src/rolemesh/v1 -name '*_pb2*' -delete
+	$(call generate,src)
+
+# A plain diff of folders also finds code whose contract is gone.
+protos-check: $(GENERATOR_INSTALLED) ## fail when src/rolemesh/v1 is not what protos/ says
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT \
+		&& $(call generate,"$$folder") \
+		&& diff -r -x __init__.py -x __pycache__ "$$folder/rolemesh/v1" src/rolemesh/v1 \
+		&& echo "src/rolemesh/v1 is what protos/ says" \
+		|| { echo "src/rolemesh/v1 differs from protos/: run make protos" >&2; exit 1; }
+
+bench: setup ## one JSON line a benchmark
+	@for file in $(BENCHMARKS); do PYTHONPATH=tests $(BIN)/python $$file || exit 1; done
+
+check: lint type protos-check test ## what CI runs
+
+lock: setup ## write requirements/cpu.lock from what .venv holds
+	$(BIN)/python requirements/write_lock.py > .venv/cpu.lock
+	mv .venv/cpu.lock requirements/cpu.lock
