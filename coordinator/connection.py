@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rolemesh.coordinator.errors import RunError
 from rolemesh.engine.specs import Spec
 from rolemesh.rpc.channel import ChannelTraffic, MeshCall, open_channel
-from rolemesh.rpc.errors import DeadlineError, InternalError, UnavailableError
+from rolemesh.rpc.errors import DeadlineError, InternalError, RolemeshError, UnavailableError
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,
@@ -141,16 +141,21 @@ class RoleConnection:
         """
         result = None
         stream: MeshCall = call
-        async for message in stream:
-            if message.WhichOneof("event") == "progress":
-                on_progress(message.progress)
-            else:
-                result = message
-        if result is None:
-            raise InternalError(
-                f"{self.role} at {self.address} ended the call without a result",
-                metadata={"role": self.role},
-            )
+        try:
+            async for message in stream:
+                if message.WhichOneof("event") == "progress":
+                    on_progress(message.progress)
+                else:
+                    result = message
+            if result is None:
+                raise InternalError(
+                    f"{self.role} at {self.address} ended the call without a result"
+                )
+        except RolemeshError as error:
+            # A broken connection says nothing of itself; a service's own words stay.
+            error.metadata.setdefault("role", self.role)
+            error.metadata.setdefault("rank", str(self.capabilities.rank))
+            raise
         return result
 
 

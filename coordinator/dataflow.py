@@ -319,7 +319,8 @@ class Dataflow:
             phase.phase: phase.duration.seconds + phase.duration.nanos * 1e-9
             for phase in outcome.report.phases
         }
-        node.metrics = dict(outcome.report.metrics)
+        # Sorted: a protobuf map has no order, and records of two runs are compared.
+        node.metrics = dict(sorted(outcome.report.metrics.items()))
         node.policy_version = outcome.policy_version
         return outcome
 

@@ -15,8 +15,10 @@ import psutil
 import pytest
 from fakeredis import FakeAsyncRedis
 
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, MemoryStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.store import (
     JournalEntry,
@@ -249,3 +251,18 @@ def test_the_embedded_server_ends_with_its_parent(tmp_path: Path) -> None:
         parent.kill()
     psutil.wait_procs([server], timeout=30)
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_the_recipe_opens_each_kind_of_store(tmp_path: Path) -> None:
+    specs = [MemoryStoreSpec(), EmbeddedStoreSpec()]
+    for spec in specs:
+        async with open_store(spec, tmp_path) as opened:
+            assert await opened.next_epoch("a") == 1
+    assert (tmp_path / "store" / "appendonlydir").is_dir()
+
+
+async def test_opening_an_unreachable_store_is_refused_at_once(tmp_path: Path) -> None:
+    spec = RedisStoreSpec(url="redis://127.0.0.1:1/0")
+    with pytest.raises(StoreUnavailableError, match=r"redis://127\.0\.0\.1:1/0"):
+        async with open_store(spec, tmp_path):
+            pass

@@ -276,6 +276,38 @@ async def test_the_watcher_finds_an_idle_service_gone(tmp_path: Path) -> None:
     assert address in str(lost.value)
 
 
+async def test_a_service_that_holds_its_connection_but_is_silent_is_lost(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        mesh.roles["critic"].gates["GetStatus"] = asyncio.Event()
+        mesh.roles["actor"].gates["Generate"] = asyncio.Event()
+        run = TrainingRun(
+            fake_recipe(),
+            directory=tmp_path,
+            addresses=mesh.addresses,
+            store=MemoryStateStore(),
+            watch=WatchSettings(interval_s=0.02, status_timeout_s=0.1, silence_until_lost_s=0.3),
+        )
+        with pytest.raises(ServiceLostError, match=r"critic rank 0 .* has not answered for"):
+            await run.execute()
+
+
+async def test_a_broken_connection_alone_names_role_and_rank(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = TrainingRun(
+            fake_recipe(),
+            directory=tmp_path,
+            addresses=mesh.addresses,
+            store=MemoryStateStore(),
+            loss_grace_s=0.0,
+        )
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        await mesh.roles["actor"].stop()
+        with pytest.raises(RunError, match=r"actor\.update failed on actor rank 0"):
+            await task
+
+
 async def test_a_wish_to_stop_ends_after_the_step_with_everything_saved(tmp_path: Path) -> None:
     store = MemoryStateStore()
     async with fake_mesh() as mesh:

@@ -237,6 +237,8 @@ class FakeRole(
         )
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
+        if "GetStatus" in self.gates:
+            await self.gates["GetStatus"].wait()
         state = worker_pb2.WORKER_STATE_BUSY if self.operation else worker_pb2.WORKER_STATE_READY
         return worker_pb2.GetStatusResponse(state=state, operation=self.operation)
 

@@ -22,6 +22,12 @@ from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import experience_pb2
 
 
+async def settle() -> None:
+    """Turns the loop often enough for everything that can start to start; waits for no clock."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 def reference(
     columns: Iterable[str], num_rows: int = 2, holder: str = "x"
 ) -> experience_pb2.ExperienceRef:
@@ -81,7 +87,7 @@ class Script:
     async def open(self, *names: str) -> None:
         for name in names:
             self.gates.setdefault(name, asyncio.Event()).set()
-        await asyncio.sleep(0.005)
+        await settle()
 
 
 def test_a_join_keeps_both_and_lets_the_later_column_win() -> None:
@@ -108,7 +114,7 @@ async def test_a_call_waits_only_for_the_columns_that_it_reads() -> None:
     rollouts |= script.node("reference", "logprobs", ["ref"], rollouts.select(["tokens"]))
     last = rollouts.select(["values", "ref"], uses=["tokens", "absent"])
     rollouts |= script.node("actor", "advantages", ["advantages"], last)
-    await asyncio.sleep(0.005)
+    await settle()
     assert script.started == ["actor.generate"]
     await script.open("actor.generate")
     assert script.started == ["actor.generate", "critic.compute_values", "reference.logprobs"]
@@ -201,7 +207,7 @@ async def test_abort_cancels_everything_with_the_given_error() -> None:
     script = Script()
     rollouts = script.node("actor", "generate", ["tokens"])
     script.node("critic", "compute_values", ["values"], rollouts)
-    await asyncio.sleep(0.005)
+    await settle()
     assert [node.name for node in script.dataflow.running("actor")] == ["actor.generate"]
     assert script.dataflow.running("critic") == []
     script.dataflow.abort(ServiceLostError("actor", "was killed by signal 9"))
@@ -229,7 +235,7 @@ async def test_cancelling_the_step_cancels_its_nodes() -> None:
     script = Script()
     script.node("actor", "generate", ["tokens"])
     finishing = asyncio.create_task(script.dataflow.finish())
-    await asyncio.sleep(0.005)
+    await settle()
     finishing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await finishing

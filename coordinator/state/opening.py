@@ -1,0 +1,45 @@
+"""Opens the store that a recipe names, and closes it again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
+from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.store import StateStore
+
+
+@asynccontextmanager
+async def open_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateStore]:
+    """The store, known to answer. An embedded server ends with the block.
+
+    Args:
+        spec: The recipe's section.
+        directory: Folder of the run; an embedded server keeps its data in its subfolder store.
+
+    Raises:
+        StoreUnavailableError: Nobody answers at the URL.
+        EmbeddedStoreError: The embedded server does not start.
+    """
+    if isinstance(spec, EmbeddedStoreSpec):
+        async with EmbeddedValkey(directory / "store") as server, _redis(server.url) as store:
+            yield store
+    elif isinstance(spec, RedisStoreSpec):
+        async with _redis(spec.url) as store:
+            yield store
+    else:
+        yield MemoryStateStore()
+
+
+@asynccontextmanager
+async def _redis(url: str) -> AsyncIterator[RedisStateStore]:
+    store = RedisStateStore(url)
+    try:
+        await store.ping()
+        yield store
+    finally:
+        await store.close()
