@@ -255,7 +255,7 @@ def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     prepare_vllm()
-    return LLMEngine.from_engine_args(
+    engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
             dtype=spec.dtype,
@@ -282,8 +282,14 @@ def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,
+            hf_overrides={} if current_platform.is_cpu() else {"head_dtype": "float32"},
         )
     )
+    if current_platform.is_cpu() and spec.dtype == "bfloat16":
+        from rolemesh.engine.rollout.vllm_precision import widen_residual_stream
+
+        engine.apply_model(widen_residual_stream)
+    return engine
 
 
 def _trajectory(output: Any, row: int, policy_version: int) -> RolloutTrajectory:

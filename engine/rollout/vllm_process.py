@@ -70,6 +70,9 @@ def prepare_vllm() -> None:
     # It warns at each update that a tied head "failed to load". Completeness is checked by us,
     # and more strictly.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    # It warns for each parameter that float32 weights meet a bfloat16 sampler: that is the cast
+    # we want.
+    logging.getLogger("vllm.model_executor.models.utils").setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.vllm_precision import widen_logits
 
 # Columns of a packed matrix read back at a time: bounds the extra memory.
 _READ_BACK_COLUMNS = 256
@@ -90,6 +91,9 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
         for head in _tied_heads(self.model):
             head.quant_method.process_weights_after_loading(head)
+        if self.device.type == "cpu":
+            for head in _narrow_heads(self.model):
+                widen_logits(head)
 
 
 def _tied_heads(model: nn.Module) -> list[Any]:
@@ -106,6 +110,15 @@ def _tied_heads(model: nn.Module) -> list[Any]:
         if isinstance(module, ParallelLMHead)
         and id(module.weight) in embeddings
         and isinstance(module.quant_method, QuantizeMethodBase)
+    ]
+
+
+def _narrow_heads(model: nn.Module) -> list[Any]:
+    """Output heads whose logits vLLM would round to bfloat16."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, ParallelLMHead) and module.weight.dtype == torch.bfloat16
     ]
 
 

@@ -48,22 +48,33 @@ def make_requests(num_rows: int, seed: int = 0) -> list[RolloutRequest]:
 
 
 @torch.no_grad()
+def score(
+    model: PreTrainedModel,
+    requests: Sequence[RolloutRequest],
+    trajectories: Iterable[RolloutTrajectory],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Log-prob of each completion token, one row at a time and without padding."""
+    prompts = {request.row: list(request.prompt_tokens) for request in requests}
+    scores = []
+    for trajectory in trajectories:
+        prompt, completion = prompts[trajectory.row], list(trajectory.completion_tokens)
+        logits_TV = model(torch.tensor([prompt + completion])).logits[0].double() / temperature
+        logprobs_TV = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
+        scores.append(logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0])
+    return torch.cat(scores)
+
+
 def logprob_differences(
     model: PreTrainedModel,
     requests: Sequence[RolloutRequest],
     trajectories: Iterable[RolloutTrajectory],
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """abs(sampler - trainer) of each completion token, one row at a time and without padding."""
-    prompts = {request.row: list(request.prompt_tokens) for request in requests}
-    differences = []
-    for trajectory in trajectories:
-        prompt, completion = prompts[trajectory.row], list(trajectory.completion_tokens)
-        logits_TV = model(torch.tensor([prompt + completion])).logits[0].double() / temperature
-        logprobs_TV = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
-        expected_T = logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0]
-        differences.append((torch.tensor(trajectory.logprobs).double() - expected_T).abs())
-    return torch.cat(differences)
+    """abs(sampler - trainer) of each completion token."""
+    trajectories = list(trajectories)
+    sampled = torch.tensor([value for t in trajectories for value in t.logprobs])
+    return (sampled.double() - score(model, requests, trajectories, temperature)).abs()
 
 
 def trainer_checksums(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
