@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rolemesh.coordinator.recipe import ROLES
+from rolemesh.coordinator.recipe import ROLES, RedisStoreSpec
+from rolemesh.coordinator.recipe_loading import load_recipe
 from rolemesh.services.runtime.config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -150,19 +151,37 @@ def test_prometheus_scrapes_every_role_at_its_metrics_port(config: dict[str, Any
     assert targets == expected
 
 
-def test_coordinator_is_told_every_role_and_the_store(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "recipe", sorted((REPOSITORY / "recipes").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_recipe_runs_on_the_mesh_of_the_containers(
+    config: dict[str, Any], recipe: Path
+) -> None:
     coordinator = config["services"]["coordinator"]
-    command = coordinator["command"]
-    assert command[0] == "train"
-    assert (REPOSITORY / command[1]).parent == REPOSITORY / "recipes"
-    overrides = dict(item.split("=", 1) for item in command if "=" in item)
+    resolved = load_recipe([recipe], environment=coordinator["environment"])
     for role in ROLES:
         port = config["services"][role]["environment"]["ROLEMESH_SERVICE__PORT"]
-        assert overrides[f"services.{role}.address"] == f"{role}:{port}"
+        assert resolved.service(role).address == f"{role}:{port}"
         assert config["services"][role]["hostname"] == role
         assert coordinator["depends_on"][role]["condition"] == "service_healthy"
-    assert overrides["store.url"].startswith("redis://store:")
+    assert isinstance(resolved.store, RedisStoreSpec)
+    assert resolved.store.url.startswith("redis://store:")
     assert coordinator["depends_on"]["store"]["condition"] == "service_healthy"
+
+
+def test_coordinator_trains_a_recipe_of_the_repository(config: dict[str, Any]) -> None:
+    command, recipe = config["services"]["coordinator"]["command"]
+    assert command == "train"
+    assert (REPOSITORY / recipe).is_file()
+    assert (REPOSITORY / recipe).parent.name == "recipes"
+
+
+def test_the_quickstart_s_model_is_written_where_its_recipe_looks(config: dict[str, Any]) -> None:
+    recipe = load_recipe([REPOSITORY / "recipes" / "quickstart-ppo.yaml"])
+    _, written = config["services"]["models"]["command"]
+    # Containers start in /mesh, and a recipe's paths are relative to the current directory.
+    assert Path(written) == Path("/mesh") / recipe.actor.model.path
+    assert "WORKDIR /mesh" in DOCKERFILE.read_text()
 
 
 def test_roles_share_memory_with_each_other_by_one_owner(config: dict[str, Any]) -> None:
