@@ -52,6 +52,16 @@ def make_run_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
+def check_directory_is_free(directory: Path) -> None:
+    """Raises ValueError when the folder holds a run already."""
+    for name in _OCCUPIED_NAMES:
+        if (directory / name).exists():
+            raise ValueError(
+                f"run.directory: {directory} holds a run already (there is {name}): "
+                "choose another folder, or remove it"
+            )
+
+
 class TrainingRun:
     """One run of a recipe over services that are started or about to start.
 
@@ -106,12 +116,7 @@ class TrainingRun:
                     f"services.{role}.address: no address for the role; give one, or let the "
                     "launcher start it"
                 )
-        for name in _OCCUPIED_NAMES:
-            if (self.directory / name).exists():
-                raise ValueError(
-                    f"run.directory: {self.directory} holds a run already (there is {name}): "
-                    "choose another folder, or remove it"
-                )
+        check_directory_is_free(self.directory)
         self._addresses = dict(addresses)
         self._store = store
         self._observer = observer or QuietObserver()
