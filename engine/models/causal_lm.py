@@ -73,7 +73,7 @@ class CausalLm(nn.Module):
         """Log-probs, float32 [N], of the completion tokens; entropy, float32 [N], on request."""
         hidden_ND = self(rows).flatten(0, 1).index_select(0, rows.state_index_N)
         return token_logprobs(
-            hidden_ND.float(),
+            hidden_ND.to(self.vocabulary_VD.dtype),
             self.vocabulary_VD,
             rows.targets_N,
             temperature=temperature,

@@ -106,5 +106,18 @@ def load_model(
     # torch drops the gradient of an embedding's padding row. Chat models pad with their
     # end-of-turn token, which is a token like any other in a prompt; our own pads reach no loss.
     model.get_input_embeddings().padding_idx = None
+    _own_weights(model)
     model.eval()
     return model, missing
+
+
+def _own_weights(model: PreTrainedModel) -> None:
+    """Copies weights out of the model file.
+
+    The loader leaves float32 weights in a private mapping of the file (safetensors 0.8): pages
+    not yet written to would follow a change of the file, a shorter file would kill the process,
+    and the mapping is not aligned as tensors of our own are, which changes the last bits of
+    products.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.clone()

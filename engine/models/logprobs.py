@@ -26,8 +26,9 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores target tokens under softmax(hidden @ vocabulary.T / temperature).
 
-    With bfloat16 the products are taken in bfloat16; logits are float32 from there on, and so are
-    log-sum-exp, softmax and everything summed over chunks.
+    With bfloat16 both factors of a product are rounded to bfloat16. Logits are float32 all the
+    same (rounded, a logit of 20 would move in steps of 1/8), and so are log-sum-exp, softmax and
+    everything summed over chunks.
 
     Args:
         hidden_ND: float32 (or float64) [N, D], the state before each target.
@@ -144,14 +145,23 @@ class _Projection:
         self._dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else self.accumulate_dtype
         self._temperature = temperature
         self._device_type = vocabulary_VD.device.type
-        # torch's CPU kernels have no bfloat16 product with float32 output (2.13): there a logit
-        # is rounded to bfloat16 once, exactly as a bfloat16 sampler on a CPU rounds it.
         self._has_wide_output = self._dtype == torch.bfloat16 and self._device_type == "cuda"
         self.vocabulary_VD = self.to_compute(vocabulary_VD.detach())
+        # torch's CPU kernels have no bfloat16 product with a float32 result (2.13). Products of
+        # bfloat16 numbers are exact in float32, so there the rounded factors are multiplied in
+        # float32. SmolLM2-135M, sampled tokens: mean error of a log-prob 0.013, against 0.025.
+        self._logit_factor_VD = (
+            self.vocabulary_VD
+            if self._has_wide_output
+            else self.vocabulary_VD.to(self.accumulate_dtype)
+        )
 
     def __call__(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """Logits after temperature, [C, V]; the caller may write into them."""
-        logits_CV = self.product(self.to_compute(hidden_CD), self.vocabulary_VD.t())
+        factor_CD = self.to_compute(hidden_CD)
+        if not self._has_wide_output:
+            factor_CD = factor_CD.to(self.accumulate_dtype)
+        logits_CV = self.product(factor_CD, self._logit_factor_VD.t())
         return logits_CV if self._temperature == 1.0 else logits_CV.div_(self._temperature)
 
     def to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +169,10 @@ class _Projection:
         return tensor.to(self._dtype)
 
     def product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The matrix product, in the accumulation type."""
+        """The matrix product, given in the accumulation type.
+
+        On a CPU a bfloat16 product is rounded to bfloat16 first, which gradients can bear.
+        """
         if self._has_wide_output:
             return torch.mm(left, right, out_dtype=self.accumulate_dtype)
         return torch.mm(left, right).to(self.accumulate_dtype)

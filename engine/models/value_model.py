@@ -71,8 +71,9 @@ class ValueModel(nn.Module):
         """Values, float32 [N], of the states before the completion tokens."""
         hidden_BTD = backbone_states(self.lm, rows.tokens_BT, self.spec)
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.state_index_N)
-        # float32: returns are regressed to small differences, and the product is tiny.
-        values_N: torch.Tensor = self.head(hidden_ND.float()).squeeze(1)
+        # In the weights' float32: returns are regressed to small differences, and the product is
+        # tiny.
+        values_N: torch.Tensor = self.head(hidden_ND.to(self.head.weight.dtype)).squeeze(1)
         return values_N
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:

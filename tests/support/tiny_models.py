@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 # Wide enough that the next-token distribution is far from uniform (so that greedy choices are
 # not ties and a forgotten layer shows), small enough that no softmax saturates.
-_INITIALIZER_RANGE = 0.15
+INITIALIZER_RANGE = 0.15
 
 
 def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
@@ -92,7 +92,7 @@ def _config(
         head_dim=HEAD_DIM,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tied,
-        initializer_range=_INITIALIZER_RANGE,
+        initializer_range=INITIALIZER_RANGE,
         pad_token_id=PAD_ID,
         bos_token_id=START_ID,
         eos_token_id=END_ID,
@@ -119,6 +119,7 @@ def write_tiny_llama(
     num_heads: int = 4,
     num_kv_heads: int = 2,
     max_position_embeddings: int = 512,
+    initializer_range: float = INITIALIZER_RANGE,
 ) -> Path:
     """Writes a causal LM folder: config, float32 safetensors, tokenizer, generation config.
 
@@ -132,6 +133,7 @@ def write_tiny_llama(
         num_heads: query heads, of 32 each.
         num_kv_heads: key and value heads.
         max_position_embeddings: longest sequence.
+        initializer_range: standard deviation of the random weights.
 
     Returns:
         The folder.
@@ -146,6 +148,7 @@ def write_tiny_llama(
         num_kv_heads=num_kv_heads,
         max_position_embeddings=max_position_embeddings,
     )
+    config.initializer_range = initializer_range
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

@@ -1,0 +1,309 @@
+"""Checkpoints and exported folders: whole or absent, and the same bits after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_models import write_tiny_llama
+from support.token_batches import token_batch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.weights import checkpoint as checkpoint_module
+from rolemesh.engine.weights.checkpoint import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    open_checkpoint,
+    write_checkpoint,
+)
+from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"), seed=6, tied=request.param)
+
+
+OPTIMIZER = OptimizerSpec(learning_rate=1e-3, warmup_steps=4)
+
+
+def _policy(folder: Path, **options: object) -> Trainer:
+    spec = {"path": folder, "compute_dtype": "float32", **options}
+    return Trainer.policy(ModelSpec.model_validate(spec), OPTIMIZER)
+
+
+def _critic(folder: Path) -> Trainer:
+    return Trainer.critic(ModelSpec(path=folder, compute_dtype="float32"), OPTIMIZER)
+
+
+def _train(trainer: Trainer, seed: int) -> dict[str, float]:
+    batch = token_batch(seed=seed)
+    if trainer.kind == "critic":
+        return trainer.update(batch, PpoValueLossSpec(), epochs=1, mini_batch_rows=3, seed=seed)
+    scored = trainer.compute_logprobs(batch, temperature=1.0)
+    return trainer.update(
+        batch | scored, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=3, seed=seed
+    )
+
+
+def _bytes(trainer: Trainer) -> dict[str, bytes]:
+    return {name: weight.numpy().tobytes() for name, weight in trainer.named_weights()}
+
+
+def _draws() -> tuple[object, ...]:
+    return (torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.normal())
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_a_resumed_run_continues_with_the_same_bits(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    make = _policy if kind == "policy" else _critic
+    trainer = make(folder)
+    _train(trainer, seed=1)
+    torch.manual_seed(11)
+    random.seed(12)
+    np.random.seed(13)
+    np.random.normal()
+    random.gauss(0, 1)
+    trainer.save(tmp_path / "checkpoint", {"kl_coefficient": 0.25})
+    draws = _draws()
+    metrics = _train(trainer, seed=2)
+
+    resumed = make(folder)
+    assert resumed.load(tmp_path / "checkpoint") == {"kl_coefficient": 0.25}
+    assert resumed.policy_version == 3
+    assert draws == (
+        torch.rand(3).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.normal(),
+    )
+    assert _train(resumed, seed=2) == metrics
+    assert resumed.policy_version == trainer.policy_version == 6
+    assert _bytes(resumed) == _bytes(trainer)
+
+
+def test_a_checkpoint_before_the_first_step_can_be_loaded(folder: Path, tmp_path: Path) -> None:
+    trainer = _policy(folder)
+    trainer.save(tmp_path / "checkpoint")
+    other = _policy(folder)
+    _train(other, seed=3)
+    assert other.load(tmp_path / "checkpoint") == {}
+    assert other.policy_version == 0
+    assert _bytes(other) == _bytes(trainer)
+    assert _train(other, seed=4) == _train(trainer, seed=4)
+
+
+def test_large_groups_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 100)
+    tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(7)}
+    write_checkpoint(tmp_path / "c", {"weights": tensors, "none": {}}, {})
+    reader = open_checkpoint(tmp_path / "c")
+    assert len(reader.groups["weights"]) == 4
+    assert {name: tensor.tolist() for name, tensor in reader.tensors("weights")} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+    assert list(reader.tensors("none")) == []
+    with pytest.raises(CheckpointMismatchError, match="has no 'moments'"):
+        reader.shapes("moments")
+
+
+FILES = (
+    "manifest.json",
+    "state.json",
+    "weights-00001.safetensors",
+    "optimizer-exp_avg-00001.safetensors",
+    "random-00001.safetensors",
+)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_changes_no_weight(
+    folder: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    trainer = _policy(folder, num_layers=1)
+    _train(trainer, seed=1)
+    trainer.save(tmp_path / "checkpoint")
+    other = _policy(folder, num_layers=1)
+    before = _bytes(other)
+    path = tmp_path / "checkpoint" / name
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    expected = (
+        ValueError if (name, damage) == ("manifest.json", "remove") else CheckpointCorruptError
+    )
+    with pytest.raises(expected, match=name.replace(".", r"\.")):
+        other.load(tmp_path / "checkpoint")
+    assert _bytes(other) == before
+    assert other.policy_version == 0
+
+
+def test_a_checkpoint_of_another_role_or_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    policy = _policy(folder)
+    policy.save(tmp_path / "policy")
+    with pytest.raises(CheckpointMismatchError, match="is of a policy, not of a critic"):
+        _critic(folder).load(tmp_path / "policy")
+    short = _policy(folder, num_layers=1)
+    before = _bytes(short)
+    with pytest.raises(CheckpointMismatchError, match=r"another model: 'model\.layers\.1"):
+        short.load(tmp_path / "policy")
+    assert _bytes(short) == before
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        policy.load(tmp_path / "nowhere")
+
+
+def test_an_existing_folder_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    trainer = _policy(folder)
+    trainer.save(tmp_path / "checkpoint")
+    with pytest.raises(FolderExistsError, match="exists already"):
+        trainer.save(tmp_path / "checkpoint")
+
+
+def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    trainer = _policy(folder)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        trainer.save(tmp_path / "checkpoint", {"kl": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED_SAVE = """
+import os, signal, sys
+import torch
+from rolemesh.engine.weights import checkpoint, folders
+
+# Everything is written; the process dies just before the rename.
+folders._move_into_place = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.write_checkpoint(sys.argv[1], {"weights": {"a": torch.ones(1000)}}, {"step": 1})
+"""
+
+
+def test_a_process_killed_before_the_rename_leaves_no_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED_SAVE, str(target)], capture_output=True, check=False
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
+    assert not target.exists()
+    (leftover,) = tmp_path.iterdir()
+    assert leftover.name.startswith("checkpoint.tmp-")
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        open_checkpoint(target)
+    write_checkpoint(target, {"weights": {"a": torch.ones(3)}}, {"step": 2})
+    assert open_checkpoint(target).state == {"step": 2}
+
+
+def test_a_failed_block_leaves_the_old_folder_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with whole_folder(target) as temporary:
+        (temporary / "a").write_text("old")
+
+    def fail() -> None:
+        with whole_folder(target, replace=True) as temporary:
+            (temporary / "a").write_text("new")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with whole_folder(target, replace=True) as temporary:
+        (temporary / "b").write_text("new")
+    assert [path.name for path in target.iterdir()] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert os.stat(target / "b").st_mode & 0o444 == 0o444
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exported_policy_gives_the_same_logits_in_transformers(
+    folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    trainer = _policy(folder)
+    _train(trainer, seed=1)
+    trainer.export(tmp_path / "model", dtype=dtype)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert exported.dtype == getattr(torch, dtype)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
+    tokens = torch.randint(4, 512, (2, 9), generator=torch.Generator().manual_seed(0))
+    # Parameters only: .to() would also round the rotary frequencies.
+    rounded = trainer.model.lm
+    for weight in rounded.parameters():
+        weight.data = weight.data.to(getattr(torch, dtype))
+    with torch.no_grad():
+        assert torch.equal(exported(tokens).logits, rounded(tokens).logits)
+    assert exported.generation_config.eos_token_id == 2
+    before, after = (AutoTokenizer.from_pretrained(path) for path in (folder, tmp_path / "model"))
+    message = [{"role": "user", "content": "1 + 2 = ?"}]
+    assert before.apply_chat_template(message) == after.apply_chat_template(message)
+
+
+def test_an_export_replaces_an_older_one_whole(folder: Path, tmp_path: Path) -> None:
+    trainer = _policy(folder)
+    trainer.export(tmp_path / "model")
+    (tmp_path / "model" / "stale.txt").write_text("old")
+    trainer.export(tmp_path / "model")
+    assert not (tmp_path / "model" / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_exported_critic_keeps_its_head_and_its_cut(folder: Path, tmp_path: Path) -> None:
+    trainer = Trainer.critic(
+        ModelSpec(path=folder, compute_dtype="float32", num_layers=1), OPTIMIZER
+    )
+    _train(trainer, seed=1)
+    trainer.export(tmp_path / "critic", dtype="float32")
+    batch = token_batch()
+    values = trainer.compute_values(batch).values
+    assert float(values.abs().max()) > 0
+
+    reloaded = Trainer.critic(
+        ModelSpec(path=tmp_path / "critic", compute_dtype="float32"), OPTIMIZER
+    )
+    assert isinstance(reloaded.model, ValueModel)
+    assert torch.equal(reloaded.compute_values(batch).values, values)
+
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    tokens = next(batch["tokens"].rows())[None]
+    prompt = int(batch["prompt_lengths"].values[0])
+    with torch.no_grad():
+        expected = plain(tokens).logits[0, prompt - 1 : -1, 0]
+    first = values[: len(expected)]
+    # One row alone against one among others: float32 sums in other blocks.
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_named_weights_are_the_models_parameters_once(folder: Path) -> None:
+    trainer = _policy(folder)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    named = list(trainer.named_weights())
+    assert [name for name, _ in named] == [name for name, _ in expected.named_parameters()]
+    for name, weight in named:
+        assert weight.dtype == torch.float32
+        assert not weight.requires_grad
+        assert torch.equal(weight, expected.get_parameter(name))
+
+
+def test_experience_of_a_scoring_joins_the_batch(folder: Path) -> None:
+    batch = token_batch()
+    joined = batch | _policy(folder).compute_logprobs(batch, temperature=1.0)
+    assert isinstance(joined, Experience)
+    assert "logprobs" in joined

@@ -1,0 +1,341 @@
+"""The trainer against a hand-written loop, and against itself with other cuts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import write_tiny_llama
+from support.token_batches import token_batch
+from transformers import AutoModelForCausalLM
+
+from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.specs import (
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+)
+from rolemesh.engine.train.optimizer import warmed_up
+from rolemesh.engine.train.trainer import (
+    GradientPendingError,
+    LossNotFiniteError,
+    NoGradientError,
+    Trainer,
+)
+
+CUT_TOLERANCE = 1e-6
+"""Relative, of the norm: the same float32 products in other blocks. Each cut by itself is 4e-7
+away from float64 at transformers' usual width of weights, and 1.3e-6 at that of `folder`."""
+USUAL_INITIALIZER_RANGE = 0.02
+LOOP_TOLERANCE = 1e-5
+"""A step of 1e-3 scaled by a ratio of moments that differs in the last bits of float32."""
+
+POLICY_LOSS = PpoPolicyLossSpec(entropy_coefficient=0.01, kl_in_loss=0.1)
+VALUE_LOSS = PpoValueLossSpec()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"), seed=4)
+
+
+def _trainer(folder: Path, kind: str = "policy", **options: Any) -> Trainer:
+    optimizer = OptimizerSpec(**{"learning_rate": 1e-3, **options.pop("optimizer", {})})
+    spec = ModelSpec.model_validate({"path": folder, "compute_dtype": "float32", **options})
+    return (Trainer.policy if kind == "policy" else Trainer.critic)(spec, optimizer)
+
+
+def _batch(trainer: Trainer, seed: int = 0) -> Experience:
+    """A batch whose old log-probs are near the trainer's, so that some ratios are clipped."""
+    batch = token_batch(seed=seed)
+    if trainer.kind == "critic":
+        return batch
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(scale: float) -> Column:
+        noise_N = scale * torch.randn(len(scored.values), generator=generator)
+        return Column(ColumnKind.COMPLETION, scored.values + noise_N, scored.offsets)
+
+    return batch | Experience({"logprobs": moved(0.3), "reference_logprobs": moved(0.5)})
+
+
+def _gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {
+        name: weight.grad.clone()
+        for name, weight in trainer.model.named_weights()
+        if weight.grad is not None
+    }
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.named_weights()}
+
+
+def _relative_distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    assert left.keys() == right.keys()
+    distance = sum(float((left[name] - right[name]).double().square().sum()) for name in left)
+    size = sum(float(tensor.double().square().sum()) for tensor in right.values())
+    return math.sqrt(distance / size)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_gradients_are_the_same_over_1_2_5_and_8_micro_batches(
+    tmp_path: Path, kind: str, aggregation: str
+) -> None:
+    folder = write_tiny_llama(tmp_path, seed=4, initializer_range=USUAL_INITIALIZER_RANGE)
+    batch = _batch(_trainer(folder, kind))
+    loss_spec: LossSpec = (POLICY_LOSS if kind == "policy" else VALUE_LOSS).model_copy(
+        update={"aggregation": aggregation}
+    )
+    # Sequences of 7, 11, 2, 16, 4, 16, 12 and 11 tokens: these budgets give those cuts.
+    budgets = {1: 10_000, 2: 64, 5: 24, 8: 1}
+    found: dict[int, tuple[dict[str, torch.Tensor], dict[str, float]]] = {}
+    for num_micro_batches, budget in budgets.items():
+        trainer = _trainer(folder, kind, micro_batch_tokens=budget)
+        if kind == "critic":
+            torch.nn.init.normal_(
+                trainer.model.head.weight, std=0.1, generator=torch.Generator().manual_seed(1)
+            )
+        calls: list[int] = []
+
+        def count(_stage: str, done: int, _rows: int, to: list[int] = calls) -> None:
+            to.append(done)
+
+        metrics = trainer.forward_backward(batch, loss_spec, count)
+        assert len(calls) == num_micro_batches
+        found[num_micro_batches] = (_gradients(trainer), metrics)
+    for gradients, metrics in found.values():
+        assert _relative_distance(gradients, found[1][0]) < CUT_TOLERANCE
+        for name, number in metrics.items():
+            assert number == pytest.approx(found[1][1][name], rel=1e-5, abs=1e-6), name
+
+
+def test_gradients_of_two_calls_add_up(folder: Path) -> None:
+    once, twice = _trainer(folder), _trainer(folder)
+    batch = _batch(once)
+    once.forward_backward(batch, POLICY_LOSS)
+    twice.forward_backward(batch, POLICY_LOSS)
+    twice.forward_backward(batch, POLICY_LOSS)
+    doubled = {name: 2 * gradient for name, gradient in _gradients(once).items()}
+    assert _relative_distance(_gradients(twice), doubled) < CUT_TOLERANCE
+
+
+def test_updates_equal_a_hand_written_loop_with_torchs_adamw(folder: Path) -> None:
+    options = {
+        "learning_rate": 1e-3,
+        "warmup_steps": 3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.05,
+    }
+    trainer = _trainer(folder, micro_batch_tokens=30, optimizer=options)
+    batches = [_batch(trainer, seed) for seed in range(4)]
+    loss_spec = PpoPolicyLossSpec()
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=1e-6,
+        foreach=False,
+        fused=False,
+    )
+    for step, batch in enumerate(batches):
+        # Plain PPO, row by row, with all logits.
+        total = torch.zeros(())
+        num_tokens = int(batch["loss_mask"].values.sum())
+        rows = zip(
+            batch["tokens"].rows(),
+            batch["prompt_lengths"].values.tolist(),
+            batch["logprobs"].rows(),
+            batch["advantages"].rows(),
+            batch["loss_mask"].rows(),
+            strict=True,
+        )
+        for tokens, prompt, old, advantages, mask in rows:
+            table = model(tokens[None]).logits[0, prompt - 1 : -1].log_softmax(-1)
+            ratio = (table.gather(1, tokens[prompt:, None]).squeeze(1) - old).exp()
+            losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            total = total + losses[mask].sum() / num_tokens
+        total.backward()
+        expected_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for group in adamw.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 3)
+        adamw.step()
+        adamw.zero_grad()
+
+        metrics = trainer.forward_backward(batch, loss_spec)
+        metrics |= trainer.optim_step()
+        assert metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-4, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(float(expected_norm), rel=1e-4)
+        assert metrics["learning_rate"] == pytest.approx(1e-3 * min(1.0, (step + 1) / 3))
+    assert trainer.policy_version == 4
+    expected = dict(model.named_parameters())
+    for name, weight in trainer.named_weights():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=LOOP_TOLERANCE)
+
+
+def test_a_learning_rate_may_be_given_for_one_step(folder: Path) -> None:
+    trainer = _trainer(folder)
+    before = _weights(trainer)
+    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    assert trainer.optim_step(learning_rate=0.0)["learning_rate"] == 0.0
+    assert trainer.policy_version == 1
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.named_weights())
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
+    assert [warmed_up(8.0, step, 4) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert warmed_up(8.0, 0, 0) == 8.0
+
+
+def test_update_takes_each_row_once_an_epoch_and_follows_its_seed(folder: Path) -> None:
+    def run(seed: int) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Any]]:
+        trainer = _trainer(folder)
+        calls: list[Any] = []
+        metrics = trainer.update(
+            _batch(trainer),
+            PpoPolicyLossSpec(),
+            epochs=2,
+            mini_batch_rows=3,
+            seed=seed,
+            progress=lambda *call: calls.append(call),
+        )
+        assert trainer.policy_version == metrics["optimizer_steps"] == 6
+        return metrics, _weights(trainer), calls
+
+    metrics, weights, calls = run(seed=1)
+    assert calls[-1] == ("update", 16, 16)
+    assert run(seed=1)[0] == metrics
+    assert _relative_distance(run(seed=1)[1], weights) == 0
+    assert _relative_distance(run(seed=2)[1], weights) > 0
+
+
+def test_update_reports_means_maxima_and_the_sampler_difference_before_any_step(
+    folder: Path,
+) -> None:
+    trainer, stepper = _trainer(folder), _trainer(folder)
+    batch = _batch(trainer)
+    metrics = trainer.update(batch, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=4, seed=3)
+
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
+    by_hand = []
+    for rows in torch.split(order, 4):
+        by_hand.append(stepper.forward_backward(batch.select(rows), PpoPolicyLossSpec()))
+        by_hand[-1] |= stepper.optim_step()
+    assert metrics["loss"] == pytest.approx((by_hand[0]["loss"] + by_hand[1]["loss"]) / 2)
+    assert metrics["ratio_max"] == max(one["ratio_max"] for one in by_hand)
+    for name in ("sampler_logprob_diff_mean", "sampler_logprob_diff_max"):
+        assert metrics[name] == by_hand[0][name]
+        assert by_hand[0][name] != by_hand[1][name]
+
+
+def test_outputs_of_a_gradient_pass_are_the_scores_in_the_batchs_order(folder: Path) -> None:
+    trainer = _trainer(folder, micro_batch_tokens=20)
+    batch = _batch(trainer)
+    _, outputs = trainer.forward_backward_with_outputs(batch, POLICY_LOSS)
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    assert torch.equal(outputs["logprobs"].values, scored.values)
+    assert outputs["logprobs"].lengths().tolist() == scored.lengths().tolist()
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_training_raises_the_likelihood_of_rewarded_tokens(
+    folder: Path, compute_dtype: str
+) -> None:
+    trainer = _trainer(folder, compute_dtype=compute_dtype)
+    batch = _batch(trainer)
+    before = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    advantages = Column(ColumnKind.COMPLETION, torch.ones_like(before.values), before.offsets)
+    batch = batch | Experience({"advantages": advantages, "logprobs": before})
+    trainer.update(batch, PpoPolicyLossSpec(clip_high=9.0), epochs=4, mini_batch_rows=8, seed=0)
+    after = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    mask = batch["loss_mask"].values
+    # 4 steps of 1e-3 on a model that is far from certain: well over a nat, no matter of luck.
+    assert float((after.values - before.values)[mask].mean()) > 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_drops_gradients_and_moves_no_weight(
+    folder: Path, bad: float
+) -> None:
+    trainer = _trainer(folder, micro_batch_tokens=20)
+    batch = _batch(trainer)
+    before = _weights(trainer)
+    spoiled = batch["advantages"].values.clone()
+    spoiled[batch["loss_mask"].values.nonzero()[-1]] = bad
+    column = Column(ColumnKind.COMPLETION, spoiled, batch["advantages"].offsets)
+    with pytest.raises(LossNotFiniteError, match="gradients were dropped, weights not touched"):
+        trainer.forward_backward(batch | Experience({"advantages": column}), POLICY_LOSS)
+    assert _gradients(trainer) == {}
+    assert trainer.policy_version == 0
+    with pytest.raises(NoGradientError):
+        trainer.optim_step()
+    assert _relative_distance(_weights(trainer), before) == 0
+    trainer.forward_backward(batch, POLICY_LOSS)
+    trainer.optim_step()
+    assert trainer.policy_version == 1
+
+
+def test_a_gradient_that_is_not_finite_moves_no_weight_and_is_named(folder: Path) -> None:
+    trainer = _trainer(folder)
+    before = _weights(trainer)
+    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    norm = trainer.model.lm.get_parameter("model.norm.weight")
+    norm.grad[3] = math.nan
+    with pytest.raises(LossNotFiniteError, match=r"first in \['model\.norm\.weight'\]"):
+        trainer.optim_step()
+    assert trainer.policy_version == 0
+    assert _gradients(trainer) == {}
+    assert _relative_distance(_weights(trainer), before) == 0
+
+
+def test_a_row_that_is_all_masked_gives_no_gradient(folder: Path) -> None:
+    trainer = _trainer(folder)
+    batch = _batch(trainer)
+    none = Column(
+        ColumnKind.COMPLETION,
+        torch.zeros_like(batch["loss_mask"].values),
+        batch["loss_mask"].offsets,
+    )
+    trainer.forward_backward(batch | Experience({"loss_mask": none}), POLICY_LOSS)
+    assert all(float(gradient.abs().max()) == 0 for gradient in _gradients(trainer).values())
+
+
+def test_the_wrong_loss_an_empty_batch_and_a_missing_column_are_refused(folder: Path) -> None:
+    trainer = _trainer(folder)
+    batch = _batch(trainer)
+    with pytest.raises(ValueError, match="a value loss needs a ValueModel, but this policy"):
+        trainer.forward_backward(batch, VALUE_LOSS)
+    with pytest.raises(ValueError, match="compute_values needs a ValueModel"):
+        trainer.compute_values(batch)
+    with pytest.raises(ValueError, match="0 rows"):
+        trainer.forward_backward(batch.slice(0, 0), POLICY_LOSS)
+    with pytest.raises(ColumnMissingError, match="'advantages'"):
+        trainer.forward_backward(
+            batch.require(["tokens", "prompt_lengths", "logprobs", "loss_mask"]), POLICY_LOSS
+        )
+    with pytest.raises(ValueError, match="epochs is 0"):
+        trainer.update(batch, POLICY_LOSS, epochs=0, mini_batch_rows=1, seed=0)
+    with pytest.raises(ValueError, match="mini_batch_rows is 0"):
+        trainer.update(batch, POLICY_LOSS, epochs=1, mini_batch_rows=0, seed=0)
+
+
+def test_a_checkpoint_is_refused_while_gradients_are_pending(folder: Path, tmp_path: Path) -> None:
+    trainer = _trainer(folder)
+    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    with pytest.raises(GradientPendingError, match="optim_step or drop_gradients"):
+        trainer.save(tmp_path / "checkpoint")
+    trainer.drop_gradients()
+    trainer.save(tmp_path / "checkpoint")
