@@ -1,0 +1,250 @@
+"""One `rolemesh train`: store, services, run, in this order, and back again whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
+from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.errors import RunAbortedError
+from rolemesh.coordinator.files import write_atomically
+from rolemesh.coordinator.launch import (
+    QUICK_STOP_GRACE_S,
+    Launcher,
+    service_commands,
+    visible_devices,
+)
+from rolemesh.coordinator.observer import RunObserver
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, MemoryStoreSpec, Recipe, StoreSpec
+from rolemesh.coordinator.runs import TrainingRun, check_directory_is_free, make_run_id
+from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
+from rolemesh.coordinator.summary import RunSummary
+from rolemesh.engine.specs import ClassifierRewardSpec, JsonlSpec
+
+COORDINATOR_FILE = "coordinator.json"
+"""In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
+
+_COORDINATOR_GRACE_S = 1.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class InputError(ValueError):
+    """Something that the user gave cannot be used. Found before anything was started."""
+
+
+class InterruptedEarlyError(Exception):
+    """The user ended the session before the run had begun."""
+
+
+class Session:
+    """Runs a recipe from nothing to a model folder.
+
+    Owner: one asyncio loop, on the process's main thread.
+    """
+
+    def __init__(self, recipe: Recipe, directory: Path, observer: RunObserver) -> None:
+        """Checks what can be checked before anything is started.
+
+        Args:
+            recipe: What to train, and how.
+            directory: Folder of the run's files.
+            observer: Is told how it goes.
+
+        Raises:
+            InputError: The folder holds a run, or a file that the recipe names is missing.
+        """
+        self.recipe = recipe
+        self.directory = directory.absolute()
+        self.run_id = make_run_id(recipe.run.name)
+        self.is_interrupted = False
+        """Whether a signal asked for an end."""
+        self._observer = observer
+        self._run: TrainingRun | None = None
+        self._task: asyncio.Task[RunSummary] | None = None
+        self._is_ending = False
+        roles = roles_of(ALGORITHMS[recipe.algorithm.type])
+        self._own_roles = [role for role in roles if recipe.service(role).address is None]
+        self._addresses = {
+            role: address for role in roles if (address := recipe.service(role).address)
+        }
+        try:
+            check_directory_is_free(self.directory)
+            check_paths(recipe, self._own_roles)
+            for role in self._own_roles:
+                visible_devices(recipe, role, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    async def execute(self) -> RunSummary:
+        """Makes the run; afterwards no process of it is left.
+
+        The first SIGINT, SIGTERM or SIGHUP ends it after the step in progress with everything
+        saved, the second one at once.
+
+        Raises:
+            InputError: The store cannot be reached.
+            LaunchError: A service did not start.
+            RunError: The run failed or was aborted.
+            InterruptedEarlyError: A signal came before the run had begun.
+        """
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._execute())
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self.is_interrupted:
+                raise InterruptedEarlyError("ended before the run had begun") from None
+            raise
+        finally:
+            for number in _STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        if self._is_ending:
+            # What ends, ends: a service must not be left behind for a second Ctrl-C.
+            return
+        self.is_interrupted = True
+        if self._run is not None:
+            self._run.request_stop()
+        elif self._task is not None:
+            self._is_ending = True
+            self._task.cancel()
+
+    async def _execute(self) -> RunSummary:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        async with AsyncExitStack() as stack:
+            store = await stack.enter_async_context(opened_store(self.recipe.store, self.directory))
+            await stack.enter_async_context(self._answering(store))
+            launcher = await stack.enter_async_context(
+                Launcher(self._own_roles, service_commands(self.recipe), self.directory / "logs")
+            )
+            for role in self._own_roles:
+                self._observer.on_phase(role, "start", 0, 0)
+            started = await launcher.start()
+            run = TrainingRun(
+                self.recipe,
+                directory=self.directory,
+                addresses={**self._addresses, **started},
+                store=store,
+                observer=self._observer,
+                run_id=self.run_id,
+            )
+            self._run = run
+            launcher.on_exit = lambda gone: run.service_lost(gone.role, gone.reason)
+            try:
+                return await run.execute()
+            except RunAbortedError:
+                launcher.close_grace_s = QUICK_STOP_GRACE_S
+                raise
+            finally:
+                self._is_ending = True
+
+    @asynccontextmanager
+    async def _answering(self, store: StateStore) -> AsyncIterator[None]:
+        """Serves CoordinatorService on loopback, and says where in the run's folder."""
+        server, port = await serve_coordinator(store)
+        place = self.directory / COORDINATOR_FILE
+        facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": self.run_id}
+        write_atomically(place, json.dumps(facts) + "\n")
+        try:
+            yield
+        finally:
+            place.unlink(missing_ok=True)
+            await server.stop(_COORDINATOR_GRACE_S)
+
+
+@asynccontextmanager
+async def opened_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateStore]:
+    """The store that a recipe asks for, started when it is embedded, and answering.
+
+    Args:
+        spec: Section store of the recipe.
+        directory: The run's folder, which holds the data of an embedded one.
+
+    Raises:
+        InputError: Nobody answers at the URL.
+        EmbeddedStoreError: The embedded server did not start.
+    """
+    async with AsyncExitStack() as stack:
+        if isinstance(spec, MemoryStoreSpec):
+            store: StateStore = MemoryStateStore()
+        elif isinstance(spec, EmbeddedStoreSpec):
+            server = await stack.enter_async_context(EmbeddedValkey(directory / "store"))
+            store = RedisStateStore(server.url)
+        else:
+            store = RedisStateStore(spec.url)
+        stack.push_async_callback(store.close)
+        try:
+            await store.ping()
+        except StoreUnavailableError as error:
+            raise InputError(
+                f"store.url: {error}; start a Redis or Valkey there, give another URL, or take the "
+                "embedded store: --set store.type=embedded"
+            ) from error
+        yield store
+
+
+def check_paths(recipe: Recipe, roles: list[str]) -> None:
+    """Raises ValueError when a service that we start would not find what the recipe names.
+
+    Services that run elsewhere see other disks: they check for themselves.
+    """
+    source = recipe.reward.source
+    models = {
+        "actor.model.path": recipe.actor.model.path,
+        "critic.model.path": recipe.critic.model.path,
+        "reference.model.path": recipe.reference.model.path,
+    }
+    if isinstance(source, ClassifierRewardSpec):
+        models["reward.source.model.path"] = source.model.path
+    for field, path in models.items():
+        if field.split(".")[0] in roles and not (path / "config.json").is_file():
+            what = "has no config.json" if path.is_dir() else "is not a folder"
+            raise ValueError(
+                f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
+                f"{_quickstart_hint(path)} (relative paths start at the current directory; nothing "
+                "is ever downloaded)"
+            )
+    data = recipe.actor.data
+    if "actor" not in roles or not isinstance(data, JsonlSpec):
+        return
+    files = {"actor.data.path": data.path, "actor.data.held_out_path": data.held_out_path}
+    for field, file in files.items():
+        if file is not None and not file.is_file():
+            raise ValueError(
+                f"{field} is {str(file)!r}, which is no file: give JSON lines with the keys prompt "
+                "and answer (relative paths start at the current directory)"
+            )
+
+
+def _quickstart_hint(path: Path) -> str:
+    if path.name != "SmolLM2-135M-Instruct":
+        return ""
+    return f"; `python -m rolemesh.engine.models.smollm2 --out {path}` writes this one"
+
+
+def living_coordinator(directory: Path) -> dict[str, str | int] | None:
+    """What COORDINATOR_FILE says, if the process that wrote it still runs; None otherwise."""
+    try:
+        facts: dict[str, str | int] = json.loads((directory / COORDINATOR_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(PermissionError):
+        # Somebody else's process lives too.
+        try:
+            os.kill(int(facts["pid"]), 0)
+        except ProcessLookupError:
+            return None
+    return facts

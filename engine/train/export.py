@@ -1,0 +1,61 @@
+"""Turns a policy's checkpoint into a Hugging Face folder, without a running mesh.
+
+python -m rolemesh.engine.train.export --checkpoint DIR --model DIR --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from rolemesh.engine.specs import ComputeDtype, ModelSpec, OptimizerSpec
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.weights.checkpoint import CheckpointCorruptError
+
+
+def export_policy(
+    checkpoint: Path, model: Path, directory: Path, dtype: ComputeDtype = "bfloat16"
+) -> int:
+    """Writes the folder and returns the checkpoint's policy_version.
+
+    Args:
+        checkpoint: folder that the actor wrote.
+        model: folder of the model that the run started from: config and tokenizer come from it.
+        directory: the folder to write.
+        dtype: type of the saved weights.
+
+    Raises:
+        ValueError: a folder cannot be used, or they do not belong together.
+        CheckpointCorruptError: a file of the checkpoint is missing, cut or changed.
+    """
+    trainer = Trainer.policy(ModelSpec(path=model), OptimizerSpec())
+    trainer.load(checkpoint)
+    trainer.export(directory, dtype)
+    return trainer.policy_version
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rolemesh.engine.train.export", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder the actor wrote")
+    parser.add_argument("--model", type=Path, required=True, help="model the run started from")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--dtype", choices=get_args(ComputeDtype), default="bfloat16", help="type of the weights"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        version = export_policy(options.checkpoint, options.model, options.out, options.dtype)
+    except (ValueError, CheckpointCorruptError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out}: policy_version {version}, {options.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
