@@ -17,7 +17,9 @@ ComputeDtype = Literal["float32", "bfloat16"]
 class Spec(BaseModel):
     """A frozen section of a recipe that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 # --- models -------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""The whole mesh on loopback: the real command line, real services, a tiny model."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
+from support.tiny_models import write_tiny_classifier
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+START_S = 240
+"""A service imports torch in seconds on a quiet machine; the machine is shared."""
+
+LOSS_DEADLINE_S = 10
+"""What the issue promises: a lost service ends the run within this time."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts runs and sees to it that nothing of them is left."""
+    runs = []
+
+    def begin(recipe, *flags):
+        folder = tmp_path / f"run-{len(runs)}"
+        folder.mkdir()
+        runs.append(CliRun(recipe, folder, *flags))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """One run to its end, with what was seen of its processes on the way."""
+    folder = tmp_path_factory.mktemp("finished")
+    run = CliRun(tiny_recipe(model, run__steps=3, run__checkpoint__every_steps=1), folder)
+    try:
+        run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
+        family = [psutil.Process(run.process.pid), *run.descendants()]
+        run.seen_commands = [process.cmdline() for process in family]
+        run.seen_maps = Path(f"/proc/{run.process.pid}/maps").read_text()
+        run.seen_family = family
+        assert run.wait(START_S) == 0, run.output
+        yield run
+    finally:
+        run.close()
+
+
+def test_six_processes_serve_a_run(finished):
+    roles = [
+        re.search(r"rolemesh\.services\.(\w+)", " ".join(command))
+        for command in finished.seen_commands
+    ]
+    assert sorted(match[1] for match in roles if match) == sorted(ROLES)
+    # Beside them the coordinator and the store, which may stand behind a small wrapper.
+    assert any("valkey" in " ".join(command) for command in finished.seen_commands)
+    assert len(finished.seen_commands) == 6
+
+
+def test_the_coordinator_has_no_torch(finished):
+    assert "libtorch" not in finished.seen_maps
+    # The pattern itself finds torch where it is.
+    torch.zeros(1)
+    assert "libtorch" in Path("/proc/self/maps").read_text()
+
+
+def test_nothing_outlives_a_run(finished):
+    assert [process for process in finished.seen_family if process.is_running()] == []
+    pids = {process.pid for process in finished.seen_family}
+    left = [
+        name
+        for name in os.listdir("/dev/shm")
+        if (match := re.match(r"rolemesh-(\d+)-", name)) and int(match[1]) in pids
+    ]
+    assert left == []
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    out = finished.out
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "model", "tensorboard"):
+        assert (out / name).exists(), name
+    for role in ROLES:
+        assert (out / "logs" / f"{role}.log").stat().st_size > 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["state"] == "succeeded"
+    assert (summary["seed"], summary["steps"]) == (3, 3)
+    for moment in ("before", "after"):
+        assert summary["held_out"][moment]["num_prompts"] == 4
+        assert summary["held_out"][moment]["standard_error"] >= 0
+    assert "torch" in summary["versions"]["actor"]
+
+
+def test_each_step_says_what_it_did_and_where_the_time_went(finished):
+    steps = finished.metrics()
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    for record in steps:
+        for name in (
+            "reward/mean",
+            "kl/mean",
+            "entropy",
+            "completion_length/mean",
+            "tokens_per_second",
+            "sampler_logprob_diff_mean",
+            "sampler_logprob_diff_max",
+            *(
+                f"time/{phase}"
+                for phase in (
+                    *("generate", "values", "reference", "reward", "advantages"),
+                    *("update_critic", "update_actor", "weight_sync", "step"),
+                )
+            ),
+        ):
+            assert name in record, f"{name} is not in {sorted(record)}"
+        # float32, and the hf sampler computes what the trainer computes.
+        assert record["sampler_logprob_diff_mean"] < 1e-4
+
+
+def test_the_exported_folder_loads_and_is_what_the_last_checkpoint_holds(finished):
+    exported = AutoModelForCausalLM.from_pretrained(finished.out / "model", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(finished.out / "model").chat_template
+    checkpoint = max((finished.out / "checkpoints").iterdir(), key=lambda path: path.name)
+    assert checkpoint.name.endswith("3")
+    assert (checkpoint / "COMMITTED").exists()
+    saved = {}
+    for shard in (checkpoint / "actor").glob("weights*.safetensors"):
+        saved |= load_file(shard)
+    weights = {name.removeprefix("weights."): value for name, value in saved.items()}
+    parameters = dict(exported.named_parameters())
+    assert len(weights) == len(parameters)
+    for name, parameter in parameters.items():
+        # The export is bfloat16: eight bits of mantissa.
+        torch.testing.assert_close(parameter, weights[name], rtol=2**-8, atol=1e-6)
+
+
+def test_training_changed_the_policy(finished, model):
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(finished.out / "model", dtype=torch.float32)
+    change = max(
+        float((x - y).abs().max())
+        for x, y in zip(before.parameters(), after.parameters(), strict=True)
+    )
+    # Six optimizer steps of AdamW at 1e-4 move a weight by up to 6e-4 each; bf16 rounds smaller.
+    assert change > 1e-4
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_killed_service_ends_the_run_with_role_rank_and_cause(start, model, role):
+    run = start(tiny_recipe(model, run__steps=100000))
+    run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
+    family = run.descendants()
+    victim = run.role_process(role)
+    victim.send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    assert run.wait(LOSS_DEADLINE_S) == 1, run.output
+    assert time.monotonic() - killed_at < LOSS_DEADLINE_S
+    assert f"{role} rank 0" in run.stderr + run.stdout
+    assert f"pid {victim.pid}" in run.stderr + run.stdout
+    assert "signal 9" in run.stderr + run.stdout
+    assert [process for process in family if process.is_running()] == []
+    summary = json.loads((run.out / "summary.json").read_text())
+    assert summary["state"] == "failed"
+    assert role in summary["failure"]
+
+
+def test_a_killed_coordinator_leaves_no_process(start, model):
+    run = start(tiny_recipe(model, run__steps=100000))
+    run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
+    family = run.descendants()
+    assert len(family) == 5
+    run.process.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+def test_an_interrupt_ends_the_run_after_the_step_with_everything_saved(start, model):
+    run = start(tiny_recipe(model, run__steps=100000))
+    run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.output
+    summary = json.loads((run.out / "summary.json").read_text())
+    assert summary["state"] == "stopped"
+    steps = len(run.metrics())
+    assert summary["steps"] == steps
+    assert (run.out / "model" / "config.json").exists()
+    assert (run.out / "checkpoints" / f"step-{steps}" / "COMMITTED").exists() or any(
+        (path / "COMMITTED").exists() for path in (run.out / "checkpoints").iterdir()
+    )
+
+
+# --- bad input, from the command line to the message ---------------------------------------
+
+
+def refused(start, recipe, code):
+    run = start(recipe)
+    assert run.wait(START_S) == code, run.output
+    text = " ".join((run.stderr + run.stdout).split())
+    assert "Traceback" not in text
+    return text
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one(start, model):
+    text = refused(start, tiny_recipe(model, actor__optimiser={"learning_rate": 1.0}), 2)
+    assert "actor.optimiser" in text
+    assert "did you mean" in text
+    assert "optimizer" in text
+
+
+def test_a_missing_model_folder_is_refused_before_anything_starts(start, model):
+    text = refused(start, tiny_recipe(model, critic__model__path="/nowhere/model"), 2)
+    assert "critic.model.path" in text
+    assert "/nowhere/model" in text
+
+
+def test_a_prompt_longer_than_the_limit_is_named_with_the_limit(start, model):
+    recipe = tiny_recipe(model, actor__rollout={"type": "hf", "max_model_len": 8})
+    text = refused(start, recipe, 1)
+    assert "PROMPT_TOO_LONG" in text
+    assert "max_model_len" in text
+    assert "8" in text
+
+
+def test_an_empty_data_set_is_refused(start, model, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    recipe = tiny_recipe(
+        model,
+        actor__data={"type": "jsonl", "path": str(empty)},
+        run__evaluation={"num_prompts": 0},
+    )
+    text = refused(start, recipe, 1)
+    assert "no training prompt" in text
+    assert "actor" in text
+
+
+def test_an_unreachable_store_is_named_with_a_remedy(start, model):
+    # Port 1 is reserved and nobody listens there.
+    recipe = tiny_recipe(model, store={"type": "redis", "url": "redis://127.0.0.1:1/0"})
+    text = refused(start, recipe, 2)
+    assert "redis://127.0.0.1:1/0" in text
+    assert "store" in text
+
+
+def test_a_reward_that_is_nan_fails_the_step_and_names_the_row(start, model, tmp_path):
+    judge = write_tiny_classifier(tmp_path / "judge")
+    (weights_file,) = judge.glob("*.safetensors")
+    weights = load_file(weights_file)
+    head = next(name for name in weights if name.startswith("score"))
+    weights[head] = torch.full_like(weights[head], float("nan"))
+    from safetensors.torch import save_file
+
+    save_file(weights, weights_file, metadata={"format": "pt"})
+    source = {"type": "classifier", "model": {"path": str(judge), "compute_dtype": "float32"}}
+    text = refused(start, tiny_recipe(model, reward={"source": source}), 1)
+    assert "REWARD_INVALID" in text
+    assert "row 0" in text
+    assert "reward rank 0" in text

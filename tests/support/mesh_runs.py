@@ -1,0 +1,151 @@
+"""Runs of the real command line over real services, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from support.tiny_models import write_tiny_llama
+
+ROLES = ("actor", "critic", "reference", "reward")
+
+
+def tiny_recipe(model: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe that trains a tiny model in seconds; `changes` are dotted paths with "__"."""
+    shape: dict[str, Any] = {"path": str(model), "compute_dtype": "float32"}
+    recipe: dict[str, Any] = {
+        "run": {
+            "name": "tiny",
+            "seed": 3,
+            "steps": 2,
+            "prompts_per_step": 4,
+            "evaluation": {"num_prompts": 4},
+        },
+        "algorithm": {
+            "type": "ppo",
+            "sampling": {"samples_per_prompt": 2, "max_new_tokens": 6},
+            "advantages": {"kl_in_reward": {"type": "adaptive", "coefficient": 0.02}},
+            "mini_batch_rows": 4,
+        },
+        "actor": {
+            "model": shape,
+            "optimizer": {"learning_rate": 1e-4},
+            "rollout": {"type": "hf", "max_model_len": 256},
+            "data": {
+                "type": "reasoning_gym",
+                "task": "chain_sum",
+                "train_size": 16,
+                "held_out_size": 4,
+            },
+        },
+        "critic": {"model": shape, "optimizer": {"learning_rate": 1e-3}},
+        "reference": {"model": shape},
+        "reward": {"source": {"type": "arithmetic"}},
+        "services": {role: {"threads": 1} for role in ROLES},
+    }
+    for path, value in changes.items():
+        section = recipe
+        *parents, last = path.split("__")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return recipe
+
+
+def tiny_model(directory: Path) -> Path:
+    """A tiny policy whose context is long enough for the recipe."""
+    return write_tiny_llama(directory, max_position_embeddings=512)
+
+
+class CliRun:
+    """`rolemesh train` as a process of its own. Ends everything it started when closed."""
+
+    def __init__(self, recipe: dict[str, Any], folder: Path, *flags: str) -> None:
+        self.out = folder / "run"
+        recipe_file = folder / "recipe.yaml"
+        recipe_file.write_text(yaml.safe_dump(recipe))
+        self._stdout = (folder / "stdout.log").open("wb")
+        self._stderr = (folder / "stderr.log").open("wb")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rolemesh.coordinator.cli", "train", str(recipe_file)),
+                *("--out", str(self.out), *flags),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            cwd=folder,
+        )
+        self._folder = folder
+        self._family = psutil.Process(self.process.pid)
+
+    @property
+    def stdout(self) -> str:
+        return (self._folder / "stdout.log").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self._folder / "stderr.log").read_text()
+
+    @property
+    def output(self) -> str:
+        return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+    def descendants(self) -> list[psutil.Process]:
+        """Live processes that the run started, however deep."""
+        try:
+            return self._family.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def role_process(self, role: str) -> psutil.Process:
+        """The process that serves a role."""
+        found = [
+            process
+            for process in self.descendants()
+            if f"rolemesh.services.{role}" in process.cmdline()
+        ]
+        assert len(found) == 1, f"{len(found)} processes serve {role}: {found}"
+        return found[0]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Steps recorded so far."""
+        path = self.out / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Returns when the condition holds; fails when the run ends or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended early\n{self.output}"
+            assert time.monotonic() < deadline, f"not within {timeout_s} s\n{self.output}"
+            time.sleep(0.05)
+
+    def wait(self, timeout_s: float) -> int:
+        """Exit code of the run."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s\n{self.output}") from None
+
+    def close(self) -> None:
+        """Ends what is left of the run."""
+        family = [*self.descendants(), self._family]
+        for process in family:
+            if process.is_running():
+                process.kill()
+        psutil.wait_procs(family, timeout=10)
+        self.process.wait(10)
+        self._stdout.close()
+        self._stderr.close()

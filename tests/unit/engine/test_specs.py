@@ -1,0 +1,44 @@
+"""Specs refuse what no computation could make sense of."""
+
+import pytest
+from pydantic import ValidationError
+
+from rolemesh.engine.specs import (
+    ArithmeticRewardSpec,
+    GaeSpec,
+    OptimizerSpec,
+    PpoPolicyLossSpec,
+    SamplingSpec,
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "value"),
+    [
+        (ArithmeticRewardSpec, "exact", float("nan")),
+        (OptimizerSpec, "learning_rate", float("inf")),
+        (OptimizerSpec, "learning_rate", 0.0),
+        (SamplingSpec, "temperature", 0.0),
+        (SamplingSpec, "top_k", 0),
+        (SamplingSpec, "top_p", 1.5),
+        (GaeSpec, "gamma", 1.1),
+        (PpoPolicyLossSpec, "aggregation", "mean"),
+    ],
+)
+def test_a_senseless_value_is_refused_by_its_field(spec, field, value):
+    with pytest.raises(ValidationError) as caught:
+        spec(**{field: value})
+    (problem,) = caught.value.errors()
+    assert field in (*problem["loc"], problem["msg"].split()[2])
+
+
+def test_an_unknown_key_is_refused():
+    with pytest.raises(ValidationError, match="learning_rat"):
+        OptimizerSpec(learning_rat=1e-3)
+
+
+def test_norm_length_belongs_to_its_aggregation_alone():
+    assert PpoPolicyLossSpec(aggregation="seq_sum_norm", norm_length=8).norm_length == 8
+    for wrong in ({"norm_length": 8}, {"aggregation": "seq_sum_norm"}):
+        with pytest.raises(ValidationError, match="norm_length"):
+            PpoPolicyLossSpec(**wrong)
