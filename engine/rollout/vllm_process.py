@@ -37,7 +37,7 @@ ENVIRONMENT = {
 """Variables that are set whatever they were: rolemesh relies on each."""
 
 _MAX_NUMA_NODES = 1024
-# What Linux is built with at most; get_mempolicy refuses a smaller mask.
+"""What Linux is built with at most; get_mempolicy refuses a smaller mask."""
 
 
 def prepare_environment(kv_cache_gib: int) -> None:
