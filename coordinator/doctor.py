@@ -102,11 +102,11 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 def installed_versions() -> dict[str, str]:
     """Versions of all installed packages, by lower-case name."""
-    return {
-        dist.metadata["Name"].lower().replace("_", "-"): dist.version
-        for dist in importlib.metadata.distributions()
-        if dist.metadata["Name"]
-    }
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        # The first of a name counts, as in an import.
+        found.setdefault(distribution.name.lower().replace("_", "-"), distribution.version)
+    return found
 
 
 def check_packages(installed: dict[str, str]) -> Iterator[Finding]:

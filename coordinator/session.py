@@ -189,10 +189,7 @@ async def opened_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateS
         try:
             await store.ping()
         except StoreUnavailableError as error:
-            raise InputError(
-                f"store.url: {error}; start a Redis or Valkey there, give another URL, or take the "
-                "embedded store: --set store.type=embedded"
-            ) from error
+            raise InputError(f"store.url: {error}") from error
         yield store
 
 

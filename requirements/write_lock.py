@@ -33,7 +33,10 @@ HEADER = f"""\
 
 def locked() -> dict[str, str]:
     """Version by name of everything that the roots need."""
-    installed = {canonicalize_name(d.name): d for d in importlib.metadata.distributions()}
+    # The first of a name counts, as in an import: an editable install leaves older metadata about.
+    installed: dict[str, importlib.metadata.Distribution] = {}
+    for distribution in importlib.metadata.distributions():
+        installed.setdefault(canonicalize_name(distribution.name), distribution)
     found: dict[str, str] = {}
     visited: set[tuple[str, frozenset[str]]] = set()
     waiting = [(Requirement(root), "the list of roots") for root in ROOTS]

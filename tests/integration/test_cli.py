@@ -1,0 +1,215 @@
+"""The command as users run it, against fake roles on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import yaml
+from support.fake_roles import FakeMesh, fake_mesh, fake_recipe
+
+ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.cli"]
+STEPS = 4
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[FakeMesh]:
+    async with fake_mesh() as started:
+        yield started
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, mesh: FakeMesh) -> Path:
+    services = {role: {"address": address} for role, address in mesh.addresses.items()}
+    recipe = fake_recipe(steps=STEPS, services=services)
+    path = tmp_path / "fake.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    return path
+
+
+async def start(*arguments: str | Path, folder: Path) -> asyncio.subprocess.Process:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
+    return await asyncio.create_subprocess_exec(
+        *ROLEMESH,
+        *map(str, arguments),
+        cwd=folder,
+        env={**environment, "COLUMNS": "200"},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def rolemesh(*arguments: str | Path, folder: Path) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    process = await start(*arguments, folder=folder)
+    output, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def test_train_writes_a_run_and_tells_of_it(recipe_file: Path, tmp_path: Path) -> None:
+    code, output, errors = await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
+    assert (code, errors) == (0, "")
+    assert f"step {STEPS} reward" in output
+    assert "held-out score (8 prompts)" in output
+    assert f"curves {sys.executable.rpartition('/')[0]}" in output or "curves tensorboard" in output
+    for name in ("metrics.jsonl", "summary.json", "config.yaml", "logs/coordinator.log", "model"):
+        assert (tmp_path / "run" / name).exists()
+    # Nobody answers for the run any more.
+    assert not (tmp_path / "run" / "coordinator.json").exists()
+
+    code, output, _ = await rolemesh("status", "run", "--json", folder=tmp_path)
+    told = json.loads(output)
+    assert (code, told["state"], told["step"], told["num_steps"]) == (0, "succeeded", STEPS, STEPS)
+    code, output, _ = await rolemesh("logs", "run", "coordinator", folder=tmp_path)
+    assert code == 0
+    assert f"step {STEPS}: " in output
+
+
+async def test_json_output_is_json_alone(recipe_file: Path, tmp_path: Path) -> None:
+    code, output, errors = await rolemesh(
+        "train", recipe_file, "--json", "--set", "run.seed=7", folder=tmp_path
+    )
+    assert (code, errors) == (0, "")
+    lines = [json.loads(line) for line in output.splitlines()]
+    steps = [line for line in lines if line["type"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all("reward/mean" in line["metrics"] for line in steps)
+    assert lines[-1]["type"] == "summary"
+    assert lines[-1]["seed"] == 7
+    # Without --out, runs go to runs/.
+    assert Path(lines[-1]["directory"]).parent == tmp_path / "runs"
+    code, output, _ = await rolemesh("status", folder=tmp_path)
+    assert code == 0
+    assert "succeeded" in output
+
+
+async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> None:
+    first = await rolemesh(
+        "train", recipe_file, "--set", "run.seed=5", "--print-config", folder=tmp_path
+    )
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(first[1])
+    second = await rolemesh("train", printed, "--print-config", folder=tmp_path)
+    assert first[0] == second[0] == 0
+    assert yaml.safe_load(first[1])["run"]["seed"] == 5
+    assert first[1] == second[1]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "run.sede=1"], "did you mean run.seed?"),
+        (["--set", "run.steps=0"], "run.steps is 0"),
+        (["--set", "services.actor.address=null"], "actor.model.path is '/models/none'"),
+        (
+            ["--set", "store.type=redis", "--set", "store.url=redis://127.0.0.1:1/0"],
+            "store.url: the store at redis://127.0.0.1:1/0 does not answer",
+        ),
+    ],
+    ids=["unknown-key", "wrong-value", "missing-model", "store-unreachable"],
+)
+async def test_bad_input_is_one_message_and_exit_code_2(
+    recipe_file: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    code, _, errors = await rolemesh("train", recipe_file, *arguments, folder=tmp_path)
+    assert code == 2
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) == 1
+
+
+async def test_folder_of_another_run_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").write_text("{}")
+    code, _, errors = await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
+    assert code == 2
+    assert "holds a run already" in errors
+
+
+async def test_verbose_adds_the_traceback(recipe_file: Path, tmp_path: Path) -> None:
+    code, _, errors = await rolemesh(
+        "train", recipe_file, "--set", "run.sede=1", "--verbose", folder=tmp_path
+    )
+    assert code == 2
+    assert "Traceback" in errors
+
+
+async def test_failed_run_is_one_message_and_exit_code_1(recipe_file: Path, tmp_path: Path) -> None:
+    # The fakes have 16 held-out prompts.
+    arguments = ["--json", "--set", "run.evaluation.num_prompts=17", "--out", "run"]
+    code, output, errors = await rolemesh("train", recipe_file, *arguments, folder=tmp_path)
+    assert code == 1
+    assert errors.startswith("error: run.evaluation.num_prompts is 17")
+    assert "Traceback" not in errors
+    told = json.loads(output.splitlines()[-1])
+    assert (told["type"], told["exit_code"]) == ("error", 1)
+    # For whoever wants to know more.
+    assert "Traceback" in (tmp_path / "run/logs/coordinator.log").read_text()
+    code, output, _ = await rolemesh("status", "run", folder=tmp_path)
+    assert "failed" in output
+
+
+async def test_lost_service_is_named(recipe_file: Path, tmp_path: Path, mesh: FakeMesh) -> None:
+    process = await start("train", recipe_file, "--set", "run.steps=100000", folder=tmp_path)
+    assert process.stdout is not None
+    try:
+        while b"step 1 " not in await process.stdout.readline():
+            pass
+        await mesh.roles["critic"].stop()
+        _, errors = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode == 1
+    assert "critic" in errors.decode()
+
+
+async def test_interrupt_ends_after_the_step_with_everything_saved(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    process = await start(
+        "train", recipe_file, "--json", "--set", "run.steps=100000", "--out", "run", folder=tmp_path
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        while not any(line["type"] == "step" for line in lines):
+            lines.append(json.loads(await process.stdout.readline()))
+        code, output, _ = await rolemesh("status", "run", "--json", folder=tmp_path)
+        told = json.loads(output)
+        assert (code, told["state"]) == (0, "running")
+        process.send_signal(signal.SIGINT)
+        rest, _ = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode == 130
+    summary = json.loads(rest.splitlines()[-1])
+    assert (summary["type"], summary["state"]) == ("summary", "stopped")
+    assert summary["steps"] >= 1
+    assert summary["model_directory"] == str(tmp_path / "run/model")
+
+
+async def test_unknown_role_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+    code, _, errors = await rolemesh("serve", "actr", folder=tmp_path)
+    assert code == 2
+    assert "did you mean actor?" in errors
+
+
+async def test_commands_on_no_run_say_so(tmp_path: Path) -> None:
+    for arguments in (["status"], ["logs"], ["export", "run", "--to", "model"]):
+        code, _, errors = await rolemesh(*arguments, folder=tmp_path)
+        assert code == 2
+        assert errors.startswith("error: ")
+        assert "run" in errors

@@ -1,0 +1,149 @@
+"""What people and programs see of a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from rolemesh.coordinator.console import (
+    JsonConsole,
+    LiveConsole,
+    LoggingObserver,
+    PlainConsole,
+    print_summary,
+)
+from rolemesh.coordinator.evaluation import Evaluation
+from rolemesh.coordinator.state.store import RunState
+from rolemesh.coordinator.summary import RunSummary
+
+RECORD = {
+    "step": 3,
+    "reward/mean": 0.25,
+    "kl/mean": 0.0123,
+    "entropy": 1.5,
+    "completion_length/mean": 6.5,
+    "tokens_per_second": 321.0,
+    "time/generate": 2.0,
+    "time/weight_sync": 0.5,
+    "time/update_actor": 4.0,
+    "time/reward_compute_cost": 0.125,
+    "time/step": 7.0,
+}
+
+
+def summary(directory: Path, **changes: object) -> RunSummary:
+    def score(step: int, value: float) -> Evaluation:
+        return Evaluation(
+            step=step,
+            score=value,
+            standard_error=0.01,
+            num_prompts=64,
+            metrics={"accuracy/mean": value / 2, "accuracy/standard_error": 0.02},
+        )
+
+    values: dict[str, object] = {
+        "run_id": "x-1",
+        "name": "x",
+        "state": RunState.SUCCEEDED,
+        "failure": "",
+        "seed": 0,
+        "steps": 4,
+        "num_steps": 4,
+        "held_out_before": score(0, 0.125),
+        "held_out_after": score(4, 0.75),
+        "mean_reward_first_steps": 0.1,
+        "mean_reward_last_steps": 0.6,
+        "tokens": 12345,
+        "seconds": 100.0,
+        "seconds_by_phase": {"generate": 30.0, "update_actor": 60.0, "reward": 0.01},
+        "versions": {},
+        "git_commit": None,
+        "coordinator_traffic": {},
+        "directory": directory,
+        "model_directory": directory / "model",
+        **changes,
+    }
+    return RunSummary(**values)  # type: ignore[arg-type]
+
+
+def test_plain_line_tells_metrics_and_where_time_went() -> None:
+    stream = io.StringIO()
+    PlainConsole(stream).on_step(RECORD)
+    line = stream.getvalue()
+    for text in ("step 3", "reward 0.250", "kl 0.0123", "entropy 1.500", "length 6.5", "tok/s 321"):
+        assert text in line
+    assert "7.0 s: gen 2.0 sync 0.5 upd actor 4.0 reward_compute_cost 0.1" in line
+    # Not measured is not 0.
+    assert "held out" not in line
+
+
+def test_json_is_one_object_a_line() -> None:
+    stream = io.StringIO()
+    shown = JsonConsole(stream)
+    shown.on_event("hello")
+    shown.on_phase("actor", "generate", 1, 2)
+    shown.on_step(RECORD)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["type"] for line in lines] == ["event", "step"]
+    assert lines[0]["text"] == "hello"
+    assert (lines[1]["step"], lines[1]["metrics"]) == (3, RECORD)
+
+
+def test_live_console_keeps_rows_and_drops_activity() -> None:
+    stream = io.StringIO()
+    shown = LiveConsole(Console(file=stream, force_terminal=True, width=160))
+    shown.on_phase("actor", "generate", 3, 64)
+    shown.on_phase("critic", "values", 0, 0)
+    shown.on_phase("critic", "", 0, 0)
+    shown.on_step(RECORD)
+    shown.on_event("saved")
+    shown.close()
+    output = stream.getvalue()
+    assert "where the time went" in output
+    assert "0.250" in output
+    assert "saved" in output
+
+
+def test_logging_observer_hands_everything_on() -> None:
+    stream = io.StringIO()
+    observer = LoggingObserver(PlainConsole(stream))
+    observer.on_phase("actor", "start", 0, 0)
+    observer.on_event("hello")
+    observer.on_step(RECORD)
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_summary_tells_before_after_files_and_curves(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=200), summary(tmp_path))
+    text = stream.getvalue()
+    for expected in (
+        "x-1 succeeded: 4 of 4 steps",
+        "held-out score (64 prompts)",
+        "0.125 +- 0.010",
+        "0.750 +- 0.010",
+        "0.375 +- 0.020",
+        "12,345 training tokens in 100 s: update_actor 60 s, generate 30 s",
+        str(tmp_path / "model"),
+        f"--logdir {tmp_path / 'tensorboard'}",
+    ):
+        assert expected in text
+
+
+def test_summary_of_a_run_that_ended_early_has_no_empty_promises(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    ended = summary(
+        tmp_path,
+        state=RunState.STOPPED,
+        held_out_after=None,
+        mean_reward_first_steps=None,
+        mean_reward_last_steps=None,
+        model_directory=None,
+        steps=0,
+    )
+    print_summary(Console(file=stream, width=200), ended)
+    assert "model " not in stream.getvalue()
+    assert "training reward" not in stream.getvalue()
