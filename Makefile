@@ -58,6 +58,8 @@ test-gpu: ## the tests that need a CUDA device; says so and succeeds where there
 	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		2> /dev/null; then \
 		echo "make test-gpu: $(GPU_PYTHON) has no torch that sees a CUDA device: nothing to test"; \
+	elif [ ! -d tests/gpu ]; then \
+		echo "make test-gpu: there is no GPU test: nothing to test"; \
 	else \
 		PYTHONPATH=src:tests $(GPU_PYTHON) -m pytest -o addopts= --import-mode=importlib -ra \
 			-m gpu tests/gpu $(ARGS); code=$$?; \
