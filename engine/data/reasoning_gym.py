@@ -35,23 +35,25 @@ def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
         )
     except (TypeError, AssertionError) as error:
         raise ValueError(f"data.config does not fit task {spec.task!r}: {error}") from error
-    held_out: dict[str, dict[str, Any]] = {}
-    train: list[dict[str, Any]] = []
+    # Rows are compared as the policy sees them: a template may leave out what tells two apart.
+    held_out: dict[str, PromptRow] = {}
+    train: list[PromptRow] = []
     for index in range(num_draws):
-        entry = entries[index]
+        row = _row(entries[index], spec)
+        identity = row.messages[-1]["content"] + row.assistant_prefix
         if len(held_out) < spec.held_out_size:
-            held_out.setdefault(entry["question"], entry)
+            held_out.setdefault(identity, row)
         elif len(train) == spec.train_size:
             break
-        elif entry["question"] not in held_out:
-            train.append(entry)
+        elif identity not in held_out:
+            train.append(row)
     if len(held_out) < spec.held_out_size or len(train) < spec.train_size:
         raise ValueError(
             f"task {spec.task!r} gave {len(held_out)} distinct held-out and {len(train)} training "
             f"prompts in {num_draws} draws, of {spec.held_out_size} and {spec.train_size} wanted: "
             "lower data.held_out_size or widen data.config"
         )
-    return [_row(entry, spec) for entry in train], [_row(e, spec) for e in held_out.values()]
+    return train, list(held_out.values())
 
 
 def _row(entry: dict[str, Any], spec: ReasoningGymSpec) -> PromptRow:

@@ -109,6 +109,21 @@ def test_reasoning_gym_held_out_prompts_are_distinct_and_never_trained_on():
     assert len(train) == 200
 
 
+def test_prompts_that_read_alike_are_alike_whatever_the_task_asked():
+    # chain_sum words one sum in several ways; the template shows the sum alone.
+    spec = ReasoningGymSpec(
+        task="chain_sum",
+        config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        train_size=300,
+        held_out_size=60,
+        question_template="{expression}",
+    )
+    train, held_out = load_rows(spec)
+    asked = [row.messages[-1]["content"] for row in held_out]
+    assert len(set(asked)) == 60
+    assert not set(asked) & {row.messages[-1]["content"] for row in train}
+
+
 def test_reasoning_gym_templates_are_filled_from_the_row():
     train, _ = load_rows(
         ReasoningGymSpec(
