@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
 from support.tiny_models import write_tiny_classifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -150,7 +150,7 @@ def test_training_changed_the_policy(finished, model):
     before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     after = AutoModelForCausalLM.from_pretrained(finished.out / "model", dtype=torch.float32)
     change = max(
-        float((x - y).abs().max())
+        float((x - y).detach().abs().max())
         for x, y in zip(before.parameters(), after.parameters(), strict=True)
     )
     # Six optimizer steps of AdamW at 1e-4 move a weight by up to 6e-4 each; bf16 rounds smaller.
@@ -196,9 +196,7 @@ def test_an_interrupt_ends_the_run_after_the_step_with_everything_saved(start, m
     steps = len(run.metrics())
     assert summary["steps"] == steps
     assert (run.out / "model" / "config.json").exists()
-    assert (run.out / "checkpoints" / f"step-{steps}" / "COMMITTED").exists() or any(
-        (path / "COMMITTED").exists() for path in (run.out / "checkpoints").iterdir()
-    )
+    assert [path.name for path in (run.out / "checkpoints").glob("*/COMMITTED")] == ["COMMITTED"]
 
 
 # --- bad input, from the command line to the message ---------------------------------------
@@ -241,7 +239,7 @@ def test_an_empty_data_set_is_refused(start, model, tmp_path):
         actor__data={"type": "jsonl", "path": str(empty)},
         run__evaluation={"num_prompts": 0},
     )
-    text = refused(start, recipe, 1)
+    text = refused(start, recipe, 2)
     assert "no training prompt" in text
     assert "actor" in text
 
@@ -260,8 +258,6 @@ def test_a_reward_that_is_nan_fails_the_step_and_names_the_row(start, model, tmp
     weights = load_file(weights_file)
     head = next(name for name in weights if name.startswith("score"))
     weights[head] = torch.full_like(weights[head], float("nan"))
-    from safetensors.torch import save_file
-
     save_file(weights, weights_file, metadata={"format": "pt"})
     source = {"type": "classifier", "model": {"path": str(judge), "compute_dtype": "float32"}}
     text = refused(start, tiny_recipe(model, reward={"source": source}), 1)

@@ -20,7 +20,10 @@ ROLES = ("actor", "critic", "reference", "reward")
 
 def tiny_recipe(model: Path, **changes: Any) -> dict[str, Any]:
     """A recipe that trains a tiny model in seconds; `changes` are dotted paths with "__"."""
-    shape: dict[str, Any] = {"path": str(model), "compute_dtype": "float32"}
+
+    def shape() -> dict[str, Any]:
+        return {"path": str(model), "compute_dtype": "float32"}
+
     recipe: dict[str, Any] = {
         "run": {
             "name": "tiny",
@@ -36,7 +39,7 @@ def tiny_recipe(model: Path, **changes: Any) -> dict[str, Any]:
             "mini_batch_rows": 4,
         },
         "actor": {
-            "model": shape,
+            "model": shape(),
             "optimizer": {"learning_rate": 1e-4},
             "rollout": {"type": "hf", "max_model_len": 256},
             "data": {
@@ -46,8 +49,8 @@ def tiny_recipe(model: Path, **changes: Any) -> dict[str, Any]:
                 "held_out_size": 4,
             },
         },
-        "critic": {"model": shape, "optimizer": {"learning_rate": 1e-3}},
-        "reference": {"model": shape},
+        "critic": {"model": shape(), "optimizer": {"learning_rate": 1e-3}},
+        "reference": {"model": shape()},
         "reward": {"source": {"type": "arithmetic"}},
         "services": {role: {"threads": 1} for role in ROLES},
     }
