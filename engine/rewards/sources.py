@@ -164,7 +164,7 @@ class ClassifierReward:
                 batch["prompt_text"].strings(), batch["completion_text"].strings(), strict=True
             )
         ]
-        return self._classifier.score(self._classifier.encode(texts))
+        return self._classifier.score(self._classifier.encode(texts), progress)
 
 
 def make_reward(spec: RewardSourceSpec) -> RewardSource:
