@@ -11,3 +11,14 @@ if ! "$python" -m pip install --no-deps "$torch"; then
     "$python" -m pip install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
 fi
 "$python" -m pip install --no-deps -r "$lock"
+
+# vLLM's CPU kernels link to libnuma, which no wheel brings and a bare Debian does not have.
+if ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2> /dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+        apt-get update
+        apt-get install --yes --no-install-recommends libnuma1
+    else
+        echo "vLLM needs libnuma: install it (Debian: sudo apt-get install libnuma1), then again." >&2
+        exit 1
+    fi
+fi
