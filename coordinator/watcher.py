@@ -83,7 +83,8 @@ class Watcher:
             problem = ""
             try:
                 status = await connection.worker.GetStatus(
-                    worker_pb2.GetStatusRequest(), timeout=self._settings.status_timeout_s
+                    worker_pb2.GetStatusRequest(run_id=self._run_id),
+                    timeout=self._settings.status_timeout_s,
                 )
             except UnavailableError as error:
                 refusals += 1

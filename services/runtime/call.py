@@ -67,10 +67,15 @@ class Call:
 
         The time goes to the innermost open phase, or to "compute" when none is open; waiting for
         the thread goes to "queue".
+
+        Raises:
+            UnavailableError: the work was given up before it began.
         """
         submitted = time.monotonic()
 
         def timed() -> Result:
+            # Work that was given up while it waited must not begin.
+            self._check_wanted("queued")
             self._add("queue", time.monotonic() - submitted)
             frame = _open_frame.get()
             if frame is not None and frame.call is self:
@@ -85,13 +90,9 @@ class Call:
         """Says how far the work is. May be called from any thread, as often as one likes.
 
         Raises:
-            UnavailableError: the service ends and the work is given up.
+            UnavailableError: the service drains and the work is given up.
         """
-        if self._is_abandoned.is_set():
-            raise UnavailableError(
-                f"the service is ending: {self._operation.name} was given up at {stage!r}",
-                reason="SERVICE_DRAINING",
-            )
+        self._check_wanted(stage)
         operation = self._operation
         operation.stage, operation.done, operation.total = stage, done, total
 
@@ -138,6 +139,13 @@ class Call:
     def abandon(self) -> None:
         """Makes the next progress call raise, so that the work ends early."""
         self._is_abandoned.set()
+
+    def _check_wanted(self, stage: str) -> None:
+        if self._is_abandoned.is_set():
+            raise UnavailableError(
+                f"the service drains: {self._operation.name} was given up at {stage!r}",
+                reason="SERVICE_DRAINING",
+            )
 
     def _add(self, name: str, seconds: float) -> None:
         with self._lock:

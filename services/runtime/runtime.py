@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 1.0
 """A call that works says so this often."""
+
+HOLDER_SILENCE_S = 30.0
+"""A run whose coordinator has not been heard for this long may lose the service to another run.
+
+A coordinator that lives asks for the status every second or two.
+"""
 
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
@@ -84,10 +91,13 @@ class Runtime:
         self.is_initialized = False
         self.is_asleep = False
         self.is_draining = False
+        """Whether the process is about to end."""
         self.exit_requested = asyncio.Event()
         """Set when the process shall end."""
         self._channels: dict[str, MeshChannel] = {}
         self._calls: dict[Operation, Call] = {}
+        self._holder_heard_at = -math.inf
+        self._giving_back: asyncio.Task[None] | None = None
 
     # --- keyed calls ----------------------------------------------------------------------
 
@@ -148,6 +158,7 @@ class Runtime:
         message = cast(Message, request)
         method = message.DESCRIPTOR.full_name.removesuffix("Request")
         identity = self.ledger.check_epoch(request.key)
+        self.hear(request.key.run_id)
         known = self.ledger.find(identity, method, message)
         if known is not None:
             return known
@@ -322,7 +333,7 @@ class Runtime:
         Raises:
             UnavailableError: SERVICE_DRAINING.
         """
-        if self.is_draining:
+        if self.is_draining or self._giving_back is not None:
             raise UnavailableError(
                 f"the {self.role.name} is draining and takes no new work: wait until it is back",
                 reason="SERVICE_DRAINING",
@@ -332,7 +343,7 @@ class Runtime:
     def state(self) -> worker_pb2.WorkerState.ValueType:
         """State of the service for GetStatus."""
         running = self.ledger.running()
-        if self.is_draining:
+        if self.is_draining or self._giving_back is not None:
             return worker_pb2.WORKER_STATE_DRAINING
         if any(operation.method.endswith(".Initialize") for operation in running):
             return worker_pb2.WORKER_STATE_INITIALIZING
@@ -344,16 +355,70 @@ class Runtime:
             return worker_pb2.WORKER_STATE_READY
         return worker_pb2.WORKER_STATE_IDLE
 
-    async def finish_work(self, timeout_s: float) -> bool:
-        """Waits for work in progress; gives it up after `timeout_s`. True when all was finished."""
-        running = {_task_of(operation) for operation in self.ledger.running()}
+    def hear(self, run_id: str) -> None:
+        """Notes a sign of life of a run's coordinator."""
+        if run_id == self.run_id:
+            self._holder_heard_at = time.monotonic()
+
+    @property
+    def holder_silence_s(self) -> float:
+        """Seconds since the coordinator of the run that holds the service was last heard."""
+        if any(operation.num_listeners for operation in self._running_of(self.run_id)):
+            return 0.0
+        return time.monotonic() - self._holder_heard_at
+
+    def _running_of(self, run_id: str | None) -> list[Operation]:
+        running = self.ledger.running()
+        return [one for one in running if run_id is None or one.identity[0] == run_id]
+
+    async def finish_work(self, timeout_s: float, run_id: str | None = None) -> bool:
+        """Waits for work in progress; gives it up after `timeout_s`. True when all was finished.
+
+        Args:
+            timeout_s: how long the work may take.
+            run_id: whose work; None means everybody's.
+        """
+        running = self._running_of(run_id)
         if not running:
             return True
-        _, unfinished = await asyncio.wait(running, timeout=timeout_s)
-        for operation, call in self._calls.items():
+        _, unfinished = await asyncio.wait(
+            {_task_of(operation) for operation in running}, timeout=timeout_s
+        )
+        for operation in self._running_of(run_id):
             logger.warning("%s of %s is given up", operation.method, operation.name)
-            call.abandon()
+            if operation in self._calls:
+                self._calls[operation].abandon()
         return not unfinished
+
+    async def give_back(self, timeout_s: float, run_id: str | None = None) -> None:
+        """Ends the hold of a run on this service, so that another one can have it.
+
+        Work in progress may take timeout_s seconds more, then it is given up at its next sign of
+        progress. Until all of it has ended, new work is refused. The service does this on its own
+        behalf: it goes on when the caller is cancelled, and a second caller joins the first.
+
+        Args:
+            timeout_s: how long work may take.
+            run_id: whose work; None means everybody's.
+        """
+        if self._giving_back is None:
+            self._giving_back = asyncio.create_task(self._give_back(timeout_s, run_id))
+            self._giving_back.add_done_callback(self._gave_back)
+        await asyncio.shield(self._giving_back)
+
+    async def _give_back(self, timeout_s: float, run_id: str | None) -> None:
+        holder = self.run_id
+        if not await self.finish_work(timeout_s, run_id):
+            # Given up, but on the compute thread until its next sign of progress.
+            while running := self._running_of(run_id):
+                await asyncio.wait({_task_of(operation) for operation in running})
+        await self.forget_run()
+        logger.info("run %s no longer holds the %s", holder or "(none)", self.role.name)
+
+    def _gave_back(self, task: asyncio.Task[None]) -> None:
+        self._giving_back = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("giving run %s back failed: %s", self.run_id, error, exc_info=error)
 
     async def forget_run(self) -> None:
         """Frees what Initialize made and all experience; the service holds no run any more."""

@@ -35,11 +35,11 @@ class ToySpec(Spec):
     """Spec of the toy role."""
 
     behaviour: str = "sum"
-    """ "sum", "raise", "slow", "nan" or "produce"."""
+    """ "sum", "raise", "slow", "deaf" (slow, without progress), "nan" or "produce"."""
     num_rows: int = 4
     """Rows that "produce" makes."""
     seconds: float = 0.2
-    """How long "slow" works."""
+    """How long "slow" and "deaf" work."""
 
 
 class ToyRole(Role):
@@ -83,6 +83,8 @@ class ToyRole(Role):
                 _ = 1 / 0
             except ZeroDivisionError as error:
                 raise RuntimeError("the model is broken") from error
+        if self.spec.behaviour == "deaf":
+            time.sleep(self.spec.seconds)
         if self.spec.behaviour == "slow":
             started = time.monotonic()
             while (elapsed := time.monotonic() - started) < self.spec.seconds:

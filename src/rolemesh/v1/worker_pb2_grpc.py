@@ -84,10 +84,13 @@ class WorkerServiceServicer(object):
         """Gives the service its part of a run: loads models and data as the spec says.
 
         Keyed by `key`: a repeat returns the first answer.
+        A run keeps the service while its coordinator is heard: by keyed calls, by
+        waiting for one, or by GetStatus with its run_id. Once it has been silent for
+        30 s, Initialize of another run gives up its work, forgets it and takes over.
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
-        FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service; drain it first.
+        FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
         FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -127,7 +130,9 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Finishes what runs, refuses new work, and optionally ends the process.
+        """Finishes what runs, refuses new work, then forgets the run or ends the process.
+        Work that outlasts the deadline is given up, and the service forgets the run
+        as soon as that work has ended, though the caller has left by then.
 
         Idempotent: sets a state.
         """

@@ -42,10 +42,13 @@ class WorkerServiceStub:
     """Gives the service its part of a run: loads models and data as the spec says.
 
     Keyed by `key`: a repeat returns the first answer.
+    A run keeps the service while its coordinator is heard: by keyed calls, by
+    waiting for one, or by GetStatus with its run_id. Once it has been silent for
+    30 s, Initialize of another run gives up its work, forgets it and takes over.
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
-      FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service; drain it first.
+      FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
@@ -69,7 +72,9 @@ class WorkerServiceStub:
       FAILED_PRECONDITION (NOT_INITIALIZED): nothing to bring back.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Finishes what runs, refuses new work, and optionally ends the process.
+    """Finishes what runs, refuses new work, then forgets the run or ends the process.
+    Work that outlasts the deadline is given up, and the service forgets the run
+    as soon as that work has ended, though the caller has left by then.
 
     Idempotent: sets a state.
     """
@@ -88,10 +93,13 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Gives the service its part of a run: loads models and data as the spec says.
 
     Keyed by `key`: a repeat returns the first answer.
+    A run keeps the service while its coordinator is heard: by keyed calls, by
+    waiting for one, or by GetStatus with its run_id. Once it has been silent for
+    30 s, Initialize of another run gives up its work, forgets it and takes over.
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
-      FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service; drain it first.
+      FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -115,7 +123,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
       FAILED_PRECONDITION (NOT_INITIALIZED): nothing to bring back.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Finishes what runs, refuses new work, and optionally ends the process.
+    """Finishes what runs, refuses new work, then forgets the run or ends the process.
+    Work that outlasts the deadline is given up, and the service forgets the run
+    as soon as that work has ended, though the caller has left by then.
 
     Idempotent: sets a state.
     """
@@ -143,10 +153,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Gives the service its part of a run: loads models and data as the spec says.
 
         Keyed by `key`: a repeat returns the first answer.
+        A run keeps the service while its coordinator is heard: by keyed calls, by
+        waiting for one, or by GetStatus with its run_id. Once it has been silent for
+        30 s, Initialize of another run gives up its work, forgets it and takes over.
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
-          FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service; drain it first.
+          FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
           FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
         """
 
@@ -194,7 +207,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Finishes what runs, refuses new work, and optionally ends the process.
+        """Finishes what runs, refuses new work, then forgets the run or ends the process.
+        Work that outlasts the deadline is given up, and the service forgets the run
+        as soon as that work has ended, though the caller has left by then.
 
         Idempotent: sets a state.
         """
