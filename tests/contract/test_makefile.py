@@ -1,0 +1,27 @@
+"""What a target of the Makefile does before its own work."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("target", "work"),
+    [("quickstart", "rolemesh train"), ("bench", "tests/benchmarks/step_time.py")],
+)
+def test_targets_that_train_the_quickstart_make_its_model_first(target: str, work: str) -> None:
+    completed = subprocess.run(
+        ["make", "--dry-run", target],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    made = completed.stdout.index("rolemesh.engine.models.smollm2 --out .models/SmolLM2")
+    assert made < completed.stdout.index(work)
