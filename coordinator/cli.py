@@ -199,6 +199,9 @@ def serve(
         raise typer.Exit(EXIT_BAD_INPUT)
     # The current directory must not shadow a package.
     os.environ["PYTHONSAFEPATH"] = "1"
+    # As for the services of a run: launch.py says why.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", f"rolemesh.services.{role}", *context.args])
 

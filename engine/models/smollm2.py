@@ -9,7 +9,9 @@ once into bfloat16 safetensors with tokenizer, chat template and generation conf
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -83,14 +85,31 @@ def write_smollm2(directory: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line: `--out DIR`."""
+    """Command line: `--out DIR [--if-writable]`."""
     parser = argparse.ArgumentParser(
         prog="python -m rolemesh.engine.models.smollm2", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--if-writable",
+        action="store_true",
+        help="end well, with a warning, where the folder may not be written",
+    )
     options = parser.parse_args(arguments)
     try:
         written = write_smollm2(options.out)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        text = (
+            f"{options.out} cannot be written by user {os.geteuid()} ({error.strerror}): run as "
+            "its owner, or permit this user to write the folder above it"
+        )
+        if options.if_writable:
+            print(f"warning: {text}; recipes that name this model will not run", file=sys.stderr)
+            return 0
+        print(f"error: {text}", file=sys.stderr)
+        return 1
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

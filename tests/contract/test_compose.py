@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from rolemesh.coordinator.cli import app
+from rolemesh.coordinator.launch import service_commands
 from rolemesh.coordinator.recipe import ROLES, RedisStoreSpec
 from rolemesh.coordinator.recipe_loading import load_recipe
 from rolemesh.services.runtime.config import load_config
@@ -178,14 +181,26 @@ def test_coordinator_trains_a_recipe_of_the_repository(config: dict[str, Any]) -
 
 def test_the_quickstart_s_model_is_written_where_its_recipe_looks(config: dict[str, Any]) -> None:
     recipe = load_recipe([REPOSITORY / "recipes" / "quickstart-ppo.yaml"])
-    _, written = config["services"]["models"]["command"]
+    flag, written = config["services"]["models"]["command"][-2:]
+    assert flag == "--out"
     # Containers start in /mesh, and a recipe's paths are relative to the current directory.
     assert Path(written) == Path("/mesh") / recipe.actor.model.path
     assert "WORKDIR /mesh" in DOCKERFILE.read_text()
 
 
+def test_a_folder_of_models_that_belongs_to_the_user_does_not_hold_the_mesh_up() -> None:
+    variables = {"ROLEMESH_MODELS": "./.models"}
+    config = resolve(BASE_FILE, variables=variables)
+    # Every role waits for this container to end well, so it must not fail where it may not write.
+    assert "--if-writable" in config["services"]["models"]["command"]
+    assert config["services"]["models"]["user"] == "10001:10001"
+    owner = resolve(BASE_FILE, variables=variables | {"ROLEMESH_MODELS_USER": "1000:1000"})
+    assert owner["services"]["models"]["user"] == "1000:1000"
+    assert mounts(owner["services"]["models"])["/mesh/.models"][1]
+
+
 def test_roles_share_memory_with_each_other_by_one_owner(config: dict[str, Any]) -> None:
-    # services.runtime takes two containers for one host when they share /dev/shm and pids.
+    # engine.transport.shm takes two containers for one host when they share /dev/shm and user.
     for role in ROLES:
         assert config["services"][role]["ipc"] == "service:store"
         assert config["services"][role]["pid"] == "service:store"
@@ -355,3 +370,26 @@ def test_images_run_as_a_user_without_rights() -> None:
         line.split()[1] for line in DOCKERFILE.read_text().splitlines() if line.startswith("USER ")
     ]
     assert users == ["10001:10001", "10001:10001"]
+
+
+def test_services_start_with_the_same_environment_in_and_outside_of_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PYTHONFAULTHANDLER", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    recipe = load_recipe([REPOSITORY / "recipes" / "quickstart-ppo.yaml"])
+    launched = service_commands(recipe)("actor", tmp_path / "announce").environment
+    base = DOCKERFILE.read_text().partition(" AS base\n")[2].partition("\nFROM ")[0]
+    served: dict[str, str] = {}
+
+    def execute(path: str, arguments: list[str]) -> None:
+        served.update({name: os.environ[name] for name in names})
+
+    monkeypatch.setattr(os, "execv", execute)
+    # So that what serve sets is taken back afterwards.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert CliRunner().invoke(app, ["serve", "actor"]).exit_code == 0
+    for name in names:
+        assert f" {name}={launched[name]} " in base
+        assert served[name] == launched[name]

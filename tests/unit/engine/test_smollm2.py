@@ -30,6 +30,24 @@ def test_a_folder_that_is_there_is_left_alone(
     assert (tmp_path / "config.json").read_text() == "config.json"
 
 
+@pytest.mark.parametrize(
+    ("flags", "code", "word"), [([], 1, "error: "), (["--if-writable"], 0, "warning: ")]
+)
+def test_a_folder_that_may_not_be_written_is_named_and_may_be_left(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    code: int,
+    word: str,
+) -> None:
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: Path("never-read.gguf"))
+    # Not even root may make folders here.
+    assert smollm2.main([*flags, "--out", "/sys/models/SmolLM2"]) == code
+    told = capsys.readouterr().err
+    assert told.startswith(word)
+    assert "/sys/models/SmolLM2 cannot be written by user" in told
+
+
 @pytest.mark.slow
 def test_the_folder_holds_a_model_that_knows_a_capital(tmp_path: Path) -> None:
     target = tmp_path / "model"
