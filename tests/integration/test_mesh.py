@@ -21,6 +21,9 @@ START_S = 240
 LOSS_DEADLINE_S = 10
 """What the issue promises: a lost service ends the run within this time."""
 
+MAX_TRAFFIC_CHANGE = 0.1
+"""Counts and durations in an answer take a few bytes more when they are larger; tokens do not."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -155,6 +158,28 @@ def test_training_changed_the_policy(finished, model):
     )
     # Six optimizer steps of AdamW at 1e-4 move a weight by up to 6e-4 each; bf16 rounds smaller.
     assert change > 1e-4
+
+
+def test_a_hundred_times_the_tokens_leave_the_coordinator_s_bytes_alone(start, model):
+    last = {}
+    for max_new_tokens in (2, 200):
+        recipe = tiny_recipe(
+            model,
+            algorithm__sampling__max_new_tokens=max_new_tokens,
+            run__evaluation={"num_prompts": 0},
+        )
+        run = start(recipe)
+        assert run.wait(START_S) == 0, run.output
+        last[max_new_tokens] = run.metrics()[-1]
+    completions = {limit: record["completion_length/mean"] for limit, record in last.items()}
+    # The tiny model draws nearly evenly from its vocabulary and seldom ends by itself.
+    assert completions[200] > 50 * completions[2], completions
+    moved = {
+        limit: record["coordinator/sent_bytes"] + record["coordinator/received_bytes"]
+        for limit, record in last.items()
+    }
+    assert moved[2] > 0
+    assert abs(moved[200] / moved[2] - 1) < MAX_TRAFFIC_CHANGE, moved
 
 
 @pytest.mark.parametrize("role", ROLES)
