@@ -102,7 +102,8 @@ class Mesh:
     async def give_back(self, roles: Iterable[str], timeout_s: float) -> None:
         """Lets services that outlive the run take part in another one.
 
-        A service that fails to do so is named to the observer: the run has ended already.
+        A service that does not say so in time is named to the observer: the run has ended already,
+        and a service that still computes frees itself afterwards.
         """
 
         async def one(connection: RoleConnection) -> None:
@@ -110,7 +111,7 @@ class Mesh:
                 await connection.worker.Drain(worker_pb2.DrainRequest(), timeout=timeout_s)
             except RolemeshError as error:
                 self._observer.on_event(
-                    f"{connection.role} at {connection.address} was not given back: {error.message}"
+                    f"{connection.role} at {connection.address} may not be free yet: {error.message}"
                 )
 
         await together(one(self.connections[role]) for role in roles)

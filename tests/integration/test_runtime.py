@@ -17,8 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.services import ToyRole, make_experience, operation_key, serving
 
+from rolemesh.coordinator.connection import RoleConnection
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.watcher import Watcher, WatchSettings
 from rolemesh.engine.experience import ColumnMissingError
-from rolemesh.rpc.channel import REQUEST_ID_KEY, MeshChannel, open_channel
+from rolemesh.rpc.channel import REQUEST_ID_KEY, ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import (
     CapacityError,
     DeadlineError,
@@ -283,6 +286,30 @@ async def test_only_the_holder_s_own_status_calls_keep_its_hold() -> None:
         await worker.GetStatus(worker_pb2.GetStatusRequest(run_id="other"))
         await of_run(channel, "other")
         assert server.runtime.run_id == "other"
+
+
+async def test_a_coordinator_that_watches_keeps_its_hold() -> None:
+    async with serving() as server, open_channel(server.runtime.address) as channel:
+        await initialize(channel)
+        make_silent(server, HOLDER_SILENCE_S + 1)
+        connection = RoleConnection("toy", server.runtime.address, ChannelTraffic())
+        watcher = Watcher(
+            [connection],
+            MemoryStateStore(),
+            "run",
+            WatchSettings(interval_s=3600.0),
+            on_lost=lambda role, cause: None,
+            on_stop_request=lambda: None,
+        )
+        watching = asyncio.create_task(watcher.run())
+        await until(lambda: server.runtime.holder_silence_s < HOLDER_SILENCE_S or watching.done())
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+        await connection.close()
+        with pytest.raises(PreconditionError) as caught:
+            await of_run(channel, "other")
+        assert caught.value.reason == "ALREADY_INITIALIZED"
 
 
 async def test_of_two_runs_that_want_a_silent_run_s_service_one_gets_it() -> None:
