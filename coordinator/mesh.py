@@ -111,7 +111,7 @@ class Mesh:
                 await connection.worker.Drain(worker_pb2.DrainRequest(), timeout=timeout_s)
             except RolemeshError as error:
                 self._observer.on_event(
-                    f"{connection.role} at {connection.address} may not be free yet: {error.message}"
+                    f"{connection.role} at {connection.address} may not be free: {error.message}"
                 )
 
         await together(one(self.connections[role]) for role in roles)
