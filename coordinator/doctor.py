@@ -26,7 +26,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rolemesh.coordinator.recipe import EmbeddedStoreSpec, Recipe, StoreSpec
-from rolemesh.coordinator.session import InputError, check_paths, opened_store
+from rolemesh.coordinator.session import check_paths
+from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStoreError
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
@@ -282,9 +283,9 @@ async def check_store(spec: StoreSpec) -> Finding:
     """Whether the store answers; starts the embedded one in a folder that is then removed."""
     try:
         with tempfile.TemporaryDirectory(prefix="rolemesh-doctor-") as folder:
-            async with opened_store(spec, Path(folder)):
+            async with open_store(spec, Path(folder)):
                 return Finding(level=Level.OK, what="store", text=f"{spec.type} store answers")
-    except (StateStoreError, InputError, OSError) as error:
+    except (StateStoreError, ValueError, OSError) as error:
         return Finding(
             level=Level.FAIL,
             what="store",

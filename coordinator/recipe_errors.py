@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.state.store import masked_url
 
 _LONGEST_VALUE = 60
 _CLOSE = 0.6
@@ -181,5 +182,5 @@ def _origin(where: tuple[str, ...], origins: Mapping[tuple[str, ...], str]) -> s
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(masked_url(value) if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

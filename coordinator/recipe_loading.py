@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.recipe_errors import RecipeError, describe
+from rolemesh.coordinator.state.store import masked_url
 
 ENVIRONMENT_PREFIX = "ROLEMESH_"
 """ROLEMESH_RUN__SEED sets run.seed, and so on."""
@@ -158,7 +159,7 @@ def _from_overrides(overrides: Iterable[str]) -> _Layer:
         where = tuple(dotted.strip().split("."))
         if not equals or not all(where):
             raise RecipeError(f"--set {text}: give a field and a value, e.g. --set run.seed=7")
-        source = f"--set {text}"
+        source = f"--set {masked_url(text)}"
         _put(tree, where, _parsed(value, source), source)
         origins[where] = source
     return tree, origins

@@ -22,11 +22,9 @@ from rolemesh.coordinator.launch import (
     visible_devices,
 )
 from rolemesh.coordinator.observer import RunObserver
-from rolemesh.coordinator.recipe import EmbeddedStoreSpec, MemoryStoreSpec, Recipe, StoreSpec
+from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.runs import TrainingRun, check_directory_is_free, make_run_id
-from rolemesh.coordinator.state.embedded import EmbeddedValkey
-from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
 from rolemesh.coordinator.summary import RunSummary
 from rolemesh.engine.specs import ClassifierRewardSpec, JsonlSpec
@@ -92,7 +90,7 @@ class Session:
         saved, the second one at once.
 
         Raises:
-            InputError: The store cannot be reached.
+            InputError: The store cannot be used, or another run is being made in the folder.
             LaunchError: A service did not start.
             RunError: The run failed or was aborted.
             InterruptedEarlyError: A signal came before the run had begun.
@@ -125,7 +123,14 @@ class Session:
     async def _execute(self) -> RunSummary:
         self.directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack:
-            store = await stack.enter_async_context(opened_store(self.recipe.store, self.directory))
+            try:
+                store = await stack.enter_async_context(
+                    open_store(self.recipe.store, self.directory)
+                )
+            except StoreUnavailableError as error:
+                raise InputError(f"store.url: {error}") from error
+            except ValueError as error:
+                raise InputError(str(error)) from error
             await stack.enter_async_context(self._answering(store))
             launcher = await stack.enter_async_context(
                 Launcher(self._own_roles, service_commands(self.recipe), self.directory / "logs")
@@ -163,34 +168,6 @@ class Session:
         finally:
             place.unlink(missing_ok=True)
             await server.stop(_COORDINATOR_GRACE_S)
-
-
-@asynccontextmanager
-async def opened_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateStore]:
-    """The store that a recipe asks for, started when it is embedded, and answering.
-
-    Args:
-        spec: Section store of the recipe.
-        directory: The run's folder, which holds the data of an embedded one.
-
-    Raises:
-        InputError: Nobody answers at the URL.
-        EmbeddedStoreError: The embedded server did not start.
-    """
-    async with AsyncExitStack() as stack:
-        if isinstance(spec, MemoryStoreSpec):
-            store: StateStore = MemoryStateStore()
-        elif isinstance(spec, EmbeddedStoreSpec):
-            server = await stack.enter_async_context(EmbeddedValkey(directory / "store"))
-            store = RedisStateStore(server.url)
-        else:
-            store = RedisStateStore(spec.url)
-        stack.push_async_callback(store.close)
-        try:
-            await store.ping()
-        except StoreUnavailableError as error:
-            raise InputError(f"store.url: {error}") from error
-        yield store
 
 
 def check_paths(recipe: Recipe, roles: list[str]) -> None:

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from redis.exceptions import RedisError
+
 from rolemesh.coordinator.recipe import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.store import StateStore
+from rolemesh.coordinator.state.store import StateStore, masked_url
 
 
 @asynccontextmanager
@@ -22,6 +24,7 @@ async def open_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateSto
         directory: Folder of the run; an embedded server keeps its data in its subfolder store.
 
     Raises:
+        ValueError: The URL cannot be read, or the server refuses what it asks for.
         StoreUnavailableError: Nobody answers at the URL.
         EmbeddedStoreError: The embedded server does not start.
     """
@@ -39,7 +42,14 @@ async def open_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateSto
 async def _redis(url: str) -> AsyncIterator[RedisStateStore]:
     store = RedisStateStore(url)
     try:
-        await store.ping()
+        try:
+            await store.ping()
+        except (RedisError, TypeError) as error:
+            # TypeError: a parameter of the URL that the client does not know.
+            raise ValueError(
+                f"store.url is {masked_url(url)!r}, which cannot be used "
+                f"({type(error).__name__}: {error}): correct number and parameters"
+            ) from error
         yield store
     finally:
         await store.close()

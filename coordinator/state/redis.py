@@ -32,6 +32,7 @@ from rolemesh.coordinator.state.store import (
     StateStore,
     StoreUnavailableError,
     check_run_changes,
+    masked_url,
 )
 
 _PREFIX = "rolemesh"
@@ -89,17 +90,13 @@ class RedisStateStore(StateStore):
             url: e.g. redis://127.0.0.1:6379/0
             client: A client to use instead of one made from the URL (for tests).
             clock: Unix time in seconds.
+
+        Raises:
+            ValueError: The URL cannot be read.
         """
         self.url = url
         self._clock = clock
-        self._client = client or redis.asyncio.Redis.from_url(
-            url,
-            # RESP2: the answers of stream commands have another shape in RESP3.
-            protocol=2,
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            socket_timeout=_COMMAND_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._client = client or _client(url)
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
@@ -306,6 +303,26 @@ class RedisStateStore(StateStore):
                 )
             )
         return items
+
+
+def _client(url: str) -> redis.asyncio.Redis:
+    try:
+        return redis.asyncio.Redis.from_url(
+            url,
+            # RESP2: the answers of stream commands have another shape in RESP3.
+            protocol=2,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_timeout=_COMMAND_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        shown = masked_url(url)
+        # The cause may cite a part of the password; then it must not be chained either.
+        cause = f" ({error})" if shown == url else ""
+        raise ValueError(
+            f"store.url is {shown!r}, which cannot be read{cause}: give host, port and number, "
+            "e.g. redis://127.0.0.1:6379/0, and write special characters of a password as %XX"
+        ) from None
 
 
 def _fields(values: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,21 @@ from enum import StrEnum
 from typing import Any
 
 
+def masked_url(url: str) -> str:
+    """The URL as it may be shown: without user, password and parameters.
+
+    Works on what is no valid URL as well, and masks too much rather than too little. A text
+    without // is no URL and stays as it is.
+    """
+    scheme, separator, rest = url.partition("//")
+    place, question, parameters = rest.partition("?")
+    if "@" in parameters:
+        # Either a password with a ? in it or a parameter with an @ in it.
+        return f"{scheme}{separator}***"
+    _, at, host = place.rpartition("@")
+    return f"{scheme}{separator}{at and '***@'}{host}{question and '?***'}"
+
+
 class StateStoreError(Exception):
     """Something that a store refuses or cannot do."""
 
@@ -23,9 +38,9 @@ class StoreUnavailableError(StateStoreError):
     """The store does not answer."""
 
     def __init__(self, url: str, cause: BaseException) -> None:
-        self.url = url
+        self.url = masked_url(url)
         super().__init__(
-            f"the store at {url} does not answer ({type(cause).__name__}: {cause}): start it, "
+            f"the store at {self.url} does not answer ({type(cause).__name__}: {cause}): start it, "
             "correct store.url in the recipe, or use store.type=embedded, which needs no server"
         )
 

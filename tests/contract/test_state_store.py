@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -266,3 +267,38 @@ async def test_opening_an_unreachable_store_is_refused_at_once(tmp_path: Path) -
     with pytest.raises(StoreUnavailableError, match=r"redis://127\.0\.0\.1:1/0"):
         async with open_store(spec, tmp_path):
             pass
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:x/0", "redis://h:x/0"),
+        ("redis://user:secret@h:99999/0", "redis://***@h:99999/0"),
+        ("redis://:sec/ret@h:1/0", "redis://***@h:1/0"),
+        ("redis://:sec?ret@h:x/0", "redis://***"),
+        ("redis://h:x/0?password=secret", "redis://h:x/0?***"),
+        ("redis://127.0.0.1:PORT/0?colour=secret", "redis://127.0.0.1:PORT/0?***"),
+        ("redis://user:secret@127.0.0.1:PORT/99", "redis://***@127.0.0.1:PORT/99"),
+    ],
+)
+async def test_a_url_that_cannot_be_used_is_refused_without_its_password(
+    tmp_path: Path, url: str, shown: str
+) -> None:
+    async with EmbeddedValkey(tmp_path) as server:
+        port = server.url.split(":")[2].partition("/")[0]
+        url, shown = (text.replace("PORT", port) for text in (url, shown))
+        with pytest.raises((ValueError, StoreUnavailableError)) as refused:
+            async with open_store(RedisStoreSpec(url=url), tmp_path):
+                pass
+    assert shown in str(refused.value)
+    told = "".join(traceback.format_exception(refused.value))
+    assert not any(part in told for part in ("secret", "sec/", "sec?", "ret@"))
+
+
+async def test_an_unreachable_store_is_told_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailableError) as refused:
+        async with open_store(RedisStoreSpec(url="redis://me:secret@127.0.0.1:1/0"), tmp_path):
+            pass
+    assert "redis://***@127.0.0.1:1/0" in str(refused.value)
+    # The coordinator's own service hands it on as metadata.
+    assert refused.value.url == "redis://***@127.0.0.1:1/0"

@@ -115,8 +115,23 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
             ["--set", "store.type=redis", "--set", "store.url=redis://127.0.0.1:1/0"],
             "store.url: the store at redis://127.0.0.1:1/0 does not answer",
         ),
+        (
+            ["--set", "store.type=redis", "--set", "store.url=redis://me:secret@h:x/0"],
+            "store.url is 'redis://***@h:x/0', which cannot be read",
+        ),
+        (
+            ["--set", "store.type=redis", "--set", "store.url=http://me:secret@h/0"],
+            "store.url is 'http://***@h/0'",
+        ),
     ],
-    ids=["unknown-key", "wrong-value", "missing-model", "store-unreachable"],
+    ids=[
+        "unknown-key",
+        "wrong-value",
+        "missing-model",
+        "store-unreachable",
+        "store-url-unreadable",
+        "store-url-of-another-kind",
+    ],
 )
 async def test_bad_input_is_one_message_and_exit_code_2(
     recipe_file: Path, tmp_path: Path, arguments: list[str], message: str
@@ -126,6 +141,7 @@ async def test_bad_input_is_one_message_and_exit_code_2(
     assert errors.startswith("error: ")
     assert message in errors
     assert "Traceback" not in errors
+    assert "secret" not in errors
     assert len(errors.splitlines()) == 1
 
 
