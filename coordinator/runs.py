@@ -126,6 +126,7 @@ class TrainingRun:
         self._loop: TrainingLoop | None = None
         self._early_end = _EarlyEnd()
         self._is_stop_requested = False
+        self._git_commit: str | None = None
 
     # --- wishes and news from outside ---
 
@@ -181,6 +182,7 @@ class TrainingRun:
             StateStoreError: The store failed.
         """
         started = time.monotonic()
+        self._git_commit = await git_commit()
         self.directory.mkdir(parents=True, exist_ok=True)
         resolved = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
         write_atomically(self.directory / "config.yaml", resolved)
@@ -215,8 +217,7 @@ class TrainingRun:
             failure = error
             raise
         finally:
-            writer.close()
-            summary = await self._conclude(failure, mesh, loop, journal, started)
+            summary = await self._conclude(failure, mesh, loop, journal, writer, started)
         return summary
 
     async def _live(self, mesh: Mesh, journal: Journal, loop: TrainingLoop) -> None:
@@ -293,9 +294,14 @@ class TrainingRun:
         mesh: Mesh,
         loop: TrainingLoop,
         journal: Journal,
+        writer: MetricsWriter,
         started: float,
     ) -> RunSummary:
-        """Writes down how the run ended, as far as that still works."""
+        """Writes down how the run ended, as far as that still works.
+
+        What does not work is raised only where nothing failed before: the first failure is the
+        one to tell, and a full disk or a lost store may be what it was.
+        """
         if failure is None:
             state = RunState.SUCCEEDED if loop.step == self.recipe.run.steps else RunState.STOPPED
         elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
@@ -322,23 +328,35 @@ class TrainingRun:
             seconds=time.monotonic() - started,
             seconds_by_phase=dict(loop.seconds),
             versions={"coordinator": coordinator_versions(), **roles},
-            git_commit=await git_commit(),
+            git_commit=self._git_commit,
             coordinator_traffic=traffic_totals(mesh.traffic),
             directory=self.directory,
             model_directory=loop.model_directory,
         )
-        summary.write()
-        try:
+
+        async def write_record() -> None:
             await self._store.update_run(
                 self.run_id, epoch=journal.epoch, state=state, failure=reason
             )
             for connection in mesh.connections.values():
                 await self._store.remove_service(connection.role, connection.address)
-        except StateStoreError as error:
-            if failure is None:
-                raise
-            # The first failure is the one to tell; the store may be what failed.
-            self._observer.on_event(f"the end of the run could not be recorded: {error}")
+
+        async def write_files() -> None:
+            try:
+                writer.close()
+            finally:
+                summary.write()
+
+        unwritten: StateStoreError | OSError | None = None
+        # The record first: the store may be on another disk than the folder.
+        for write in (write_record, write_files):
+            try:
+                await write()
+            except (StateStoreError, OSError) as error:
+                self._observer.on_event(f"the end of the run could not be recorded: {error}")
+                unwritten = unwritten or error
+        if failure is None and unwritten is not None:
+            raise unwritten
         return summary
 
 

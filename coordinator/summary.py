@@ -19,6 +19,9 @@ from rolemesh.rpc.channel import ChannelTraffic
 NUM_AVERAGED_STEPS = 3
 """Steps at the start and at the end whose mean reward is reported."""
 
+_GIT_TIMEOUT_S = 2.0
+"""Longest wait for git, which may hang on a network disk."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
@@ -116,7 +119,10 @@ def coordinator_versions() -> dict[str, str]:
 
 
 async def git_commit() -> str | None:
-    """Commit of the checkout that rolemesh runs from; None when it is an installed package."""
+    """Commit of the checkout that rolemesh runs from.
+
+    None when it is an installed package, or git is not there or does not answer in time.
+    """
     source = Path(__file__).parent
     if "site-packages" in source.parts:
         # Another project's checkout may lie around it.
@@ -128,10 +134,18 @@ async def git_commit() -> str | None:
             str(source),
             "rev-parse",
             "HEAD",
+            stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
-    except FileNotFoundError:
+    except OSError:
         return None
-    output, _ = await process.communicate()
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _GIT_TIMEOUT_S)
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return output.decode().strip() if process.returncode == 0 else None

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.checkpoints import Checkpoints
-from rolemesh.coordinator.dataflow import Dataflow
+from rolemesh.coordinator.dataflow import Dataflow, Node
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.evaluation import Evaluation, evaluate
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.mesh import Mesh
-from rolemesh.coordinator.metrics import MetricsWriter, dataflow_traffic, step_record, traffic_since
+from rolemesh.coordinator.metrics import (
+    MetricsWriter,
+    dataflow_traffic,
+    phase_seconds,
+    step_record,
+    traffic_since,
+)
 from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.recipe import Recipe
@@ -141,42 +147,48 @@ class TrainingLoop:
         return found
 
     async def _make_step(self, step: int) -> None:
-        record = await self._train(step)
+        before = dataflow_traffic(self._mesh.traffic)
+        nodes, seconds = await self._train(step)
         evaluation = self._recipe.run.evaluation
         is_due = step == self._recipe.run.steps or (
             evaluation.every_steps > 0 and step % evaluation.every_steps == 0
         )
+        record: dict[str, float] = {}
         try:
+            try:
+                await self._mesh.release(self._journal.run_id, step)
+            finally:
+                # Releasing is traffic of the step, but none of its time.
+                traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
+                record |= step_record(step, nodes, seconds, traffic)
             if is_due and not self.is_stop_requested:
                 self.after = await self._evaluate()
                 if self.after is not None:
                     record |= self.after.scalars()
         finally:
-            # The step is made, whatever became of its evaluation.
+            # The step is made, whatever became of its release and its evaluation.
             self.records.append(record)
             await self._writer.write_step(record)
             await self._update_record(step=step, metrics=record)
             self._observer.on_step(record)
 
-    async def _train(self, step: int) -> dict[str, float]:
+    async def _train(self, step: int) -> tuple[Sequence[Node], float]:
+        """Makes and commits a step; returns its nodes and its seconds."""
         count = self._recipe.run.prompts_per_step
         self.activity = f"step {step}"
-        started, before = time.monotonic(), dataflow_traffic(self._mesh.traffic)
+        started = time.monotonic()
         context = self._context(step)
         async with context.dataflow:
             start_step(self._algorithm, PromptBatch(start=(step - 1) * count, count=count), context)
         versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
         await self._journal.commit(step, {"policy_versions": versions})
-        await self._mesh.release(self._journal.run_id, step)
+        # From here on the step counts, whatever goes wrong after.
         self.step = step
-        nodes = context.dataflow.nodes
-        traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
-        record = step_record(step, nodes, time.monotonic() - started, traffic)
+        seconds, nodes = time.monotonic() - started, context.dataflow.nodes
+        for phase, spent in phase_seconds(nodes).items():
+            self.seconds[phase] += spent
         self._writer.write_graph(step, nodes)
-        for name, value in record.items():
-            if name.startswith("time/") and name != "time/step":
-                self.seconds[name.removeprefix("time/")] += value
-        return record
+        return nodes, seconds
 
     async def _save_checkpoint(self) -> None:
         with self._phase("checkpoint", f"checkpoint of step {self.step}"):

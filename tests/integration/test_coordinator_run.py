@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
+import os
 import statistics
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from support.fake_roles import (
@@ -26,6 +29,7 @@ from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.runs import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, StateStore, StoreUnavailableError
+from rolemesh.coordinator.summary import git_commit
 from rolemesh.coordinator.watcher import WatchSettings
 from rolemesh.rpc.errors import PreconditionError
 
@@ -446,3 +450,65 @@ async def test_a_coordinator_that_lost_its_run_stops_writing(tmp_path: Path) -> 
         with pytest.raises(Exception, match="epoch 1 is stale"):
             await task
     assert (await store.get_run(run.run_id)).step == 0
+
+
+async def test_a_committed_step_counts_and_is_written_though_its_release_fails(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].failures["Release"] = PreconditionError("no", reason="BROKEN")
+        recipe = fake_recipe(evaluation={"num_prompts": 0})
+        run = make_run(mesh, tmp_path, recipe, store)
+        with pytest.raises(RunError, match="step 1 failed on actor"):
+            await run.execute()
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1]
+    assert [graph["step"] for graph in read_lines(tmp_path / "dataflow.jsonl")] == [1]
+    assert (await store.get_run(run.run_id)).step == 1
+
+
+def spoil_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rolemesh.coordinator.metrics.MetricsWriter.close", full)
+    monkeypatch.setattr("rolemesh.coordinator.summary.RunSummary.write", full)
+
+
+async def test_a_full_disk_at_the_end_does_not_hide_why_the_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, recorder = MemoryStateStore(), Recorder()
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].failures["Update"] = PreconditionError("oh", reason="BROKEN")
+        run = make_run(mesh, tmp_path, fake_recipe(), store, observer=recorder)
+        spoil_files(monkeypatch)
+        with pytest.raises(RunError, match=r"actor\.update failed"):
+            await run.execute()
+    assert (await store.get_run(run.run_id)).state is RunState.FAILED
+    assert any("could not be recorded: [Errno 28]" in event for event in recorder.events)
+
+
+async def test_a_full_disk_at_the_end_of_a_good_run_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh() as mesh:
+        run = make_run(mesh, tmp_path, fake_recipe(steps=1), store)
+        spoil_files(monkeypatch)
+        with pytest.raises(OSError, match="No space left"):
+            await run.execute()
+    assert (await store.get_run(run.run_id)).state is RunState.SUCCEEDED
+
+
+async def test_a_git_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git = tmp_path / "git"
+    git.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("rolemesh.coordinator.summary._GIT_TIMEOUT_S", 0.5)
+    assert await git_commit() is None
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

@@ -260,6 +260,9 @@ class FakeRole(
             yield response
 
     async def Release(self, request: Any, context: Any) -> Any:
+        if "Release" in self.failures:
+            status = to_status(self.failures["Release"], metadata={"role": self.role, "rank": "0"})
+            await context.abort_with_status(rpc_status.to_status(status))
         self.released_through = request.through_step
         return experience_pb2.ReleaseResponse()
 
