@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import importlib.util
 import logging
@@ -24,6 +25,7 @@ from rolemesh.coordinator.console import (
     LiveConsole,
     LoggingObserver,
     PlainConsole,
+    SturdyConsole,
     print_summary,
 )
 from rolemesh.coordinator.doctor import Level, diagnose
@@ -91,6 +93,8 @@ def train(
         logging.getLogger(__name__).critical("unexpected", exc_info=error)
         text = f"a fault of rolemesh itself: {type(error).__name__}: {error} (--verbose says where)"
         _fail(text, EXIT_FAILED, error, as_json=as_json, verbose=verbose)
+    finally:
+        _let_go_of_dead_streams()
     raise typer.Exit(code)
 
 
@@ -103,7 +107,7 @@ def _run_directory(recipe: Recipe, out: Path | None) -> Path:
 
 
 def _train(recipe: Recipe, directory: Path, *, as_json: bool) -> int:
-    console = Console()
+    console = SturdyConsole()
     shown: JsonConsole | LiveConsole | PlainConsole
     if as_json:
         shown = JsonConsole()
@@ -111,18 +115,21 @@ def _train(recipe: Recipe, directory: Path, *, as_json: bool) -> int:
         shown = LiveConsole(console)
     else:
         shown = PlainConsole()
+    observer = LoggingObserver(shown)
     try:
-        session = Session(recipe, directory, LoggingObserver(shown))
+        session = Session(recipe, directory, observer)
         _log_to(session.directory / "logs" / "coordinator.log")
-        shown.on_event(f"{session.run_id}: files and logs in {session.directory}")
+        observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
         try:
             summary = asyncio.run(session.execute())
         except BaseException as error:
             logging.getLogger(__name__).error("the run ends: %s", error, exc_info=error)
             raise
     finally:
-        shown.close()
-    _show_summary(summary, shown, console)
+        with contextlib.suppress(OSError):
+            # On a terminal that is gone; whatever could not be shown is in the log.
+            shown.close()
+    observer.show(lambda: _show_summary(summary, shown, console))
     if session.is_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if summary.state is RunState.FAILED else 0
@@ -159,14 +166,28 @@ def _exit_code(error: Exception) -> int:
 def _fail(
     text: str, code: int, error: Exception, *, as_json: bool = False, verbose: bool = False
 ) -> NoReturn:
-    if as_json:
-        JsonConsole().write("error", {"text": text, "exit_code": code})
-    if verbose:
-        import traceback
+    with contextlib.suppress(OSError):
+        # Nobody reads it any more; the exit code still tells.
+        if as_json:
+            JsonConsole().write("error", {"text": text, "exit_code": code})
+    with contextlib.suppress(OSError):
+        if verbose:
+            import traceback
 
-        traceback.print_exception(error)
-    print(f"error: {text}", file=sys.stderr)
+            traceback.print_exception(error)
+        print(f"error: {text}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def _let_go_of_dead_streams() -> None:
+    """Python flushes once more at its end, and would turn what is left into an exit code of 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 @app.command(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -174,11 +176,24 @@ class LiveConsole:
         self._live.stop()
 
 
+class SturdyConsole(Console):
+    """A console that raises BrokenPipeError where rich's own would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class LoggingObserver:
-    """Hands everything on, and keeps a line of it in the coordinator's log."""
+    """Hands everything on, and keeps a line of it in the coordinator's log.
+
+    Nobody may be there to see it any more, a closed terminal or an ended `| tee` for one: what
+    cannot be shown is logged alone, for a run must not end because nobody watches it.
+    """
 
     def __init__(self, shown: RunObserver) -> None:
         self._shown = shown
+        self._is_seen = True
         self._stages: dict[str, str] = {}
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
@@ -187,17 +202,27 @@ class LoggingObserver:
             self._stages[role] = stage
             if stage:
                 logger.info("%s: %s", role, stage)
-        self._shown.on_phase(role, stage, done, total)
+        self.show(lambda: self._shown.on_phase(role, stage, done, total))
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """Logs the whole record."""
         logger.info("step %d: %s", int(record["step"]), json.dumps(dict(record)))
-        self._shown.on_step(record)
+        self.show(lambda: self._shown.on_step(record))
 
     def on_event(self, text: str) -> None:
         """Logs the text."""
         logger.info("%s", text)
-        self._shown.on_event(text)
+        self.show(lambda: self._shown.on_event(text))
+
+    def show(self, show: Callable[[], None]) -> None:
+        """Shows something, as long as that works."""
+        if not self._is_seen:
+            return
+        try:
+            show()
+        except OSError as error:
+            self._is_seen = False
+            logger.warning("the console is gone (%s): from here on, this log alone tells", error)
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from rolemesh.engine.specs import ClassifierRewardSpec, JsonlSpec
 COORDINATOR_FILE = "coordinator.json"
 """In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
 
+_LOCK_FILE = "coordinator.lock"
 _COORDINATOR_GRACE_S = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -87,7 +89,7 @@ class Session:
         """Makes the run; afterwards no process of it is left.
 
         The first SIGINT, SIGTERM or SIGHUP ends it after the step in progress with everything
-        saved, the second one at once.
+        saved, the second one at once. A signal that the process ignores stays ignored.
 
         Raises:
             InputError: The store cannot be used, or another run is being made in the folder.
@@ -97,7 +99,9 @@ class Session:
         """
         loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._execute())
-        for number in _STOP_SIGNALS:
+        # Whoever started us may want a signal ignored: nohup, or a shell's background job.
+        heeded = [n for n in _STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        for number in heeded:
             loop.add_signal_handler(number, self._interrupt)
         try:
             return await self._task
@@ -106,7 +110,7 @@ class Session:
                 raise InterruptedEarlyError("ended before the run had begun") from None
             raise
         finally:
-            for number in _STOP_SIGNALS:
+            for number in heeded:
                 loop.remove_signal_handler(number)
 
     def _interrupt(self) -> None:
@@ -123,7 +127,10 @@ class Session:
     async def _execute(self) -> RunSummary:
         self.directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack:
+            stack.enter_context(_held(self.directory))
             try:
+                # A run may have come and gone since the first look.
+                check_directory_is_free(self.directory)
                 store = await stack.enter_async_context(
                     open_store(self.recipe.store, self.directory)
                 )
@@ -168,6 +175,30 @@ class Session:
         finally:
             place.unlink(missing_ok=True)
             await server.stop(_COORDINATOR_GRACE_S)
+
+
+@contextlib.contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Holds the folder against another session, until the end of the block or of the process.
+
+    Raises:
+        InputError: Another session holds it, or its file system has no locks.
+    """
+    # The file stays: whoever removed it would take the name from under a waiting session's lock.
+    with (directory / _LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"run.directory: another run is being made in {directory}: choose another folder "
+                "with --out, or wait until it has ended"
+            ) from error
+        except OSError as error:
+            raise InputError(
+                f"run.directory: {directory} cannot be locked ({error.strerror}): choose a folder "
+                "on a file system with locks"
+            ) from error
+        yield
 
 
 def check_paths(recipe: Recipe, roles: list[str]) -> None:

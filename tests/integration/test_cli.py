@@ -8,12 +8,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
-from support.fake_roles import FakeMesh, fake_mesh, fake_recipe
+from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.cli"]
 STEPS = 4
@@ -34,15 +34,29 @@ def recipe_file(tmp_path: Path, mesh: FakeMesh) -> Path:
     return path
 
 
-async def start(*arguments: str | Path, folder: Path) -> asyncio.subprocess.Process:
+@pytest.fixture(autouse=True)
+def _interrupts_are_heeded() -> Iterator[None]:
+    """Children inherit what is ignored, e.g. when the tests run in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+async def start(
+    *arguments: str | Path,
+    folder: Path,
+    output: int = asyncio.subprocess.PIPE,
+    before: Sequence[str] = (),
+) -> asyncio.subprocess.Process:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
     return await asyncio.create_subprocess_exec(
+        *before,
         *ROLEMESH,
         *map(str, arguments),
         cwd=folder,
         env={**environment, "COLUMNS": "200"},
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=output,
         stderr=asyncio.subprocess.PIPE,
     )
 
@@ -215,6 +229,69 @@ async def test_interrupt_ends_after_the_step_with_everything_saved(
     assert (summary["type"], summary["state"]) == ("summary", "stopped")
     assert summary["steps"] >= 1
     assert summary["model_directory"] == str(tmp_path / "run/model")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["plain", "json"])
+async def test_a_reader_that_goes_away_does_not_end_the_run(
+    recipe_file: Path, tmp_path: Path, mesh: FakeMesh, arguments: list[str]
+) -> None:
+    gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+    reading, writing = os.pipe()
+    process = await start(
+        "train", recipe_file, "--out", "run", *arguments, folder=tmp_path, output=writing
+    )
+    os.close(writing)
+    try:
+        await until(lambda: "actor.Update" in mesh.running)
+        os.close(reading)
+        gate.set()
+        _, errors = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert (process.returncode, errors) == (0, b"")
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == STEPS
+    assert (tmp_path / "run/model").is_dir()
+    log = (tmp_path / "run/logs/coordinator.log").read_text()
+    assert log.count("the console is gone") == 1
+    assert f"step {STEPS}: " in log
+
+
+async def test_a_closed_terminal_does_not_end_the_run(
+    recipe_file: Path, tmp_path: Path, mesh: FakeMesh
+) -> None:
+    gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+    master, terminal = os.openpty()
+    process = await start("train", recipe_file, "--out", "run", folder=tmp_path, output=terminal)
+    os.close(terminal)
+    try:
+        await until(lambda: "actor.Update" in mesh.running)
+        os.close(master)
+        gate.set()
+        await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == STEPS
+
+
+async def test_a_signal_that_the_caller_ignores_stays_ignored(
+    recipe_file: Path, tmp_path: Path, mesh: FakeMesh
+) -> None:
+    gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+    process = await start("train", recipe_file, "--out", "run", folder=tmp_path, before=("nohup",))
+    try:
+        await until(lambda: "actor.Update" in mesh.running)
+        process.send_signal(signal.SIGHUP)
+        gate.set()
+        await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("succeeded", STEPS)
 
 
 async def test_unknown_role_is_refused_with_a_suggestion(tmp_path: Path) -> None:

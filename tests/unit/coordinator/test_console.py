@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
+import logging
+import os
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from rolemesh.coordinator.console import (
@@ -13,6 +18,7 @@ from rolemesh.coordinator.console import (
     LiveConsole,
     LoggingObserver,
     PlainConsole,
+    SturdyConsole,
     print_summary,
 )
 from rolemesh.coordinator.evaluation import Evaluation
@@ -114,6 +120,41 @@ def test_logging_observer_hands_everything_on() -> None:
     observer.on_event("hello")
     observer.on_step(RECORD)
     assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_a_console_that_is_gone_is_logged_once_and_never_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class GoneConsole(PlainConsole):
+        calls = 0
+
+        def on_event(self, text: str) -> None:
+            self.calls += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    shown = GoneConsole()
+    observer = LoggingObserver(shown)
+    with caplog.at_level(logging.INFO):
+        observer.on_event("hello")
+        observer.on_step(RECORD)
+        observer.on_phase("actor", "start", 0, 0)
+        observer.show(lambda: shown.on_event("summary"))
+    assert shown.calls == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("the console is gone" in message for message in messages) == 1
+    assert any(message.startswith("step 3: ") for message in messages)
+
+
+def test_a_broken_pipe_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    try:
+        with pytest.raises(BrokenPipeError):
+            print_summary(SturdyConsole(file=stream), summary(tmp_path))
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
 
 
 def test_summary_tells_before_after_files_and_curves(tmp_path: Path) -> None:
