@@ -224,6 +224,20 @@ def test_an_interrupt_ends_the_run_after_the_step_with_everything_saved(start, m
     assert [path.name for path in (run.out / "checkpoints").glob("*/COMMITTED")] == ["COMMITTED"]
 
 
+def test_a_sequence_classifier_judges_as_a_service_of_its_own(start, model, tmp_path):
+    judge = write_tiny_classifier(tmp_path / "judge", seed=4)
+    source = {"type": "classifier", "model": {"path": str(judge), "compute_dtype": "float32"}}
+    run = start(tiny_recipe(model, reward={"source": source}))
+    assert run.wait(START_S) == 0, run.output
+    steps = run.metrics()
+    assert len(steps) == 2
+    # A random head: no two texts get one logit, and none of them is told to be 0.
+    assert all(record["reward/std"] > 0 for record in steps)
+    assert all(
+        record["reward/min"] < record["reward/mean"] < record["reward/max"] for record in steps
+    )
+
+
 # --- bad input, from the command line to the message ---------------------------------------
 
 
