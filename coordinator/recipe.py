@@ -76,12 +76,18 @@ class PpoSpec(Spec):
     """Trajectories of one optimizer step."""
 
     @model_validator(mode="after")
-    def _check_temperature(self) -> Self:
+    def _check_sampling(self) -> Self:
         if self.policy_loss.temperature != self.sampling.temperature:
             raise ValueError(
                 f"policy_loss.temperature is {self.policy_loss.temperature} but "
                 f"sampling.temperature is {self.sampling.temperature}: give both the same value, "
                 "or the ratio compares two different distributions"
+            )
+        if self.sampling.top_p != 1.0 or self.sampling.top_k != -1:
+            raise ValueError(
+                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is "
+                f"{self.sampling.top_k}: training needs 1.0 and -1; the sampler's log-probs would "
+                "be those of a cut distribution, and the trainer's those of the whole one"
             )
         return self
 

@@ -245,7 +245,12 @@ class TrainingRun:
                 watching.cancel()
                 await asyncio.wait({watching})
                 # Services that were not started for this run are there for the next one.
-                lasting = [r for r in self._roles if self.recipe.service(r).address is not None]
+                lasting = [
+                    role
+                    for role in self._roles
+                    # A service that refused this run may hold another one.
+                    if self.recipe.service(role).address is not None and role in mesh.facts
+                ]
                 await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
             await mesh.close()
 

@@ -37,7 +37,8 @@ def _identity(row: PromptRow) -> str:
 
 def _read(path: Path, field: str, spec: JsonlSpec) -> list[PromptRow]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: it also cuts at separators that JSON strings may hold.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ValueError(f"{field} {path} cannot be read ({error.strerror}): check it") from error
     rows = []
@@ -55,11 +56,19 @@ def _read(path: Path, field: str, spec: JsonlSpec) -> list[PromptRow]:
             PromptRow(
                 messages=_messages(record["prompt"], where, spec.system_prompt),
                 assistant_prefix=spec.assistant_prefix,
-                answer=str(record.get("answer", "")),
+                answer=_answer(record.get("answer"), where),
                 metadata=json.dumps(record),
             )
         )
     return rows
+
+
+def _answer(answer: Any, where: str) -> str:
+    if answer is None:
+        return ""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"{where}: 'answer' must be text or a number")
+    return str(answer)
 
 
 def _messages(prompt: Any, where: str, system_prompt: str | None) -> list[Message]:

@@ -151,10 +151,10 @@ class ClassifierReward:
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
     full_score: float | None = None
 
-    def __init__(self, spec: ClassifierRewardSpec) -> None:
+    def __init__(self, spec: ClassifierRewardSpec, device: torch.device) -> None:
         from rolemesh.engine.models.classifier import Classifier
 
-        self._classifier = Classifier(spec.model, label=spec.label)
+        self._classifier = Classifier(spec.model, label=spec.label, device=device)
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
@@ -167,10 +167,10 @@ class ClassifierReward:
         return self._classifier.score(self._classifier.encode(texts), progress)
 
 
-def make_reward(spec: RewardSourceSpec) -> RewardSource:
-    """Builds the reward that the spec describes."""
+def make_reward(spec: RewardSourceSpec, device: torch.device) -> RewardSource:
+    """Builds the reward that the spec describes; a model of its own goes to the device."""
     if isinstance(spec, ArithmeticRewardSpec):
         return ArithmeticReward(spec)
     if isinstance(spec, ReasoningGymRewardSpec):
         return ReasoningGymReward()
-    return ClassifierReward(spec)
+    return ClassifierReward(spec, device)

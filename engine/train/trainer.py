@@ -130,7 +130,19 @@ class Trainer:
     def forward_backward_with_outputs(
         self, batch: Experience, loss_spec: LossSpec, progress: Progress | None = None
     ) -> tuple[dict[str, float], Experience]:
-        """As `forward_backward`; also returns the column logprobs or values of its forward."""
+        """As `forward_backward`; also returns the column logprobs or values of its forward.
+
+        Whatever fails drops all gradients, so that a repeat does not add to a part of its own.
+        """
+        try:
+            return self._accumulate(batch, loss_spec, progress)
+        except BaseException:
+            self.drop_gradients()
+            raise
+
+    def _accumulate(
+        self, batch: Experience, loss_spec: LossSpec, progress: Progress | None
+    ) -> tuple[dict[str, float], Experience]:
         loss = make_loss(loss_spec)
         if batch.num_rows == 0:
             raise ValueError("the batch has 0 rows: give at least one")
@@ -337,7 +349,6 @@ class Trainer:
     def _check_finite(self, loss: torch.Tensor, metrics: Mapping[str, float]) -> None:
         number = float(loss.detach())
         if not math.isfinite(number):
-            self.drop_gradients()
             raise LossNotFiniteError(
                 f"loss is {number} (metrics {dict(metrics)}): gradients were dropped, weights "
                 "not touched; look for rewards, advantages or log-probs that are not finite"

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from rolemesh.engine.specs import ComputeDtype
-from rolemesh.engine.weights.folders import whole_folder
+from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -46,7 +46,11 @@ def write_model_folder(
         weights: by Hugging Face name, tied ones once.
         source: folder that the model came from; tokenizer and generation config are copied.
         dtype: type of the saved weights.
+
+    Raises:
+        FolderExistsError: something is there that is not an older export.
     """
+    _check_replaceable(directory)
     saved_dtype: torch.dtype = getattr(torch, dtype)
     with whole_folder(directory, replace=True) as temporary:
         save_torch_state_dict(
@@ -65,3 +69,17 @@ def write_model_folder(
         for name in COMPANION_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Refuses to replace anything but an empty folder or a flat folder of one model."""
+    if not directory.exists():
+        return
+    entries = list(directory.iterdir()) if directory.is_dir() else []
+    is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    if directory.is_dir() and (not entries or (is_model and all(e.is_file() for e in entries))):
+        return
+    raise FolderExistsError(
+        f"directory {str(directory)!r} exists and is not the folder of one exported model, which "
+        "alone is replaced: give a fresh folder"
+    )

@@ -57,6 +57,7 @@ class ActorRole(ModelRole):
         self._backend: RolloutBackend | None = None
         self._prompts: PromptSet | None = None
         self._tokenizer: Any = None
+        self._is_sampler_stale = False
 
     def initialize(
         self, spec: ActorSpec, run_seed: int, progress: ProgressCallback
@@ -116,10 +117,16 @@ class ActorRole(ModelRole):
 
     def bring_weights(self) -> bool:
         """Brings the trainer's weights to the sampler; False when it has them already."""
-        if self.backend.policy_version == self.trainer.policy_version:
+        is_current = self.backend.policy_version == self.trainer.policy_version
+        if is_current and not self._is_sampler_stale:
             return False
         self.backend.update_weights(self.trainer.named_weights(), self.trainer.policy_version)
+        self._is_sampler_stale = False
         return True
+
+    def weights_replaced(self) -> None:
+        """The sampler must take the loaded weights even when their version is the one it has."""
+        self._is_sampler_stale = True
 
     def generate(
         self,

@@ -12,6 +12,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.rewards.sources import RewardSource, checked, make_reward, reward_metrics
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.runtime.model_role import default_device
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
@@ -40,7 +41,7 @@ class RewardRole(Role):
     ) -> InitializeResult:
         """Builds the source, and loads its model when it has one."""
         progress("load reward", 0, 1)
-        self._source = make_reward(spec.source)
+        self._source = make_reward(spec.source, default_device())
         progress("load reward", 1, 1)
         return InitializeResult(facts={"reward.source": spec.source.type})
 
@@ -87,9 +88,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             column = Experience({"rewards": Column(ColumnKind.ROW, rewards)})
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(request.key, column),
-                report=call.report(
-                    reward_metrics(rewards, source.full_score), request.experience.num_rows
-                ),
+                report=call.report(reward_metrics(rewards, source.full_score), 0),
             )
 
         async def inline(call: Call) -> Message:

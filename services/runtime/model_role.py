@@ -56,6 +56,9 @@ class ModelRole(Role):
         """Version of the weights; 0 before Initialize."""
         return 0 if self._trainer is None else self._trainer.policy_version
 
+    def weights_replaced(self) -> None:
+        """Told after a checkpoint was loaded: equal versions need not mean equal weights now."""
+
     def sleep(self) -> int:
         """Moves weights and optimizer state to host memory."""
         return self.trainer.move_to(torch.device("cpu"))

@@ -124,13 +124,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             ]
             batch = await self._runtime.pull(request.experience, columns, call)
             controller = self._controller(spec.kl_in_reward)
-            result, metrics = await call.compute(estimate_advantages, batch, spec, controller)
+            estimated, metrics = await call.compute(estimate_advantages, batch, spec, controller)
+            result = experience_pb2.ExperienceResult(
+                report=call.report(metrics, batch["loss_mask"].values.numel()),
+                experience=self._runtime.publish(request.key, estimated),
+            )
+            # Last: a call that fails before is repeated, and must find the controller unmoved.
             if controller is not None:
                 self._role.extra_state[KL_CONTROLLER] = controller.state_dict()
-            return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, result),
-                report=call.report(metrics, batch["loss_mask"].values.numel()),
-            )
+            return result
 
         async for response in self._runtime.keyed(
             request, context, trainer_pb2.ComputeAdvantagesResponse, work
@@ -165,11 +167,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         async def work(call: Call) -> trainer_pb2.OptimStepResponse:
             trainer = self._role.trainer
-            _expect_version(trainer, request.expected_policy_version)
             rate = request.learning_rate if request.HasField("learning_rate") else None
-            metrics = await call.compute(trainer.optim_step, rate)
+
+            def step() -> tuple[dict[str, float], int]:
+                # Looked at where weights change: an update that was queued before may move them.
+                _expect_version(trainer, request.expected_policy_version)
+                return trainer.optim_step(rate), trainer.policy_version
+
+            metrics, policy_version = await call.compute(step)
             return trainer_pb2.OptimStepResponse(
-                policy_version=trainer.policy_version, report=call.report(metrics, 0)
+                policy_version=policy_version, report=call.report(metrics, 0)
             )
 
         return await self._runtime.keyed_unary(request, context, work)
@@ -188,20 +195,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     reason="SPEC_INVALID",
                 )
             trainer = self._role.trainer
-            _expect_version(trainer, request.expected_policy_version)
             batch = await self._pull_for(loss, request.experience, call)
-            metrics = await call.compute(
-                trainer.update,
-                batch,
-                loss,
-                epochs=request.epochs,
-                mini_batch_rows=request.mini_batch_rows,
-                seed=derive_seed(self._role.run_seed, request.key.step, self._role.name, "update"),
-                progress=call.progress,
-            )
+            seed = derive_seed(self._role.run_seed, request.key.step, self._role.name, "update")
+
+            def update() -> tuple[dict[str, float], int]:
+                # Looked at where weights change: an update that was queued before may move them.
+                _expect_version(trainer, request.expected_policy_version)
+                metrics = trainer.update(
+                    batch,
+                    loss,
+                    epochs=request.epochs,
+                    mini_batch_rows=request.mini_batch_rows,
+                    seed=seed,
+                    progress=call.progress,
+                )
+                return metrics, trainer.policy_version
+
+            metrics, policy_version = await call.compute(update)
             return trainer_pb2.UpdateResult(
-                policy_version=trainer.policy_version,
-                report=call.report(metrics, batch.num_tokens),
+                policy_version=policy_version, report=call.report(metrics, batch.num_tokens)
             )
 
         async for response in self._runtime.keyed(
@@ -287,6 +299,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         async def work(call: Call) -> Message:
             directory = _absolute(request.directory)
             self._role.extra_state = await call.compute(self._role.trainer.load, directory)
+            self._role.weights_replaced()
             return self._result(directory, call)
 
         async for response in self._runtime.keyed(

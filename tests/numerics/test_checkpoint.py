@@ -265,6 +265,16 @@ def test_an_export_replaces_an_older_one_whole(folder: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_an_export_replaces_nothing_but_an_export(folder: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "models"
+    (precious / "one").mkdir(parents=True)
+    (precious / "config.json").write_text("{}")
+    (precious / "model.safetensors").write_bytes(b"")
+    with pytest.raises(FolderExistsError, match="not the folder of one exported model"):
+        Trainer.policy(ModelSpec(path=folder), OptimizerSpec()).export(precious)
+    assert (precious / "one").is_dir()
+
+
 def test_an_exported_critic_keeps_its_head_and_its_cut(folder: Path, tmp_path: Path) -> None:
     trainer = Trainer.critic(
         ModelSpec(path=folder, compute_dtype="float32", num_layers=1), OPTIMIZER

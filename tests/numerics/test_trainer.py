@@ -288,6 +288,21 @@ def test_a_loss_that_is_not_finite_drops_gradients_and_moves_no_weight(
     assert trainer.policy_version == 1
 
 
+def test_a_pass_that_fails_half_way_leaves_no_gradient_behind(folder: Path) -> None:
+    trainer = Trainer.policy(
+        ModelSpec(path=folder, compute_dtype="float32", micro_batch_tokens=1), OptimizerSpec()
+    )
+
+    def leave(stage: str, done: int, total: int) -> None:
+        raise ConnectionError("the caller is gone")
+
+    with pytest.raises(ConnectionError):
+        trainer.forward_backward(_batch(trainer), PpoPolicyLossSpec(), leave)
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    with pytest.raises(NoGradientError):
+        trainer.optim_step()
+
+
 def test_a_gradient_that_is_not_finite_moves_no_weight_and_is_named(folder: Path) -> None:
     trainer = _trainer(folder)
     before = _weights(trainer)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from rolemesh.coordinator.recipe import EmbeddedStoreSpec, Recipe, RedisStoreSpec
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, PpoSpec, Recipe, RedisStoreSpec
 from rolemesh.coordinator.recipe_errors import RecipeError
 from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
-from rolemesh.engine.specs import HfSpec, VllmSpec
+from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 
 MODEL = {"path": "models/tiny"}
 SMALLEST: dict[str, Any] = {
@@ -203,3 +204,9 @@ def test_broken_file_is_explained(tmp_path: Path, text: str, expected: str) -> N
     message = refused(path)
     assert message.startswith(str(path))
     assert expected in message
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}])
+def test_training_samples_from_the_whole_distribution(cut):
+    with pytest.raises(ValidationError, match="whole one"):
+        PpoSpec(sampling=SamplingSpec(**cut))

@@ -194,6 +194,7 @@ def test_json_lines_take_text_and_turns(tmp_path):
         ("{", r"line 1: not JSON"),
         ('{"question": "x"}', r"line 1: needs an object with the key 'prompt'"),
         ('{"prompt": 7}', r"line 1: 'prompt' must be text or a list"),
+        ('{"prompt": "a", "answer": [1]}', r"line 1: 'answer' must be text or a number"),
         ('{"prompt": []}', r"line 1: 'prompt' must be text or a list"),
         ("", r"no training prompt"),
     ],
@@ -202,6 +203,13 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
     path = write_lines(tmp_path / "train.jsonl", line)
     with pytest.raises(ValueError, match=message):
         load_rows(JsonlSpec(path=path))
+
+
+def test_a_null_answer_is_no_answer_and_separators_stay_inside_strings(tmp_path):
+    path = write_lines(tmp_path / "train.jsonl", '{"prompt": "a\u2028b", "answer": null}')
+    (row,), _ = load_rows(JsonlSpec(path=path))
+    assert row.answer == ""
+    assert row.messages[0]["content"] == "a\u2028b"
 
 
 def test_a_missing_file_is_named(tmp_path):
