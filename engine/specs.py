@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, RankOrder, TrainLayout
+
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
@@ -57,6 +59,48 @@ class OptimizerSpec(Spec):
     """Decoupled decay; not applied to vectors (norms, biases)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients with a larger global L2 norm are scaled down to it."""
+
+
+# --- layouts ------------------------------------------------------------------------------
+
+
+class LayoutSpec(Spec):
+    """How a model is spread over the ranks of its service; their number is pp * tp * dp."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor slices."""
+    dp: int = Field(default=1, ge=1)
+    """Data-parallel replicas."""
+    fsdp: int | None = Field(default=None, ge=1)
+    """Data-parallel ranks that cut each parameter among them: 1 replicates, dp cuts over all.
+    None cuts over all."""
+    order: RankOrder = "tp-pp-dp"
+    """How ranks are numbered, fastest coordinate first."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        self.layout()
+        return self
+
+    def layout(self) -> TrainLayout:
+        """The layout as rank arithmetic."""
+        fsdp = self.dp if self.fsdp is None else self.fsdp
+        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=fsdp, order=self.order)
+
+
+class GenerateSpec(Spec):
+    """How generation is spread over the ranks that train."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages; divides those of training."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor slices; divides those of training."""
+
+    def layout(self) -> GenerateLayout:
+        """The layout as rank arithmetic."""
+        return GenerateLayout(pp=self.pp, tp=self.tp)
 
 
 # --- sampling -----------------------------------------------------------------------------
@@ -304,6 +348,19 @@ class ActorSpec(Spec):
     optimizer: OptimizerSpec = OptimizerSpec()
     rollout: RolloutSpec
     data: DataSpec
+    train: LayoutSpec = LayoutSpec()
+    """Layout of training and scoring."""
+    generate: GenerateSpec = GenerateSpec()
+    """Layout of generation, on the same ranks."""
+
+    @model_validator(mode="after")
+    def _check_layouts(self) -> Self:
+        self.rank_layout()
+        return self
+
+    def rank_layout(self) -> HybridLayout:
+        """Both layouts as rank arithmetic."""
+        return HybridLayout(self.train.layout(), self.generate.layout())
 
 
 class CriticSpec(Spec):
@@ -311,15 +368,33 @@ class CriticSpec(Spec):
 
     model: ModelSpec
     optimizer: OptimizerSpec = OptimizerSpec(learning_rate=1e-5)
+    train: LayoutSpec = LayoutSpec()
+    """Layout of training and scoring."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.train.layout())
 
 
 class ReferenceSpec(Spec):
     """The frozen reference policy."""
 
     model: ModelSpec
+    layout: LayoutSpec = LayoutSpec()
+    """How the model is spread over ranks."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.layout.layout())
 
 
 class RewardSpec(Spec):
     """The reward role."""
 
     source: RewardSourceSpec
+    layout: LayoutSpec = LayoutSpec()
+    """How a model-based reward is spread over ranks."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.layout.layout())

@@ -1,0 +1,107 @@
+"""What weights there are, and which part of them each rank holds.
+
+Pure: no torch. A manifest names the parameters of a model, a layout says which box of which
+parameter lies where in which tensor of which rank. `plan` turns one layout into another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
+
+ITEM_BYTES: dict[DtypeName, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element."""
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open ranges [start, stop), one for each dimension."""
+
+
+class ManifestError(ValueError):
+    """Weights, manifests or layouts that do not fit together: names the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: DtypeName
+    """Element type."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return tuple((0, size) for size in self.shape)
+
+
+Manifest: TypeAlias = Mapping[str, Parameter]
+"""Parameters by Hugging Face name; tied ones once, under the name of the input embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a parameter, and where it lies in a tensor of a rank.
+
+    Example: rank 1 of 2 holds rows 4 to 8 of a k_proj of shape [8, 16] as rows 8 to 12 of its fused
+    qkv_proj: `Piece("...k_proj.weight", ((4, 8), (0, 16)), "...qkv_proj.weight", (8, 0))`.
+    """
+
+    parameter: str
+    """Hugging Face name."""
+    box: Box
+    """Part of the parameter, in global coordinates; not empty."""
+    tensor: str
+    """Name of the tensor that holds it, on the rank: a trainer's parameter, a sampler's (fused)
+    weight, a key in a file."""
+    origin: tuple[int, ...]
+    """Where the box begins in that tensor. The box lies there unpermuted and unstretched."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """All that one rank holds."""
+
+    pieces: tuple[Piece, ...]
+    """Without overlap in any tensor. A parameter (or a part) may occur in two tensors: a tied
+    embedding and head on one rank."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of each tensor that the pieces name, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """How a manifest's parameters are held by ranks 0..n-1.
+
+    Together the ranks hold every element at least once; replicas hold the same.
+    """
+
+    manifest: Manifest
+    """The whole."""
+    ranks: tuple[RankShard, ...]
+    """What each rank holds."""
+    dtype: DtypeName | None = None
+    """Element type in which the tensors are held; None means the manifest's."""
+
+
+def intersection(left: Box, right: Box) -> Box | None:
+    """The common part of two boxes of one parameter, or None."""
+    common = tuple(
+        (max(a_start, b_start), min(a_stop, b_stop))
+        for (a_start, a_stop), (b_start, b_stop) in zip(left, right, strict=True)
+    )
+    return common if all(start < stop for start, stop in common) else None
+
+
+def num_elements(box: Box) -> int:
+    """Elements in a box."""
+    return math.prod(stop - start for start, stop in box)
