@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -88,9 +88,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     def _streaming(self, full_method: str, behavior: Any) -> Any:
-        async def serve(
-            request: Any, context: grpc.aio.ServicerContext[Any, Any]
-        ) -> AsyncIterator[Any]:
+        # No generator: grpc.aio would drive it, and a write that fails would leave it open.
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             with self._serving(full_method, context) as (call, outcome):
                 try:
                     self._check_deadline(full_method, call)
@@ -99,7 +98,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                         responses = await responses
                     async with contextlib.aclosing(responses):
                         async for response in responses:
-                            yield response
+                            await _send(full_method, context.write(response))
                 except Exception as error:
                     await self._abort(full_method, context, call, outcome, error)
 
@@ -161,8 +160,21 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 "method": full_method,
             },
         )
-        await context.abort_with_status(rpc_status.to_status(status))
+        await _send(full_method, context.abort_with_status(rpc_status.to_status(status)))
         raise AssertionError("abort returned")  # it always raises
+
+
+async def _send(full_method: str, sending: Awaitable[None]) -> None:
+    """Sends; a client that has left ends the call like its cancellation.
+
+    grpc.aio cancels the call's task when the client leaves, but the operation that is under way
+    may fail before. grpc.aio.InternalError is the public base of what it raises then.
+    """
+    try:
+        await sending
+    except grpc.aio.InternalError as error:
+        logger.info("%s: the client left before its answer was sent (%s)", full_method, error)
+        raise asyncio.CancelledError(str(error)) from error
 
 
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
