@@ -204,12 +204,11 @@ async def test_pools_run_side_by_side_and_roles_of_one_pool_in_turn(tmp_path: Pa
             await task
             # Update of critic and actor may meet as well, but no more than the three.
             assert mesh.most_together == together
-            assert mesh.methods(1)[:4] == [
-                "actor.Generate",
-                "critic.ComputeValues",
-                "reference.ComputeLogprobs",
-                "reward.ComputeReward",
-            ]
+            first, *following = mesh.methods(1)[:4]
+            assert first == "actor.Generate"
+            in_turn = [f"{role}.{method}" for role, method in gates.items()]
+            # Calls that run side by side arrive in any order, those of one pool in the graph's.
+            assert (following if together == 1 else sorted(following)) == in_turn
 
 
 async def test_a_failing_node_is_named_with_rank_and_reason_and_the_rest_is_cancelled(
