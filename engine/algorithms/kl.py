@@ -7,6 +7,12 @@ are those of http://joschu.net/blog/kl-approx.html:
     k1 = -r              unbiased, high variance, can be negative
     k2 = r^2 / 2         biased, low variance, never negative
     k3 = exp(r) - 1 - r  unbiased, low variance, never negative
+
+k3 takes r as at most 20: beyond, its value is exp(20) - 21 = 4.9e8 and its gradient 0, where the
+formula would overflow float32 at r = 89 and send infinity or NaN into every weight. The mean of
+exp(r) over the policy's own samples is 1, so that by Markov's inequality at most exp(-20) = 2e-9
+of them have such an r. Below there is no bound: towards r = -infinity k3 grows like -r only, and
+its pull on a policy that is surer than the reference stays whole.
 """
 
 from __future__ import annotations
@@ -19,6 +25,9 @@ from typing import Any
 import torch
 
 from rolemesh.engine.specs import AdaptiveKlSpec, FixedKlSpec, KlControllerSpec, KlForm
+
+MAX_LOG_RATIO = 20.0
+"""Bound of a log-ratio in an exponent: exp of a larger one overflows float32 before long."""
 
 MAX_RELATIVE_ERROR = 0.2
 """Clip of the proportional error of the adaptive controller (arXiv 1909.08593, section 2.2)."""
@@ -46,7 +55,8 @@ def kl_penalty(
         return 0.5 * log_ratio_N.square()
     if form == "k3":
         # expm1 keeps its digits where policy and reference almost agree; exp(r) - 1 does not.
-        return torch.expm1(log_ratio_N) - log_ratio_N
+        bounded_N = log_ratio_N.clamp(max=MAX_LOG_RATIO)
+        return torch.expm1(bounded_N) - bounded_N
     raise ValueError(f"kl_form is {form!r}: give k1, k2 or k3")
 
 
@@ -59,7 +69,7 @@ def kl_loss(
 
         k2: grad KL(policy || reference), since d k2 = -r d log policy
         k3: grad KL(reference || policy), since d k3 = (1 - exp(r)) d log policy; as in GRPO
-            (arXiv 2402.03300, eq. 4)
+            (arXiv 2402.03300, eq. 4); 0 for r above 20
         k1: its own derivative, d log policy, has expectation 0 and carries no pull at all. The
             value of k1 is therefore given the gradient of k2.
 

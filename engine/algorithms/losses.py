@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
-from rolemesh.engine.algorithms.kl import kl_loss
+from rolemesh.engine.algorithms.kl import MAX_LOG_RATIO, kl_loss
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec, Spec
@@ -31,11 +31,6 @@ __all__ = [
     "loss_for",
     "make_loss",
 ]
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20, far outside any clip range: exp of a larger one overflows, and
-the unselected branch of the clipped loss would then send NaN (0 * inf) into the gradient."""
-
 
 @dataclass(slots=True)
 class ModelOutputs:
@@ -155,6 +150,8 @@ class PpoPolicyLoss:
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
 
         log_ratio_M = logprobs_M - old_logprobs_M
+        # Far outside any clip range: where exp overflows, the branch of the maximum that is not
+        # selected would send NaN (0 * inf) into the gradient.
         bounded_log_ratio_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio_M = bounded_log_ratio_M.exp()
         clipped_ratio_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)

@@ -48,6 +48,24 @@ def test_closed_form_slopes_agree_with_central_differences(form: KlForm) -> None
         assert oracles.kl_slope(form, p, q) == pytest.approx(numeric, abs=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_of_an_absurd_log_ratio_is_bounded_above_and_exact_below(dtype: torch.dtype) -> None:
+    ratios = [-300.0, -20.5, -1.0, 0.5, 19.5, 20.5, 89.0, 1e4]
+    policy = torch.zeros(len(ratios), dtype=dtype, requires_grad=True)
+    reference = torch.tensor(ratios, dtype=dtype)
+    value = kl_loss(policy, reference, "k3")
+    value.sum().backward()
+    bounded = [min(r, 20.0) for r in ratios]
+    expected = torch.tensor([math.expm1(r) - r for r in bounded], dtype=torch.float64)
+    slopes = [-math.expm1(r) if r <= 20 else 0.0 for r in ratios]
+    assert policy.grad is not None
+    for actual, oracle in (
+        (value.detach(), expected),
+        (policy.grad, torch.tensor(slopes, dtype=torch.float64)),
+    ):
+        torch.testing.assert_close(actual.double(), oracle, rtol=TOLERANCE[dtype], atol=0)
+
+
 def categorical(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, dtype=torch.float64, generator=generator)
