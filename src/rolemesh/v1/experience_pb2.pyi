@@ -59,7 +59,7 @@ Global___ColumnKind: _TypeAlias = ColumnKind  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
-    """Asks for columns of a row range."""
+    """Asks for columns of a row range, or of single rows."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -68,6 +68,7 @@ class FetchRequest(_message.Message):
     ROW_START_FIELD_NUMBER: _builtins.int
     ROW_STOP_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     experience_id: _builtins.str
     """The experience, as in Shard.experience_id."""
     row_start: _builtins.int
@@ -82,6 +83,13 @@ class FetchRequest(_message.Message):
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Columns wanted, in this order. Empty means all."""
 
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Single rows, counted inside this shard, each >= 0 and < Shard.num_rows, in
+        the order wanted. When not empty, row_start and row_stop must be 0. A
+        consumer that is a rank of many takes only the rows that are its own.
+        """
+
     def __init__(
         self,
         *,
@@ -90,10 +98,11 @@ class FetchRequest(_message.Message):
         row_start: _builtins.int = ...,
         row_stop: _builtins.int = ...,
         host_id: _builtins.str = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "experience_id", b"experience_id", "host_id", b"host_id", "row_start", b"row_start", "row_stop", b"row_stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "experience_id", b"experience_id", "host_id", b"host_id", "row_start", b"row_start", "row_stop", b"row_stop", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,7 +157,8 @@ class PayloadHeader(_message.Message):
     shared_memory_name: _builtins.str
     """When set, no chunks follow: the payload is the file of this name under
     /dev/shm, which the producer keeps until the experience is released. It
-    holds all rows of the shard; the consumer selects.
+    holds all rows of the shard; the consumer selects (when it asked for single
+    rows, row_start is 0 and row_stop is num_rows).
     """
     row_start: _builtins.int
     """First row of the payload that was asked for (0 for chunks)."""
@@ -325,7 +335,9 @@ class ColumnGroup(_message.Message):
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]:
-        """Where the rows lie, ordered by row_start, gapless, covering [0, num_rows)."""
+        """Where the rows lie, ordered by their first row. Every row of the batch is in
+        exactly one of them.
+        """
 
     def __init__(
         self,
@@ -343,7 +355,7 @@ Global___ColumnGroup: _TypeAlias = ColumnGroup  # noqa: Y015
 
 @_typing.final
 class Shard(_message.Message):
-    """A run of consecutive rows on one rank."""
+    """Rows on one rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -354,10 +366,14 @@ class Shard(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ROW_TOKENS_FIELD_NUMBER: _builtins.int
     experience_id: _builtins.str
     """Id under which the rank holds the rows."""
     row_start: _builtins.int
-    """First row of the batch that this shard holds."""
+    """First row of the batch that this shard holds; the others follow it, unless
+    `rows` names them.
+    """
     num_rows: _builtins.int
     """Rows in this shard, >= 1."""
     address: _builtins.str
@@ -368,6 +384,19 @@ class Shard(_message.Message):
     """Rank within the service, >= 0."""
     num_bytes: _builtins.int
     """Bytes held, for accounting."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows of the batch that this shard holds, ascending, num_rows of them, when
+        they are not consecutive: ranks share a batch by length, not by order.
+        """
+
+    @_builtins.property
+    def row_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each row (prompt and completion), in the shard's order, on shards
+        that hold the column `tokens`: ranks share rows out by them before they pull.
+        Fixed width, so that a reference does not grow with the number of tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -378,10 +407,12 @@ class Shard(_message.Message):
         role: _builtins.str = ...,
         rank: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        row_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "experience_id", b"experience_id", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "rank", b"rank", "role", b"role", "row_start", b"row_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "experience_id", b"experience_id", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "rank", b"rank", "role", b"role", "row_start", b"row_start", "row_tokens", b"row_tokens", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
