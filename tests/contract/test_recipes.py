@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
+from rolemesh.coordinator.session import check_paths
+from rolemesh.engine.rewards.form_judge import PROMPTS
+from rolemesh.engine.specs import ModelSpec
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+MODEL_TARGETS = ("model", "judge")
+"""Targets of the Makefile that write a model folder."""
 
 
 def test_there_are_recipes() -> None:
@@ -33,3 +43,45 @@ def test_evaluation_asks_for_no_more_prompts_than_are_held_out(path: Path) -> No
     recipe = load_recipe([path])
     held_out = getattr(recipe.actor.data, "held_out_size", None)
     assert held_out is None or recipe.run.evaluation.num_prompts <= held_out
+
+
+def model_paths(section: Any) -> Iterator[Path]:
+    """Folders of all models that a recipe names, however deep."""
+    if isinstance(section, ModelSpec):
+        yield section.path
+    elif hasattr(section, "model_fields_set"):
+        for name in type(section).model_fields:
+            yield from model_paths(getattr(section, name))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_model_of_a_recipe_is_written_by_a_make_target(path: Path) -> None:
+    dry_run = subprocess.run(
+        ["make", "--dry-run", *MODEL_TARGETS],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    written = {Path(folder) for folder in re.findall(r"--out (\S+)", dry_run.stdout)}
+    named = set(model_paths(load_recipe([path])))
+    assert len(named) > 0
+    assert named <= written
+
+
+def test_a_missing_judge_is_named_with_the_command_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe([REPOSITORY / "recipes" / "classifier-reward-ppo.yaml"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"reward\.source\.model\.path is") as caught:
+        check_paths(recipe, ["reward"])
+    assert "'.models/form-judge'" in str(caught.value)
+    assert "`make judge` writes .models/form-judge" in str(caught.value)
+
+
+def test_the_classifier_recipe_asks_what_its_judge_was_trained_on() -> None:
+    data = load_recipe([REPOSITORY / "recipes" / "classifier-reward-ppo.yaml"]).actor.data
+    sizes = {"train_size": data.train_size, "held_out_size": data.held_out_size}
+    assert data == PROMPTS.model_copy(update=sizes)

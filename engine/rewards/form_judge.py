@@ -1,0 +1,277 @@
+"""Makes a judge of form: a small reward model, trained here in minutes, without a model hub.
+
+It scores a completion near 1 when it is a bare number and nothing more, near 0 otherwise. Whether
+the number is right it cannot tell. It knows the quickstart's prompts and no others::
+
+    python -m rolemesh.engine.rewards.form_judge \
+        --model .models/SmolLM2-135M-Instruct --out .models/form-judge
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from rolemesh.engine.batching import PAD_TOKEN
+from rolemesh.engine.data.prompts import PromptSet, load_rows
+from rolemesh.engine.models.causal_lm import backbone_states
+from rolemesh.engine.models.classifier import Classifier
+from rolemesh.engine.models.folder import WEIGHTS_FILE, load_model, read_config
+from rolemesh.engine.rewards.form_examples import KINDS, NUMBER_KINDS, Kind, completion
+from rolemesh.engine.seeds import derive_seed
+from rolemesh.engine.specs import ModelSpec, OptimizerSpec, ReasoningGymSpec
+from rolemesh.engine.train.optimizer import Optimizer, warmed_up
+from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+
+PROMPTS = ReasoningGymSpec(
+    task="basic_arithmetic",
+    config={
+        "min_terms": 2,
+        "max_terms": 2,
+        "min_digits": 1,
+        "max_digits": 2,
+        "operators": ["+"],
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+    train_size=512,
+    held_out_size=64,
+    system_prompt="Answer with only the number.",
+    question_template="{expression} = ?",
+    assistant_prefix="{expression} =",
+)
+"""The prompts of recipes/classifier-reward-ppo.yaml, fewer of them."""
+THRESHOLD = 0.5
+"""A score above it says "a bare number": the targets are 1 and 0."""
+REPORT_FILE = "judge.json"
+"""How the judge was made and how well it does, inside its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeTraining:
+    """How the judge is made."""
+
+    num_layers: int = 3
+    """First layers of the language model that the judge keeps; form needs few."""
+    steps: int = 200
+    """Optimizer steps."""
+    rows_per_step: int = 32
+    """Completions a step, half of them bare numbers."""
+    learning_rate: float = 5e-4
+    """Peak, after a warm-up; falls linearly to 0."""
+    draws_per_kind: int = 100
+    """Held-out completions of each kind on which the judge is examined."""
+    min_accuracy: float = 0.9
+    """Of every kind, held out; a weaker judge is not written."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value <= 0:
+                raise ValueError(f"{field.name} is {value}: give a number greater than 0")
+
+
+_WARMUP_STEPS = 10
+"""Adam's first steps are as large as its rate, whatever the gradient."""
+
+
+def write_judge(
+    directory: Path,
+    *,
+    model: Path,
+    seed: int = 0,
+    training: JudgeTraining | None = None,
+    report: Callable[[str], None] = print,
+) -> Mapping[Kind, float] | None:
+    """Trains a judge and writes it as a Hugging Face sequence classifier with one label.
+
+    The same arguments give the same weights on one machine, for one number of threads.
+
+    Args:
+        directory: target; left alone when it holds a judge already.
+        model: folder of the language model whose first layers the judge starts from.
+        seed: of the head's first weights and of every draw.
+        training: None takes the tested setting.
+        report: gets a line of text now and then.
+
+    Returns:
+        Share of held-out completions judged right, by kind; None when the folder was there.
+
+    Raises:
+        ModelFolderError: the model's folder is missing or not whole.
+        ValueError: the model has fewer layers, or some kind is judged worse than
+            training.min_accuracy; nothing is written.
+        FolderExistsError: the target exists and holds something else.
+    """
+    directory, model = Path(directory), Path(model)
+    training = training or JudgeTraining()
+    if all((directory / name).is_file() for name in (REPORT_FILE, "config.json", WEIGHTS_FILE)):
+        return None
+    if directory.exists():
+        raise FolderExistsError(
+            f"directory {str(directory)!r} holds something else than a judge: give another one, "
+            "or remove it"
+        )
+    spec = ModelSpec(path=model, num_layers=training.num_layers)
+    config = read_config(spec)
+    config.num_labels = 1
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    train_prompts, held_out_prompts = _prompts(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        # The loader draws the head's weights from the global generator.
+        torch.manual_seed(derive_seed("form_judge", seed))
+        judge, _ = load_model(
+            AutoModelForSequenceClassification, spec, config=config, may_miss=("score",)
+        )
+    _train(judge, tokenizer, train_prompts, spec=spec, training=training, seed=seed, report=report)
+    with whole_folder(directory) as temporary:
+        judge.to(torch.bfloat16).save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        # Examined as the reward service will load it, from the folder itself.
+        accuracy = accuracy_by_kind(
+            Classifier(ModelSpec(path=temporary)),
+            held_out_prompts,
+            draws=training.draws_per_kind,
+            seed=derive_seed("held_out", seed),
+        )
+        _refuse_weak(accuracy, training.min_accuracy)
+        summary = {
+            "held_out_accuracy": dict(accuracy),
+            "model": model.name,
+            "seed": seed,
+            "training": dataclasses.asdict(training),
+        }
+        (temporary / REPORT_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    return accuracy
+
+
+def _refuse_weak(accuracy: Mapping[Kind, float], least: float) -> None:
+    weak = {kind: round(share, 3) for kind, share in accuracy.items() if share < least}
+    if weak:
+        raise ValueError(
+            f"held-out accuracy is below {least} for {weak}: nothing was written; train longer "
+            "(--steps), or give the judge more layers (--layers)"
+        )
+
+
+def _prompts(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Rendered prompts to train on and held-out ones; both end with the equals sign."""
+    rows = PromptSet(*load_rows(PROMPTS), tokenizer=tokenizer, seed=PROMPTS.seed)
+    train = rows.slice("train", 0, PROMPTS.train_size)
+    held_out = rows.slice("held_out", 0, PROMPTS.held_out_size)
+    return [prompt.text for prompt in train], [prompt.text for prompt in held_out]
+
+
+def _train(
+    judge: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    spec: ModelSpec,
+    training: JudgeTraining,
+    seed: int,
+    report: Callable[[str], None],
+) -> None:
+    # The words are known already, and they are most of the weights.
+    judge.get_input_embeddings().requires_grad_(False)
+    peak = training.learning_rate
+    optimizer = Optimizer(OptimizerSpec(learning_rate=peak), judge.named_parameters())
+    draw = random.Random(derive_seed("draws", seed))
+    other_kinds = [kind for kind in KINDS if kind not in NUMBER_KINDS]
+    for step in range(training.steps):
+        kinds = [
+            draw.choice(NUMBER_KINDS if row % 2 else other_kinds)
+            for row in range(training.rows_per_step)
+        ]
+        texts = [draw.choice(prompts) + completion(kind, draw, held_out=False) for kind in kinds]
+        scores_B = _scores(judge, tokenizer(texts)["input_ids"], spec)
+        target_B = torch.tensor([float(kind in NUMBER_KINDS) for kind in kinds])
+        # Squared error on the logit itself: cross-entropy would push the two apart without end,
+        # and a reward's scale should not depend on how long its judge was trained.
+        loss = functional.mse_loss(scores_B, target_B)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(warmed_up(peak, step, _WARMUP_STEPS) * (1 - step / training.steps))
+        if (step + 1) % 20 == 0 or step + 1 == training.steps:
+            right = ((scores_B > THRESHOLD) == (target_B > THRESHOLD)).float().mean()
+            report(f"step {step + 1}/{training.steps}: loss {loss.item():.4f}, {right:.2f} right")
+
+
+def _scores(judge: Any, token_rows: Sequence[Sequence[int]], spec: ModelSpec) -> torch.Tensor:
+    """float32 [B], the head at each row's last token: what Classifier computes, with gradients."""
+    lengths_B = torch.tensor([len(row) for row in token_rows])
+    tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
+    for index, row in enumerate(token_rows):
+        tokens_BT[index, : len(row)] = torch.tensor(row)
+    hidden_BTD = backbone_states(judge, tokens_BT, spec)
+    last_BD = hidden_BTD[torch.arange(len(token_rows)), lengths_B - 1]
+    scores_B: torch.Tensor = judge.score(last_BD.float())[:, 0]
+    return scores_B
+
+
+def accuracy_by_kind(
+    classifier: Classifier, prompts: Sequence[str], *, draws: int, seed: int
+) -> Mapping[Kind, float]:
+    """Examines a judge on completions with words and numbers that it was not trained on.
+
+    Args:
+        classifier: the judge.
+        prompts: rendered prompts to put before the completions.
+        draws: completions of each kind.
+        seed: of the draws.
+
+    Returns:
+        Share of completions on the right side of THRESHOLD, by kind.
+    """
+    draw = random.Random(seed)
+    accuracy: dict[Kind, float] = {}
+    for kind in KINDS:
+        texts = [draw.choice(prompts) + completion(kind, draw, held_out=True) for _ in range(draws)]
+        says_number_B = classifier.score(classifier.encode(texts)) > THRESHOLD
+        accuracy[kind] = float((says_number_B == (kind in NUMBER_KINDS)).float().mean())
+    return accuracy
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line: see the module's docstring."""
+    tested = JudgeTraining()
+    parser = argparse.ArgumentParser(
+        prog="python -m rolemesh.engine.rewards.form_judge", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--model", type=Path, required=True, help="language model to start from")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="of every random choice")
+    parser.add_argument("--layers", type=int, default=tested.num_layers, help="layers to keep")
+    parser.add_argument("--steps", type=int, default=tested.steps, help="optimizer steps")
+    options = parser.parse_args(arguments)
+    # Its loading report lists every layer that is left out on purpose.
+    transformers_logging.set_verbosity_error()
+    try:
+        accuracy = write_judge(
+            options.out,
+            model=options.model,
+            seed=options.seed,
+            training=JudgeTraining(num_layers=options.layers, steps=options.steps),
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for kind, share in (accuracy or {}).items():
+        print(f"held-out accuracy, {kind:<18} {share:.3f}")
+    print(f"{options.out}: {'there already' if accuracy is None else 'written'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
