@@ -92,7 +92,7 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
         assert mesh.roles["actor"].policy_version == 4 * 2  # 6 rows in mini-batches of 4
         assert mesh.roles["critic"].policy_version == 4 * 2
         assert all(fake.released_through == 4 for fake in mesh.roles.values())
-        assert mesh.roles["reward"].spec == {"source": pytest.approx(mesh_reward_spec())}
+        assert mesh.roles["reward"].spec["source"] == pytest.approx(mesh_reward_spec())
 
     records = read_lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
