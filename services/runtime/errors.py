@@ -78,6 +78,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.rpc.tensors.TensorMalformedError": CatalogueEntry(_INVALID, "TENSOR_MALFORMED"),
         # runtime
+        "rolemesh.services.runtime.rows.PartsMismatchError": CatalogueEntry(
+            grpc.StatusCode.INTERNAL, "PARTS_MISMATCH"
+        ),
         "rolemesh.services.runtime.config.ConfigError": CatalogueEntry(_INVALID, "CONFIG_INVALID"),
         "rolemesh.services.runtime.server.ServiceStartError": CatalogueEntry(
             _PRECONDITION, "START_FAILED"

@@ -24,7 +24,12 @@ from rolemesh.engine.experience import (
 )
 from rolemesh.engine.transport.shm import open_segment
 from rolemesh.rpc.channel import CHUNK_BYTES, MeshChannel
-from rolemesh.rpc.errors import NotFoundError, OutOfRangeError, RolemeshError
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OutOfRangeError,
+    RolemeshError,
+)
 from rolemesh.rpc.payload_stream import (
     FETCH_METHOD,
     PayloadBuffer,
@@ -77,7 +82,7 @@ class ExperienceServicer:
         """Sends columns of a row range: a header, then chunks unless shared memory carries them."""
         held = self._store.get(request.experience_id)
         names = _columns_asked_for(held, request)
-        start, stop = _rows_asked_for(held, request)
+        rows = _rows_asked_for(held, request)
         if held.segment is not None and request.host_id == self._host_id:
             layout = payload_layout(held.experience)
             header = header_of(layout)
@@ -85,10 +90,11 @@ class ExperienceServicer:
             del header.columns[:]
             header.columns.extend(by_name[name] for name in names)
             header.shared_memory_name = held.segment.name
-            header.row_start, header.row_stop = start, stop
+            in_place = rows if isinstance(rows, range) else range(held.experience.num_rows)
+            header.row_start, header.row_stop = in_place.start, in_place.stop
             yield encode_header(header)
             return
-        batch = held.experience.require(names).slice(start, stop)
+        batch = take_rows(held.experience.require(names), rows)
         layout = payload_layout(batch)
         yield encode_header(header_of(layout))
         for pieces in payload_chunks(batch, layout):
@@ -160,8 +166,17 @@ def _columns_asked_for(held: Held, request: experience_pb2.FetchRequest) -> list
     return names
 
 
-def _rows_asked_for(held: Held, request: experience_pb2.FetchRequest) -> tuple[int, int]:
-    start, stop, num_rows = request.row_start, request.row_stop, held.experience.num_rows
+def _rows_asked_for(held: Held, request: experience_pb2.FetchRequest) -> Sequence[int]:
+    num_rows = held.experience.num_rows
+    single = list(request.rows)
+    start, stop = request.row_start, request.row_stop
+    if single and (start or stop):
+        raise InvalidRequestError(
+            f"both single rows and the range {start} to {stop} were asked for: give one of them",
+            reason="ROWS_AMBIGUOUS",
+        )
+    if single and max(single) >= num_rows:
+        start, stop = min(single), max(single) + 1
     if not 0 <= start <= stop <= num_rows:
         raise OutOfRangeError(
             f"rows {start} to {stop} were asked for, but experience {held.experience_id} holds "
@@ -169,7 +184,14 @@ def _rows_asked_for(held: Held, request: experience_pb2.FetchRequest) -> tuple[i
             reason="ROWS_OUT_OF_RANGE",
             metadata={"experience_id": held.experience_id},
         )
-    return start, stop
+    return single or range(start, stop)
+
+
+def take_rows(batch: Experience, rows: Sequence[int]) -> Experience:
+    """The given rows in the given order; a range of neighbours as a view."""
+    if isinstance(rows, range) and rows.step == 1:
+        return batch.slice(rows.start, rows.stop)
+    return batch.select(torch.tensor(list(rows), dtype=torch.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +209,16 @@ async def fetch_rows(
     channel: MeshChannel,
     shard: experience_pb2.Shard,
     columns: Sequence[str],
-    row_start: int,
-    row_stop: int,
+    rows: Sequence[int],
     host_id: str,
 ) -> Fetched:
-    """Pulls columns of a row range, counted inside the shard, from the rank that holds it.
+    """Pulls columns of rows, counted inside the shard, from the rank that holds them.
 
     Args:
         channel: to the shard's rank.
         shard: what to read from.
         columns: names, at least one.
-        row_start: first row.
-        row_stop: one past the last row.
+        rows: in the order wanted; a range with step 1 is asked for as one.
         host_id: identity of this host; an empty one refuses shared memory.
 
     Raises:
@@ -206,12 +226,12 @@ async def fetch_rows(
         ValueError: the answer's bytes do not fit its description.
     """
     request = experience_pb2.FetchRequest(
-        experience_id=shard.experience_id,
-        columns=columns,
-        row_start=row_start,
-        row_stop=row_stop,
-        host_id=host_id,
+        experience_id=shard.experience_id, columns=columns, host_id=host_id
     )
+    if isinstance(rows, range) and rows.step == 1:
+        request.row_start, request.row_stop = rows.start, rows.stop
+    else:
+        request.rows.extend(rows)
     peer = f"{shard.role} rank {shard.rank} at {shard.address}"
     try:
         try:
@@ -263,9 +283,8 @@ async def _receive(messages: AsyncIterator[bytes], request: experience_pb2.Fetch
             raise PayloadMalformedError("the answer names shared memory, which was not offered")
         payload = open_segment(header.shared_memory_name, header.num_bytes)
         # A copy of many MiB must not hold up the loop.
-        experience = await asyncio.to_thread(
-            _copy_rows, layout, payload, header.row_start, header.row_stop
-        )
+        rows = request.rows or range(header.row_start, header.row_stop)
+        experience = await asyncio.to_thread(_copy_rows, layout, payload, rows)
         return Fetched(experience, "shm", experience.num_bytes)
     payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
     buffer = PayloadBuffer(payload.numpy().data)
@@ -287,14 +306,20 @@ def _check_against_request(
         raise PayloadMalformedError(
             f"columns {list(request.columns)} were asked for, but {names} came"
         )
-    num_rows = request.row_stop - request.row_start
-    in_range = 0 <= header.row_start <= header.row_stop <= header.num_rows
-    if not in_range or header.row_stop - header.row_start != num_rows:
+    is_shared = header.HasField("shared_memory_name")
+    num_rows = len(request.rows) or request.row_stop - request.row_start
+    came = header.row_stop - header.row_start
+    fits = (
+        came == header.num_rows > max(request.rows)
+        if is_shared and request.rows
+        else came == num_rows
+    )
+    if not (fits and 0 <= header.row_start <= header.row_stop <= header.num_rows):
         raise PayloadMalformedError(
             f"{num_rows} rows were asked for, but rows {header.row_start} to {header.row_stop} of "
             f"{header.num_rows} came"
         )
-    if not header.HasField("shared_memory_name") and header.num_rows != num_rows:
+    if not is_shared and header.num_rows != num_rows:
         raise PayloadMalformedError(
             f"{num_rows} rows were asked for, but a stream of {header.num_rows} rows came"
         )
@@ -305,8 +330,10 @@ def _check_against_request(
         )
 
 
-def _copy_rows(layout: PayloadLayout, payload: torch.Tensor, start: int, stop: int) -> Experience:
-    view = read_payload(layout, payload).slice(start, stop)
+def _copy_rows(layout: PayloadLayout, payload: torch.Tensor, rows: Sequence[int]) -> Experience:
+    taken = take_rows(read_payload(layout, payload), rows)
+    if not isinstance(rows, range):
+        return taken  # already a copy
     return Experience(
         {
             name: Column(
@@ -314,6 +341,6 @@ def _copy_rows(layout: PayloadLayout, payload: torch.Tensor, start: int, stop: i
                 column.values.clone(),
                 None if column.offsets is None else column.offsets.clone(),
             )
-            for name, column in view.columns.items()
+            for name, column in taken.columns.items()
         }
     )

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
+import torch
 from google.protobuf.message import Message
 
-from rolemesh.engine.experience import ColumnMissingError, Experience
+from rolemesh.engine.experience import Experience
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import PreconditionError, UnavailableError
@@ -20,9 +21,10 @@ from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.experience_store import ExperienceStore
-from rolemesh.services.runtime.fetch import fetch_rows
+from rolemesh.services.runtime.fetch import fetch_rows, take_rows
 from rolemesh.services.runtime.operations import Operation, OperationLedger
 from rolemesh.services.runtime.role import Role
+from rolemesh.services.runtime.rows import TOKENS, group_with, is_consecutive, place
 from rolemesh.services.runtime.schema import column_schema
 from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
@@ -184,8 +186,7 @@ class Runtime:
         columns: Sequence[str],
         call: Call,
         *,
-        row_start: int = 0,
-        row_stop: int | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Experience:
         """Brings columns of a batch here: all shards at once, each from the rank that has it.
 
@@ -193,26 +194,25 @@ class Runtime:
             ref: the batch.
             columns: names, in the order wanted.
             call: gets the time (phase "fetch") and the bytes.
-            row_start: first row of the batch.
-            row_stop: one past the last row; None means all.
+            rows: of the batch, in the order wanted; None means all.
 
         Raises:
             ColumnMissingError: no group of the reference has the column.
             UnavailableError: a producer does not answer; names it.
         """
-        row_stop = ref.num_rows if row_stop is None else row_stop
-        if not 0 <= row_start < row_stop <= ref.num_rows:
+        rows = range(ref.num_rows) if rows is None else rows
+        if not rows or min(rows) < 0 or max(rows) >= ref.num_rows:
             raise ValueError(
-                f"rows {row_start} to {row_stop} of a batch of {ref.num_rows} rows: "
-                "ask for at least one row within the batch"
+                f"rows {list(rows[:3])}... of a batch of {ref.num_rows} rows: "
+                "ask for at least one row, and only for rows of the batch"
             )
         with call.phase("fetch"):
             by_group: dict[int, list[str]] = {}
             for name in columns:
-                by_group.setdefault(_group_with(ref, name), []).append(name)
+                by_group.setdefault(group_with(ref, name), []).append(name)
             parts = await _all_or_first_error(
                 [
-                    self._pull_group(ref.groups[index], names, row_start, row_stop, call)
+                    self._pull_group(ref.groups[index], names, rows, call)
                     for index, names in by_group.items()
                 ]
             )
@@ -225,56 +225,50 @@ class Runtime:
         self,
         group: experience_pb2.ColumnGroup,
         names: Sequence[str],
-        row_start: int,
-        row_stop: int,
+        rows: Sequence[int],
         call: Call,
     ) -> Experience:
-        pulls = []
-        covered = row_start
-        for shard in group.shards:
-            first = max(row_start, shard.row_start)
-            stop = min(row_stop, shard.row_start + shard.num_rows)
-            if first >= stop:
-                continue
-            if first != covered:
-                break
-            covered = stop
-            pulls.append(
-                self._pull_rows(shard, names, first - shard.row_start, stop - shard.row_start, call)
-            )
-        if covered != row_stop:
-            for pull in pulls:
-                pull.close()
-            raise ValueError(
-                f"the shards of columns {list(names)} cover rows {row_start} to {covered} of "
-                f"{row_start} to {row_stop}: shards must be ordered by row_start, without gaps"
-            )
-        parts = await _all_or_first_error(pulls)
-        return parts[0] if len(parts) == 1 else Experience.concat(parts)
+        found = place(group.shards, rows)
+        parts = await _all_or_first_error(
+            [self._pull_rows(shard, names, positions, call) for shard, positions, _ in found]
+        )
+        order = [target for *_, targets in found for target in targets]
+        pulled = parts[0] if len(parts) == 1 else Experience.concat(parts)
+        if is_consecutive(order):
+            return pulled
+        return pulled.select(torch.tensor(order, dtype=torch.int64).argsort())
 
     async def _pull_rows(
         self,
         shard: experience_pb2.Shard,
         names: Sequence[str],
-        row_start: int,
-        row_stop: int,
+        positions: Sequence[int],
         call: Call,
     ) -> Experience:
         if shard.address == self.address:
             held = self.store.get(shard.experience_id)
-            rows = held.experience.require(names).slice(row_start, row_stop)
+            rows = take_rows(held.experience.require(names), positions)
             call.add_fetched(LOCAL_TRANSPORT, rows.num_bytes)
             return rows
-        fetched = await fetch_rows(
-            self.peer(shard.address), shard, names, row_start, row_stop, self.host_id
-        )
+        fetched = await fetch_rows(self.peer(shard.address), shard, names, positions, self.host_id)
         call.add_fetched(fetched.transport, fetched.num_bytes)
         return fetched.experience
 
     def publish(
-        self, key: operation_pb2.OperationKey, experience: Experience
+        self,
+        key: operation_pb2.OperationKey,
+        experience: Experience,
+        *,
+        rows: Sequence[int] | None = None,
+        num_rows: int | None = None,
     ) -> experience_pb2.ExperienceRef:
-        """Puts a batch into the store as one shard of this rank. Thread-safe.
+        """Puts rows of a batch into the store as one shard of this rank. Thread-safe.
+
+        Args:
+            key: of the operation that made them.
+            experience: the rows.
+            rows: which rows of the batch they are, ascending; None means all of it.
+            num_rows: rows of the batch; None means those of `experience`.
 
         Raises:
             CapacityError: it does not fit within the bound on bytes held.
@@ -282,21 +276,25 @@ class Runtime:
         """
         if experience.num_rows < 1:
             raise ValueError("an experience without rows cannot be published: produce one at least")
+        rows = range(experience.num_rows) if rows is None else rows
         schemas = [column_schema(name, column) for name, column in experience.columns.items()]
         held = self.store.put(key.run_id, key.step, experience)
         shard = experience_pb2.Shard(
             experience_id=held.experience_id,
-            row_start=0,
+            row_start=rows[0],
             num_rows=experience.num_rows,
             address=self.address,
             role=self.role.name,
             rank=self.config.rank,
             num_bytes=held.num_bytes,
+            rows=() if is_consecutive(rows) else rows,
         )
+        if TOKENS in experience:
+            shard.row_tokens.extend(experience[TOKENS].lengths().tolist())
         return experience_pb2.ExperienceRef(
             run_id=key.run_id,
             step=key.step,
-            num_rows=experience.num_rows,
+            num_rows=experience.num_rows if num_rows is None else num_rows,
             groups=[experience_pb2.ColumnGroup(columns=schemas, shards=[shard])],
         )
 
@@ -447,18 +445,6 @@ def _in_result_field(response_type: type[Response], result: Message) -> Response
             return response_type(**{field.name: result})
     raise TypeError(
         f"{response_type.__name__} has no field for a {type(result).__name__}: return another type"
-    )
-
-
-def _group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
-    # The last group wins: in a join, a column of the right side replaces one of the same name.
-    for index in range(len(ref.groups) - 1, -1, -1):
-        if any(column.name == name for column in ref.groups[index].columns):
-            return index
-    known = sorted({column.name for group in ref.groups for column in group.columns})
-    raise ColumnMissingError(
-        f"column {name!r} is missing; the experience has {known}: "
-        "call the role that produces it first"
     )
 
 

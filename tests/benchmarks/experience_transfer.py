@@ -125,7 +125,7 @@ async def pull_generated(channel: grpc.aio.Channel, num_rows: int) -> Experience
 
 async def pull_ours(channel: MeshChannel, shard: experience_pb2.Shard, host_id: str) -> Experience:
     names = ["tokens", "logprobs", "values"]
-    fetched = await fetch_rows(channel, shard, names, 0, shard.num_rows, host_id)
+    fetched = await fetch_rows(channel, shard, names, range(shard.num_rows), host_id)
     return fetched.experience
 
 

@@ -14,10 +14,16 @@ from support.services import assert_same, make_experience, operation_key, servin
 from rolemesh.engine.experience import Column, ColumnKind, Experience, payload_layout
 from rolemesh.engine.transport.shm import Segment
 from rolemesh.rpc.channel import CHUNK_BYTES, open_channel
-from rolemesh.rpc.errors import NotFoundError, OutOfRangeError
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OutOfRangeError,
+    RolemeshError,
+)
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.fetch import Fetched, fetch_rows, payload_chunks
+from rolemesh.services.runtime.rows import join_parts, row_tokens
 from rolemesh.services.runtime.schema import header_of
 from rolemesh.services.runtime.server import ServiceServer
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
@@ -46,7 +52,9 @@ async def fetch(
     start, stop = (0, batch.num_rows) if rows is None else rows
     host_id = server.runtime.host_id if transport == "shm" else ""
     async with open_channel(server.runtime.address) as channel:
-        return await fetch_rows(channel, reference.groups[0].shards[0], names, start, stop, host_id)
+        return await fetch_rows(
+            channel, reference.groups[0].shards[0], names, range(start, stop), host_id
+        )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -231,7 +239,7 @@ async def fetch_from(
     shard = experience_pb2.Shard(experience_id="x", address=address, role="fake", num_rows=num_rows)
     try:
         async with open_channel(address) as channel:
-            return await fetch_rows(channel, shard, names, 0, num_rows, host_id)
+            return await fetch_rows(channel, shard, names, range(num_rows), host_id)
     finally:
         await server.stop(0)
 
@@ -388,8 +396,7 @@ async def test_pull_joins_groups_and_stacks_shards() -> None:
             ref,
             names,
             RecordingCall(),  # type: ignore[arg-type]
-            row_start=10,
-            row_stop=15,
+            rows=range(10, 15),
         )
     assert_same(pulled, batch.require(names))
     assert_same(middle, batch.require(names).slice(10, 15))
@@ -397,11 +404,71 @@ async def test_pull_joins_groups_and_stacks_shards() -> None:
     assert sum(call.fetched.values()) > 0
 
 
-async def test_pull_refuses_shards_with_a_gap() -> None:
+async def test_ranks_publish_scattered_rows_and_a_consumer_pulls_any_of_them() -> None:
+    batch = make_experience(30, seed=8)
+    shares = ([0, 3, 4, 9, 20, 29], sorted({*range(30)} - {0, 3, 4, 9, 20, 29}))
+    async with (
+        serving(shared_memory_threshold_bytes=ALWAYS_SHARED) as first,
+        serving(shared_memory=False) as second,
+        serving() as consumer,
+    ):
+        parts = [
+            server.runtime.publish(
+                operation_key(), batch.select(torch.tensor(rows)), rows=rows, num_rows=30
+            )
+            for server, rows in zip((first, second), shares, strict=True)
+        ]
+        ref = join_parts(parts[::-1])
+        assert row_tokens(ref) == batch["tokens"].lengths().tolist()
+        call = RecordingCall()
+        names = list(batch.columns)
+        whole = await consumer.runtime.pull(ref, names, call)  # type: ignore[arg-type]
+        wanted = [29, 1, 2, 3, 0, 28]
+        some = await consumer.runtime.pull(ref, names, call, rows=wanted)  # type: ignore[arg-type]
+    assert_same(whole, batch)
+    assert_same(some, batch.select(torch.tensor(wanted)))
+    assert set(call.fetched) == {"shm", "grpc"}
+
+
+async def test_a_rank_sends_only_the_rows_that_were_asked_for() -> None:
+    batch = make_experience(400, seed=3)
+    async with serving(shared_memory=False) as server, serving() as consumer:
+        ref = server.runtime.publish(operation_key(), batch)
+        call = RecordingCall()
+        await consumer.runtime.pull(ref, ["tokens"], call, rows=[7, 300])  # type: ignore[arg-type]
+    expected = batch.require(["tokens"]).select(torch.tensor([7, 300])).num_bytes
+    assert call.fetched == {"grpc": expected}
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_stop", "error", "says"),
+    [
+        ([3, 4], 0, OutOfRangeError, "rows 3 to 5 were asked for"),
+        ([1, 2], 2, InvalidRequestError, "both single rows and the range 0 to 2"),
+    ],
+)
+async def test_fetch_refuses_rows_that_are_not_there(
+    producer: ServiceServer,
+    rows: list[int],
+    row_stop: int,
+    error: type[RolemeshError],
+    says: str,
+) -> None:
+    reference = producer.runtime.publish(operation_key(), make_experience(4))
+    request = experience_pb2.FetchRequest(
+        experience_id=reference.groups[0].shards[0].experience_id, rows=rows, row_stop=row_stop
+    )
+    async with open_channel(producer.runtime.address) as channel:
+        with pytest.raises(error, match=says):
+            async for _ in experience_pb2_grpc.ExperienceServiceStub(channel).Fetch(request):
+                pass
+
+
+async def test_pull_refuses_a_batch_with_a_row_that_nobody_holds() -> None:
     async with serving() as server:
         ref = server.runtime.publish(operation_key(), make_experience(4))
         ref.num_rows = 6
-        with pytest.raises(ValueError, match="without gaps"):
+        with pytest.raises(ValueError, match=r"rows \[4, 5\] \(2 of 6\) lie in no shard"):
             await server.runtime.pull(ref, ["tokens"], RecordingCall())  # type: ignore[arg-type]
 
 
@@ -433,8 +500,7 @@ async def test_many_pulls_at_once_get_their_own_rows(producer: ServiceServer) ->
                     channel,
                     shard,
                     names,
-                    start,
-                    start + 8,
+                    range(start, start + 8),
                     producer.runtime.host_id if start % 16 else "",
                 )
                 for start in range(0, 64, 8)

@@ -63,7 +63,8 @@ class ExperienceServiceServicer(object):
         Errors:
         NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
         NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
-        OUT_OF_RANGE (ROWS_OUT_OF_RANGE): the rows are not a sub-range of what is held.
+        OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+        INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,8 @@ class ExperienceServiceStub:
     Errors:
       NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
-      OUT_OF_RANGE (ROWS_OUT_OF_RANGE): the rows are not a sub-range of what is held.
+      OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+      INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]
     """Drops experience and frees its bytes. Unknown ids are ignored.
@@ -70,7 +71,8 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
     Errors:
       NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
-      OUT_OF_RANGE (ROWS_OUT_OF_RANGE): the rows are not a sub-range of what is held.
+      OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+      INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
     """
     Release: _aio.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Drops experience and frees its bytes. Unknown ids are ignored.
@@ -98,7 +100,8 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
           NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
-          OUT_OF_RANGE (ROWS_OUT_OF_RANGE): the rows are not a sub-range of what is held.
+          OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
+          INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,168 @@
+"""Rows of a referenced batch: how long they are, where they lie, and how parts become one.
+
+Ranks of a service share a batch out among them by the lengths of its rows. Each publishes what it
+made of its own rows; the service's face joins the parts to one reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from rolemesh.engine.experience import ColumnMissingError
+from rolemesh.v1 import experience_pb2
+
+TOKENS = "tokens"
+"""The column whose shards tell how long rows are."""
+
+
+class PartsMismatchError(RuntimeError):
+    """The parts of a batch that ranks have produced do not make one batch: a defect of ours."""
+
+
+def group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
+    """Index of the group that holds a column.
+
+    The last one wins: in a join, a column of the right side replaces one of the same name.
+
+    Raises:
+        ColumnMissingError: no group has it.
+    """
+    for index in range(len(ref.groups) - 1, -1, -1):
+        if any(column.name == name for column in ref.groups[index].columns):
+            return index
+    known = sorted({column.name for group in ref.groups for column in group.columns})
+    raise ColumnMissingError(
+        f"column {name!r} is missing; the experience has {known}: "
+        "call the role that produces it first"
+    )
+
+
+def rows_of(shard: experience_pb2.Shard) -> Sequence[int]:
+    """Rows of the batch that a shard holds, ascending.
+
+    Raises:
+        ValueError: the rows that it names are not num_rows ascending ones from row_start.
+    """
+    if not shard.rows:
+        return range(shard.row_start, shard.row_start + shard.num_rows)
+    rows = list(shard.rows)
+    is_ascending = all(first < second for first, second in itertools.pairwise(rows))
+    if len(rows) != shard.num_rows or rows[0] != shard.row_start or not is_ascending:
+        raise ValueError(
+            f"shard {shard.experience_id} says that it holds {shard.num_rows} rows from "
+            f"{shard.row_start}, but names {len(rows)} from {rows[0]}: rows must be ascending"
+        )
+    return rows
+
+
+def row_tokens(ref: experience_pb2.ExperienceRef) -> list[int]:
+    """Tokens of each row of the batch, prompt and completion.
+
+    Raises:
+        ColumnMissingError: the batch has no column `tokens`.
+        ValueError: its shards do not tell the length of every row.
+    """
+    lengths: list[int | None] = [None] * ref.num_rows
+    for shard in ref.groups[group_with(ref, TOKENS)].shards:
+        rows = rows_of(shard)
+        if len(shard.row_tokens) != len(rows) or rows[-1] >= ref.num_rows:
+            raise ValueError(
+                f"shard {shard.experience_id} of {len(rows)} rows tells the tokens of "
+                f"{len(shard.row_tokens)}: the producer must fill Shard.row_tokens"
+            )
+        for row, length in zip(rows, shard.row_tokens, strict=True):
+            lengths[row] = length
+    known = [length for length in lengths if length is not None]
+    if len(known) != ref.num_rows:
+        raise ValueError(
+            f"the shards of {TOKENS!r} hold {len(known)} of {ref.num_rows} rows: every row must "
+            "lie in one of them"
+        )
+    return known
+
+
+def is_consecutive(rows: Sequence[int]) -> bool:
+    """Whether each row follows the one before it."""
+    return all(row == rows[0] + index for index, row in enumerate(rows))
+
+
+def place(
+    shards: Iterable[experience_pb2.Shard], wanted: Sequence[int]
+) -> list[tuple[experience_pb2.Shard, Sequence[int], list[int]]]:
+    """Finds wanted rows in shards.
+
+    Returns:
+        For each shard that holds some of them: the shard, their positions in it (a range where
+        they are neighbours), and their positions in `wanted`.
+
+    Raises:
+        ValueError: a row is in no shard, or in two.
+    """
+    wanted_at = {row: index for index, row in enumerate(wanted)}
+    found: list[tuple[experience_pb2.Shard, Sequence[int], list[int]]] = []
+    missing = dict(wanted_at)
+    for shard in shards:
+        positions, targets = [], []
+        for position, row in enumerate(rows_of(shard)):
+            if row in wanted_at:
+                if row not in missing:
+                    raise ValueError(
+                        f"row {row} lies in two shards, the second being {shard.experience_id}"
+                    )
+                positions.append(position)
+                targets.append(missing.pop(row))
+        if positions:
+            is_range = is_consecutive(positions)
+            found.append(
+                (
+                    shard,
+                    range(positions[0], positions[-1] + 1) if is_range else positions,
+                    targets,
+                )
+            )
+    if missing:
+        raise ValueError(
+            f"rows {sorted(missing)[:3]} ({len(missing)} of {len(wanted)}) lie in no shard: every "
+            "row of a batch must lie in one"
+        )
+    return found
+
+
+def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.ExperienceRef:
+    """One reference from those of ranks that each published some rows of the same batch.
+
+    Args:
+        parts: in rank order; those of ranks without rows have no groups.
+
+    Raises:
+        PartsMismatchError: columns differ, or the rows do not make up the batch.
+    """
+    filled = [part for part in parts if part.groups]
+    if not filled:
+        raise PartsMismatchError("no rank has published a row")
+    joined = experience_pb2.ExperienceRef()
+    joined.CopyFrom(filled[0])
+    for part in filled[1:]:
+        if len(part.groups) != len(joined.groups) or part.num_rows != joined.num_rows:
+            raise PartsMismatchError(
+                f"ranks published parts of {joined.num_rows} and {part.num_rows} rows, in "
+                f"{len(joined.groups)} and {len(part.groups)} groups"
+            )
+        for group, more in zip(joined.groups, part.groups, strict=True):
+            if list(group.columns) != list(more.columns):
+                raise PartsMismatchError(
+                    f"ranks published the columns {[c.name for c in group.columns]} and "
+                    f"{[c.name for c in more.columns]}"
+                )
+            group.shards.extend(more.shards)
+    for group in joined.groups:
+        shards = sorted(group.shards, key=lambda shard: shard.row_start)
+        held = sorted(row for shard in shards for row in rows_of(shard))
+        if held != list(range(joined.num_rows)):
+            raise PartsMismatchError(
+                f"ranks published {len(held)} rows of a batch of {joined.num_rows}"
+            )
+        del group.shards[:]
+        group.shards.extend(shards)
+    return joined
