@@ -37,6 +37,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
         # engine
         "rolemesh.engine.experience.ColumnMissingError": CatalogueEntry(_INVALID, "COLUMN_MISSING"),
+        "rolemesh.engine.layout.LayoutError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "rolemesh.engine.rollout.base.PromptTooLongError": CatalogueEntry(
             _INVALID, "PROMPT_TOO_LONG"
         ),
@@ -61,6 +62,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.weights.folders.FolderExistsError": CatalogueEntry(
             _INVALID, "PATH_INVALID"
         ),
+        "rolemesh.engine.weights.manifest.ManifestError": CatalogueEntry(
+            _INVALID, "WEIGHTS_MISMATCH"
+        ),
         "rolemesh.engine.models.folder.ModelFolderError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "rolemesh.engine.models.smollm2.ModelPackageMissingError": CatalogueEntry(
             _INVALID, "MODEL_PACKAGE_MISSING"
@@ -78,9 +82,6 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.rpc.tensors.TensorMalformedError": CatalogueEntry(_INVALID, "TENSOR_MALFORMED"),
         # runtime
-        "rolemesh.services.runtime.rows.PartsMismatchError": CatalogueEntry(
-            grpc.StatusCode.INTERNAL, "PARTS_MISMATCH"
-        ),
         "rolemesh.services.runtime.config.ConfigError": CatalogueEntry(_INVALID, "CONFIG_INVALID"),
         "rolemesh.services.runtime.server.ServiceStartError": CatalogueEntry(
             _PRECONDITION, "START_FAILED"

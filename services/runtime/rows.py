@@ -16,10 +16,6 @@ TOKENS = "tokens"
 """The column whose shards tell how long rows are."""
 
 
-class PartsMismatchError(RuntimeError):
-    """The parts of a batch that ranks have produced do not make one batch: a defect of ours."""
-
-
 def group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
     """Index of the group that holds a column.
 
@@ -136,22 +132,22 @@ def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.
         parts: in rank order; those of ranks without rows have no groups.
 
     Raises:
-        PartsMismatchError: columns differ, or the rows do not make up the batch.
+        RuntimeError: columns differ, or the rows do not make up the batch.
     """
     filled = [part for part in parts if part.groups]
     if not filled:
-        raise PartsMismatchError("no rank has published a row")
+        raise RuntimeError("no rank has published a row")
     joined = experience_pb2.ExperienceRef()
     joined.CopyFrom(filled[0])
     for part in filled[1:]:
         if len(part.groups) != len(joined.groups) or part.num_rows != joined.num_rows:
-            raise PartsMismatchError(
+            raise RuntimeError(
                 f"ranks published parts of {joined.num_rows} and {part.num_rows} rows, in "
                 f"{len(joined.groups)} and {len(part.groups)} groups"
             )
         for group, more in zip(joined.groups, part.groups, strict=True):
             if list(group.columns) != list(more.columns):
-                raise PartsMismatchError(
+                raise RuntimeError(
                     f"ranks published the columns {[c.name for c in group.columns]} and "
                     f"{[c.name for c in more.columns]}"
                 )
@@ -160,9 +156,7 @@ def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.
         shards = sorted(group.shards, key=lambda shard: shard.row_start)
         held = sorted(row for shard in shards for row in rows_of(shard))
         if held != list(range(joined.num_rows)):
-            raise PartsMismatchError(
-                f"ranks published {len(held)} rows of a batch of {joined.num_rows}"
-            )
+            raise RuntimeError(f"ranks published {len(held)} rows of a batch of {joined.num_rows}")
         del group.shards[:]
         group.shards.extend(shards)
     return joined
