@@ -53,6 +53,13 @@ class Operation:
         return operation_pb2.Progress(stage=self.stage, done=self.done, total=self.total)
 
 
+def task_of(operation: Operation) -> asyncio.Task[Message]:
+    """The task of an operation that was started."""
+    if operation.task is None:
+        raise RuntimeError(f"operation {operation.name} has no task: it was not started")
+    return operation.task
+
+
 def identity_of(key: operation_pb2.OperationKey) -> Identity:
     """The identity of a key.
 

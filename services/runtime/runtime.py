@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
@@ -16,30 +14,22 @@ from google.protobuf.message import Message
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
-from rolemesh.rpc.errors import PreconditionError, UnavailableError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.fetch import fetch_rows, take_rows
-from rolemesh.services.runtime.operations import Operation, OperationLedger
+from rolemesh.services.runtime.hold import RunHold
+from rolemesh.services.runtime.operations import Operation, OperationLedger, task_of
 from rolemesh.services.runtime.role import Role
 from rolemesh.services.runtime.rows import TOKENS, group_with, is_consecutive, place
 from rolemesh.services.runtime.schema import column_schema
-from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
+from rolemesh.v1 import experience_pb2, operation_pb2
 
 __all__ = ["Call", "KeyedRequest", "Runtime"]
 
-logger = logging.getLogger(__name__)
-
 PROGRESS_INTERVAL_S = 1.0
 """A call that works says so this often."""
-
-HOLDER_SILENCE_S = 30.0
-"""A run whose coordinator has not been heard for this long may lose the service to another run.
-
-A coordinator that lives asks for the status every second or two.
-"""
 
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
@@ -83,23 +73,15 @@ class Runtime:
             shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
         )
         self.ledger = OperationLedger()
+        self.hold = RunHold(role, self.compute, self.store, self.ledger)
         self.traffic = ChannelTraffic()
         self.address = ""
         """host:port under which peers reach this process; set when the server is bound."""
         self.services: list[str] = []
         """Full names of the services of this process."""
-        self.run_id = ""
-        """Run that holds the service, empty when none does."""
-        self.is_initialized = False
-        self.is_asleep = False
-        self.is_draining = False
-        """Whether the process is about to end."""
         self.exit_requested = asyncio.Event()
         """Set when the process shall end."""
         self._channels: dict[str, MeshChannel] = {}
-        self._calls: dict[Operation, Call] = {}
-        self._holder_heard_at = -math.inf
-        self._giving_back: asyncio.Task[None] | None = None
 
     # --- keyed calls ----------------------------------------------------------------------
 
@@ -125,7 +107,7 @@ class Runtime:
             RolemeshError: stale epoch, reused key, not initialized, draining; or what work raised.
         """
         operation = self._begin(request, work, needs_initialized)
-        task = _task_of(operation)
+        task = task_of(operation)
         operation.num_listeners += 1
         try:
             while not (await asyncio.wait({task}, timeout=PROGRESS_INTERVAL_S))[0]:
@@ -147,7 +129,7 @@ class Runtime:
         operation.num_listeners += 1
         try:
             # Shielded: the work goes on when this caller leaves.
-            return cast(Answer, await asyncio.shield(_task_of(operation)))
+            return cast(Answer, await asyncio.shield(task_of(operation)))
         finally:
             operation.num_listeners -= 1
 
@@ -160,21 +142,21 @@ class Runtime:
         message = cast(Message, request)
         method = message.DESCRIPTOR.full_name.removesuffix("Request")
         identity = self.ledger.check_epoch(request.key)
-        self.hear(request.key.run_id)
+        self.hold.hear(request.key.run_id)
         known = self.ledger.find(identity, method, message)
         if known is not None:
             return known
-        self.check_accepts_work()
+        self.hold.check_accepts_work()
         if needs_initialized:
-            self.check_initialized(request.key.run_id)
+            self.hold.check_initialized(request.key.run_id)
 
         async def run(operation: Operation) -> Message:
             call = Call(operation, self.compute)
-            self._calls[operation] = call
+            self.hold.calls[operation] = call
             try:
                 return await work(call)
             finally:
-                del self._calls[operation]
+                del self.hold.calls[operation]
 
         return self.ledger.start(identity, method, message, run)
 
@@ -305,138 +287,11 @@ class Runtime:
             channel = self._channels[address] = open_channel(address, traffic=self.traffic)
         return channel
 
-    # --- state ----------------------------------------------------------------------------
-
-    def check_initialized(self, run_id: str | None = None) -> None:
-        """Refuses work before Initialize, or for another run.
-
-        Raises:
-            PreconditionError: NOT_INITIALIZED or RUN_MISMATCH.
-        """
-        if not self.is_initialized:
-            raise PreconditionError(
-                f"the {self.role.name} holds no run yet: call Initialize first",
-                reason="NOT_INITIALIZED",
-            )
-        if run_id is not None and run_id != self.run_id:
-            raise PreconditionError(
-                f"key.run_id is {run_id!r}, but run {self.run_id!r} holds the {self.role.name}: "
-                "drain it first, or use another service",
-                reason="RUN_MISMATCH",
-            )
-
-    def check_accepts_work(self) -> None:
-        """Refuses new work while draining.
-
-        Raises:
-            UnavailableError: SERVICE_DRAINING.
-        """
-        if self.is_draining or self._giving_back is not None:
-            raise UnavailableError(
-                f"the {self.role.name} is draining and takes no new work: wait until it is back",
-                reason="SERVICE_DRAINING",
-            )
-
-    @property
-    def state(self) -> worker_pb2.WorkerState.ValueType:
-        """State of the service for GetStatus."""
-        running = self.ledger.running()
-        if self.is_draining or self._giving_back is not None:
-            return worker_pb2.WORKER_STATE_DRAINING
-        if any(operation.method.endswith(".Initialize") for operation in running):
-            return worker_pb2.WORKER_STATE_INITIALIZING
-        if running:
-            return worker_pb2.WORKER_STATE_BUSY
-        if self.is_asleep:
-            return worker_pb2.WORKER_STATE_ASLEEP
-        if self.is_initialized:
-            return worker_pb2.WORKER_STATE_READY
-        return worker_pb2.WORKER_STATE_IDLE
-
-    def hear(self, run_id: str) -> None:
-        """Notes a sign of life of a run's coordinator."""
-        if run_id == self.run_id:
-            self._holder_heard_at = time.monotonic()
-
-    @property
-    def holder_silence_s(self) -> float:
-        """Seconds since the coordinator of the run that holds the service was last heard."""
-        if any(operation.num_listeners for operation in self._running_of(self.run_id)):
-            return 0.0
-        return time.monotonic() - self._holder_heard_at
-
-    def _running_of(self, run_id: str | None) -> list[Operation]:
-        running = self.ledger.running()
-        return [one for one in running if run_id is None or one.identity[0] == run_id]
-
-    async def finish_work(self, timeout_s: float, run_id: str | None = None) -> bool:
-        """Waits for work in progress; gives it up after `timeout_s`. True when all was finished.
-
-        Args:
-            timeout_s: how long the work may take.
-            run_id: whose work; None means everybody's.
-        """
-        running = self._running_of(run_id)
-        if not running:
-            return True
-        _, unfinished = await asyncio.wait(
-            {_task_of(operation) for operation in running}, timeout=timeout_s
-        )
-        for operation in self._running_of(run_id):
-            logger.warning("%s of %s is given up", operation.method, operation.name)
-            if operation in self._calls:
-                self._calls[operation].abandon()
-        return not unfinished
-
-    async def give_back(self, timeout_s: float, run_id: str | None = None) -> None:
-        """Ends the hold of a run on this service, so that another one can have it.
-
-        Work in progress may take timeout_s seconds more, then it is given up at its next sign of
-        progress. Until all of it has ended, new work is refused. The service does this on its own
-        behalf: it goes on when the caller is cancelled, and a second caller joins the first.
-
-        Args:
-            timeout_s: how long work may take.
-            run_id: whose work; None means everybody's.
-        """
-        if self._giving_back is None:
-            self._giving_back = asyncio.create_task(self._give_back(timeout_s, run_id))
-            self._giving_back.add_done_callback(self._gave_back)
-        await asyncio.shield(self._giving_back)
-
-    async def _give_back(self, timeout_s: float, run_id: str | None) -> None:
-        holder = self.run_id
-        if not await self.finish_work(timeout_s, run_id):
-            # Given up, but on the compute thread until its next sign of progress.
-            while running := self._running_of(run_id):
-                await asyncio.wait({_task_of(operation) for operation in running})
-        await self.forget_run()
-        logger.info("run %s no longer holds the %s", holder or "(none)", self.role.name)
-
-    def _gave_back(self, task: asyncio.Task[None]) -> None:
-        self._giving_back = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("giving run %s back failed: %s", self.run_id, error, exc_info=error)
-
-    async def forget_run(self) -> None:
-        """Frees what Initialize made and all experience; the service holds no run any more."""
-        await self.compute.run(self.role.close)
-        self.store.close()
-        self.run_id = ""
-        self.is_initialized = False
-        self.is_asleep = False
-
     async def close_channels(self) -> None:
         """Closes the channels to peers."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
-
-
-def _task_of(operation: Operation) -> asyncio.Task[Message]:
-    if operation.task is None:
-        raise RuntimeError(f"operation {operation.name} has no task: it was not started")
-    return operation.task
 
 
 def _in_result_field(response_type: type[Response], result: Message) -> Response:

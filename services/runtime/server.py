@@ -139,11 +139,11 @@ class ServiceServer:
 
     async def _stop(self, work_timeout_s: float | None) -> bool:
         runtime = self.runtime
-        runtime.is_draining = True
+        runtime.hold.is_draining = True
         timeout_s = self.config.drain_timeout_s if work_timeout_s is None else work_timeout_s
         for name in ("", READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        is_finished = await runtime.finish_work(timeout_s)
+        is_finished = await runtime.hold.finish_work(timeout_s)
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         if is_finished:

@@ -17,9 +17,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from rolemesh.engine.specs import Spec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.role import InitializeResult
-from rolemesh.services.runtime.runtime import HOLDER_SILENCE_S, Call, Runtime
+from rolemesh.services.runtime.runtime import Call, Runtime
 from rolemesh.services.runtime.schema import DTYPES
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -77,21 +77,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
                     reason="SPEC_INVALID",
                 )
-            while runtime.run_id not in ("", run_id):
-                # Anew after each wait: a third run may have been quicker.
-                await self._take_over(run_id)
-            if runtime.is_initialized:
-                await runtime.forget_run()
-            runtime.run_id = run_id
-            runtime.hear(run_id)
+            await runtime.hold.take(run_id)
             try:
                 result: InitializeResult = await call.compute(
                     runtime.role.initialize, spec, request.run_seed, call.progress
                 )
             except BaseException:
-                runtime.run_id = ""
+                runtime.hold.run_id = ""
                 raise
-            runtime.is_initialized = True
+            runtime.hold.is_initialized = True
             logger.info("initialized for run %s: %s", run_id, dict(result.facts))
             return worker_pb2.InitializeResult(
                 policy_version=result.policy_version,
@@ -103,36 +97,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             request, context, worker_pb2.InitializeResponse, work, needs_initialized=False
         )
 
-    async def _take_over(self, run_id: str) -> None:
-        """Ends the hold of a run whose coordinator is silent; refuses while it may be alive."""
-        runtime = self._runtime
-        silence_s = runtime.holder_silence_s
-        if silence_s < HOLDER_SILENCE_S:
-            raise PreconditionError(
-                f"run {runtime.run_id!r} holds the {runtime.role.name}, and its coordinator was "
-                f"heard {silence_s:.0f} s ago: end that run before run {run_id!r} can have it; if "
-                f"its coordinator is dead, try again once it has been silent for "
-                f"{HOLDER_SILENCE_S:.0f} s",
-                reason="ALREADY_INITIALIZED",
-            )
-        logger.warning(
-            "run %s takes the %s over from run %s, whose coordinator has been silent for %.0f s",
-            *(run_id, runtime.role.name, runtime.run_id, silence_s),
-        )
-        await runtime.give_back(0.0, runtime.run_id)
-
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: _Context
     ) -> worker_pb2.GetStatusResponse:
         """Says how the service is; answers while a long call computes."""
         runtime = self._runtime
-        runtime.hear(request.run_id)
+        runtime.hold.hear(request.run_id)
         running = runtime.ledger.running()
         started_at = Timestamp()
         started_at.FromNanoseconds(int(runtime.started_at * 1e9))
         return worker_pb2.GetStatusResponse(
-            state=runtime.state,
-            run_id=runtime.run_id,
+            state=runtime.hold.state,
+            run_id=runtime.hold.run_id,
             policy_version=runtime.role.policy_version(),
             operation=running[0].name if running else "",
             progress=running[0].progress() if running else None,
@@ -149,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         async def work(call: Call) -> worker_pb2.SleepResponse:
             freed = await call.compute(runtime.role.sleep)
-            runtime.is_asleep = True
+            runtime.hold.is_asleep = True
             return worker_pb2.SleepResponse(freed_bytes=freed)
 
         return await runtime.keyed_unary(request, context, work)
@@ -162,7 +138,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         async def work(call: Call) -> worker_pb2.WakeResponse:
             restored = await call.compute(runtime.role.wake)
-            runtime.is_asleep = False
+            runtime.hold.is_asleep = False
             return worker_pb2.WakeResponse(restored_bytes=restored)
 
         return await runtime.keyed_unary(request, context, work)
@@ -174,13 +150,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runtime = self._runtime
         timeout_s = max(0.0, (context.time_remaining() or 0.0) - DRAIN_MARGIN_S)
         if request.exit:
-            runtime.is_draining = True
+            runtime.hold.is_draining = True
             try:
-                await runtime.finish_work(timeout_s)
+                await runtime.hold.finish_work(timeout_s)
             finally:
                 runtime.exit_requested.set()
         else:
-            await runtime.give_back(timeout_s)
+            await runtime.hold.give_back(timeout_s)
         call = current_call()
         logger.info("drained by request %s", call.request_id if call is not None else "?")
         return worker_pb2.DrainResponse()

@@ -32,7 +32,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from rolemesh.services.runtime.runtime import HOLDER_SILENCE_S
+from rolemesh.services.runtime.hold import HOLDER_SILENCE_S
 from rolemesh.services.runtime.server import ServiceServer, ServiceStartError
 from rolemesh.v1 import (
     experience_pb2,
@@ -238,7 +238,7 @@ async def test_another_run_is_refused_until_the_service_is_drained() -> None:
 
 def make_silent(server: ServiceServer, seconds: float) -> None:
     """As if the coordinator that holds the service had last been heard that long ago."""
-    server.runtime._holder_heard_at = time.monotonic() - seconds
+    server.runtime.hold._heard_at = time.monotonic() - seconds
 
 
 async def of_run(channel: MeshChannel, run_id: str, **spec: Any) -> Any:
@@ -262,10 +262,10 @@ async def test_a_run_whose_coordinator_is_dead_loses_the_service_to_another_run(
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
             await working
-        await until(lambda: server.runtime.holder_silence_s > HOLDER_SILENCE_S)
+        await until(lambda: server.runtime.hold.silence_s > HOLDER_SILENCE_S)
         await of_run(channel, "other", num_rows=9)
         assert role.is_closed
-        assert server.runtime.run_id == "other"
+        assert server.runtime.hold.run_id == "other"
         assert server.runtime.ledger.running() == []
         assert (await last(values(channel, run_id="other"))).experience.num_rows == 9
         with pytest.raises(PreconditionError) as caught:
@@ -285,7 +285,7 @@ async def test_only_the_holder_s_own_status_calls_keep_its_hold() -> None:
         await worker.GetStatus(worker_pb2.GetStatusRequest())
         await worker.GetStatus(worker_pb2.GetStatusRequest(run_id="other"))
         await of_run(channel, "other")
-        assert server.runtime.run_id == "other"
+        assert server.runtime.hold.run_id == "other"
 
 
 async def test_a_coordinator_that_watches_keeps_its_hold() -> None:
@@ -302,7 +302,7 @@ async def test_a_coordinator_that_watches_keeps_its_hold() -> None:
             on_stop_request=lambda: None,
         )
         watching = asyncio.create_task(watcher.run())
-        await until(lambda: server.runtime.holder_silence_s < HOLDER_SILENCE_S or watching.done())
+        await until(lambda: server.runtime.hold.silence_s < HOLDER_SILENCE_S or watching.done())
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
@@ -322,8 +322,8 @@ async def test_of_two_runs_that_want_a_silent_run_s_service_one_gets_it() -> Non
         refused = [result for result in results if isinstance(result, BaseException)]
         assert len(refused) == 1
         assert isinstance(refused[0], PreconditionError | UnavailableError), refused
-        assert server.runtime.run_id == ("two" if isinstance(results[0], Exception) else "one")
-        assert server.runtime.is_initialized
+        assert server.runtime.hold.run_id == ("two" if isinstance(results[0], Exception) else "one")
+        assert server.runtime.hold.is_initialized
 
 
 async def test_a_drain_that_outlasts_its_call_still_frees_the_service() -> None:
@@ -337,12 +337,12 @@ async def test_a_drain_that_outlasts_its_call_still_frees_the_service() -> None:
         with pytest.raises(DeadlineError):
             await worker.Drain(worker_pb2.DrainRequest(), timeout=1.2)
         # The client has left and the work goes on: nobody else may begin.
-        assert server.runtime.run_id == "run"
+        assert server.runtime.hold.run_id == "run"
         with pytest.raises(UnavailableError) as caught:
             await of_run(channel, "other")
         assert caught.value.reason == "SERVICE_DRAINING"
         await asyncio.gather(working, queued, return_exceptions=True)
-        await until(lambda: server.runtime.run_id == "")
+        await until(lambda: server.runtime.hold.run_id == "")
         assert role.is_closed
         # What waited for the compute thread was given up before it began.
         assert role.num_runs == 1
