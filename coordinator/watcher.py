@@ -97,8 +97,11 @@ class Watcher:
                 return
             else:
                 refusals, heard_at = 0, loop.time()
-                if status.state == worker_pb2.WORKER_STATE_FAILED:
-                    self._on_lost(connection.role, f"{_name(connection)} is broken: see its log")
+                # What an earlier run left behind ends with this run's Initialize.
+                is_ours = status.run_id == self._run_id
+                if status.state == worker_pb2.WORKER_STATE_FAILED and is_ours:
+                    problem = status.failure or "see its log"
+                    self._on_lost(connection.role, f"{_name(connection)} is broken: {problem}")
                     return
                 await self._renew(connection, describe(status))
             if refusals >= self._settings.refusals_until_lost:

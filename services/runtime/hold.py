@@ -10,6 +10,7 @@ import time
 from rolemesh.rpc.errors import PreconditionError, UnavailableError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
+from rolemesh.services.runtime.errors import describe, is_expected
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.operations import Operation, OperationLedger, task_of
 from rolemesh.services.runtime.role import Role
@@ -40,6 +41,8 @@ class RunHold:
         """Run that holds the service, empty when none does."""
         self.is_initialized = False
         self.is_asleep = False
+        self.failure = ""
+        """Why what the service holds may not be whole, empty when it is."""
         self.is_draining = False
         """Whether the process is about to end."""
         self.calls: dict[Operation, Call] = {}
@@ -69,6 +72,18 @@ class RunHold:
                 reason="RUN_MISMATCH",
             )
 
+    def check_awake(self) -> None:
+        """Refuses work while the weights are in host memory.
+
+        Raises:
+            PreconditionError: ASLEEP.
+        """
+        if self.is_asleep:
+            raise PreconditionError(
+                f"the {self._role.name} is asleep, its weights are in host memory: call Wake first",
+                reason="ASLEEP",
+            )
+
     def check_accepts_work(self) -> None:
         """Refuses new work while draining.
 
@@ -89,6 +104,8 @@ class RunHold:
             return worker_pb2.WORKER_STATE_DRAINING
         if any(operation.method.endswith(".Initialize") for operation in running):
             return worker_pb2.WORKER_STATE_INITIALIZING
+        if self.failure:
+            return worker_pb2.WORKER_STATE_FAILED
         if running:
             return worker_pb2.WORKER_STATE_BUSY
         if self.is_asleep:
@@ -125,7 +142,21 @@ class RunHold:
         if self.is_initialized:
             await self.forget()
         self.run_id = run_id
+        self.failure = ""
         self.hear(run_id)
+
+    async def initialization_failed(self, error: BaseException) -> None:
+        """Ends the hold of a run whose Initialize failed, and frees what it had made already."""
+        self.failure = f"Initialize failed: {describe(error).message}"
+        try:
+            await self._compute.run(self._role.close)
+        finally:
+            self.run_id = ""
+
+    def work_failed(self, operation: Operation, error: Exception) -> None:
+        """Notes an error of work that nobody foresaw: it may have left something half done."""
+        if self.is_initialized and not is_expected(error):
+            self.failure = f"{operation.name} failed: {describe(error).message}"
 
     async def _take_over(self, run_id: str) -> None:
         """Ends the hold of a run whose coordinator is silent; refuses while it may be alive."""
@@ -200,3 +231,4 @@ class RunHold:
         self.run_id = ""
         self.is_initialized = False
         self.is_asleep = False
+        self.failure = ""

@@ -104,7 +104,8 @@ class Runtime:
             needs_initialized: whether the role must hold a run.
 
         Raises:
-            RolemeshError: stale epoch, reused key, not initialized, draining; or what work raised.
+            RolemeshError: stale epoch, reused key, not initialized, asleep, draining; or what work
+                raised.
         """
         operation = self._begin(request, work, needs_initialized)
         task = task_of(operation)
@@ -123,9 +124,10 @@ class Runtime:
         work: Callable[[Call], Awaitable[Answer]],
         *,
         needs_initialized: bool = True,
+        needs_awake: bool = True,
     ) -> Answer:
         """Serves a unary keyed call: like keyed, without progress."""
-        operation = self._begin(request, work, needs_initialized)
+        operation = self._begin(request, work, needs_initialized, needs_awake)
         operation.num_listeners += 1
         try:
             # Shielded: the work goes on when this caller leaves.
@@ -138,6 +140,7 @@ class Runtime:
         request: KeyedRequest,
         work: Callable[[Call], Awaitable[Message]],
         needs_initialized: bool,
+        needs_awake: bool = True,
     ) -> Operation:
         message = cast(Message, request)
         method = message.DESCRIPTOR.full_name.removesuffix("Request")
@@ -149,12 +152,17 @@ class Runtime:
         self.hold.check_accepts_work()
         if needs_initialized:
             self.hold.check_initialized(request.key.run_id)
+            if needs_awake:
+                self.hold.check_awake()
 
         async def run(operation: Operation) -> Message:
             call = Call(operation, self.compute)
             self.hold.calls[operation] = call
             try:
                 return await work(call)
+            except Exception as error:
+                self.hold.work_failed(operation, error)
+                raise
             finally:
                 del self.hold.calls[operation]
 

@@ -82,8 +82,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 result: InitializeResult = await call.compute(
                     runtime.role.initialize, spec, request.run_seed, call.progress
                 )
-            except BaseException:
-                runtime.hold.run_id = ""
+            except BaseException as error:
+                await runtime.hold.initialization_failed(error)
                 raise
             runtime.hold.is_initialized = True
             logger.info("initialized for run %s: %s", run_id, dict(result.facts))
@@ -108,6 +108,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         started_at.FromNanoseconds(int(runtime.started_at * 1e9))
         return worker_pb2.GetStatusResponse(
             state=runtime.hold.state,
+            failure=runtime.hold.failure,
             run_id=runtime.hold.run_id,
             policy_version=runtime.role.policy_version(),
             operation=running[0].name if running else "",
@@ -124,11 +125,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runtime = self._runtime
 
         async def work(call: Call) -> worker_pb2.SleepResponse:
-            freed = await call.compute(runtime.role.sleep)
+            # Set before: what is begun meanwhile would find the weights gone.
             runtime.hold.is_asleep = True
+            try:
+                freed = await call.compute(runtime.role.sleep)
+            except BaseException:
+                runtime.hold.is_asleep = False
+                raise
             return worker_pb2.SleepResponse(freed_bytes=freed)
 
-        return await runtime.keyed_unary(request, context, work)
+        return await runtime.keyed_unary(request, context, work, needs_awake=False)
 
     async def Wake(
         self, request: worker_pb2.WakeRequest, context: _Context
@@ -141,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             runtime.hold.is_asleep = False
             return worker_pb2.WakeResponse(restored_bytes=restored)
 
-        return await runtime.keyed_unary(request, context, work)
+        return await runtime.keyed_unary(request, context, work, needs_awake=False)
 
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: _Context

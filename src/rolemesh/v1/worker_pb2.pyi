@@ -44,7 +44,11 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 6
     """Finishes and refuses new work."""
     WORKER_STATE_FAILED: _WorkerState.ValueType  # 7
-    """Broken: every call is refused with the reason."""
+    """What the service holds may not be whole: Initialize failed, and run_id is
+    empty; or work of run_id ended with an INTERNAL error. The reason stands in
+    failure. Calls are still served, guarded by the versions they expect. The
+    next Initialize, or a Drain, ends the state.
+    """
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """State of a service."""
@@ -64,7 +68,11 @@ WORKER_STATE_ASLEEP: WorkerState.ValueType  # 5
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 6
 """Finishes and refuses new work."""
 WORKER_STATE_FAILED: WorkerState.ValueType  # 7
-"""Broken: every call is refused with the reason."""
+"""What the service holds may not be whole: Initialize failed, and run_id is
+empty; or work of run_id ended with an INTERNAL error. The reason stands in
+failure. Calls are still served, guarded by the versions they expect. The
+next Initialize, or a Drain, ends the state.
+"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -338,6 +346,7 @@ class GetStatusResponse(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     EXPERIENCE_BYTES_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     """State of the service."""
     run_id: _builtins.str
@@ -350,6 +359,8 @@ class GetStatusResponse(_message.Message):
     """Resident memory of the process in bytes."""
     experience_bytes: _builtins.int
     """Experience held in bytes."""
+    failure: _builtins.str
+    """Why the state is WORKER_STATE_FAILED, empty otherwise."""
     @_builtins.property
     def progress(self) -> _operation_pb2.Progress:
         """Progress of that operation."""
@@ -369,10 +380,11 @@ class GetStatusResponse(_message.Message):
         resident_bytes: _builtins.int = ...,
         experience_bytes: _builtins.int = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience_bytes", b"experience_bytes", "operation", b"operation", "policy_version", b"policy_version", "progress", b"progress", "resident_bytes", b"resident_bytes", "run_id", b"run_id", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience_bytes", b"experience_bytes", "failure", b"failure", "operation", b"operation", "policy_version", b"policy_version", "progress", b"progress", "resident_bytes", b"resident_bytes", "run_id", b"run_id", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -108,7 +108,9 @@ class WorkerServiceServicer(object):
 
     def Sleep(self, request, context):
         """Moves weights and optimizer to host memory, so that another role of the
-        pool can use the device. On a CPU device it changes nothing.
+        pool can use the device. On a CPU device it moves nothing.
+        Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+        FAILED_PRECONDITION (ASLEEP).
 
         Idempotent: sets a state.
         Errors:

@@ -58,7 +58,9 @@ class WorkerServiceStub:
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepResponse]
     """Moves weights and optimizer to host memory, so that another role of the
-    pool can use the device. On a CPU device it changes nothing.
+    pool can use the device. On a CPU device it moves nothing.
+    Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+    FAILED_PRECONDITION (ASLEEP).
 
     Idempotent: sets a state.
     Errors:
@@ -109,7 +111,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepResponse]  # type: ignore[assignment]
     """Moves weights and optimizer to host memory, so that another role of the
-    pool can use the device. On a CPU device it changes nothing.
+    pool can use the device. On a CPU device it moves nothing.
+    Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+    FAILED_PRECONDITION (ASLEEP).
 
     Idempotent: sets a state.
     Errors:
@@ -181,7 +185,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SleepResponse, _abc.Awaitable[_worker_pb2.SleepResponse]]:
         """Moves weights and optimizer to host memory, so that another role of the
-        pool can use the device. On a CPU device it changes nothing.
+        pool can use the device. On a CPU device it moves nothing.
+        Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+        FAILED_PRECONDITION (ASLEEP).
 
         Idempotent: sets a state.
         Errors:
