@@ -135,8 +135,17 @@ def write_judge(
         judge, _ = load_model(
             AutoModelForSequenceClassification, spec, config=config, may_miss=("score",)
         )
-    _train(judge, tokenizer, train_prompts, spec=spec, training=training, seed=seed, report=report)
+    # Entered before the training: a folder that may not be written is told at once.
     with whole_folder(directory) as temporary:
+        _train(
+            judge,
+            tokenizer,
+            train_prompts,
+            spec=spec,
+            training=training,
+            seed=seed,
+            report=report,
+        )
         judge.to(torch.bfloat16).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         # Examined as the reward service will load it, from the folder itself.
