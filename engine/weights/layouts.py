@@ -1,0 +1,206 @@
+"""Which part of a decoder's weights each rank holds: in training, in generation, or all of it.
+
+Pure: no torch. Training tensors have Hugging Face names; generation tensors have vLLM's, with its
+fused projections and padded vocabulary (vLLM 0.32: QKVParallelLinear, MergedColumnParallelLinear,
+VocabParallelEmbedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rolemesh.engine.layout import HybridLayout, TrainLayout, check_rank
+from rolemesh.engine.models.families import (
+    EMBEDDING,
+    LM_HEAD,
+    NORM,
+    DecoderShape,
+    UnsupportedFamilyError,
+    check_layout,
+    cut_of,
+    layer_parameters,
+    slice_box,
+    stage_layers,
+    stage_tensors,
+)
+from rolemesh.engine.weights.manifest import (
+    Box,
+    DtypeName,
+    ManifestError,
+    Piece,
+    RankShard,
+    WeightLayout,
+)
+
+_FUSED = {
+    "self_attn.q_proj": "self_attn.qkv_proj",
+    "self_attn.k_proj": "self_attn.qkv_proj",
+    "self_attn.v_proj": "self_attn.qkv_proj",
+    "mlp.gate_proj": "mlp.gate_up_proj",
+    "mlp.up_proj": "mlp.gate_up_proj",
+}
+"""Projections that vLLM stacks by rows in one tensor, in this order."""
+
+
+def train_layout(
+    shape: DecoderShape, layout: TrainLayout, dtype: DtypeName = "float32"
+) -> WeightLayout:
+    """What each rank holds while it trains.
+
+    Each stage's tensors are cut into tensor slices (`slice_box`; the vocabulary without padding),
+    then FSDP2's way: dimension 0 of the slice in chunks of ceil(rows / fsdp), so that the last
+    ranks of a group may hold fewer rows or none. A tensor without elements has a shape but no
+    piece.
+
+    Args:
+        shape: the model.
+        layout: ranks.
+        dtype: element type of the tensors and of the manifest.
+
+    Returns:
+        Rank r of it is the layout's rank r; tensors have Hugging Face names (a tied projection on
+        another stage than the embedding: "lm_head.weight").
+
+    Raises:
+        LayoutError: the model cannot be cut so.
+    """
+    check_layout(shape, layout)
+    shards: dict[tuple[int, int, int], RankShard] = {}
+    ranks = []
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        key = (at.pp, at.tp, at.dp % layout.fsdp)
+        if key not in shards:
+            shards[key] = _train_shard(shape, layout, *key)
+        ranks.append(shards[key])
+    return WeightLayout(shape.manifest(dtype), tuple(ranks), dtype)
+
+
+def generate_layers(shape: DecoderShape, layout: HybridLayout, *, pp: int) -> range:
+    """Layers of generation stage `pp`: those of the training stages that it joins.
+
+    Example: 6 layers over 4 training stages are 2, 2, 1, 1; two generation stages have 4 and 2.
+
+    Raises:
+        LayoutError: no such stage, or more training stages than layers.
+    """
+    check_rank(pp, layout.generate.pp)
+    ratio, size = layout.stage_ratio, layout.train.pp
+    first = stage_layers(shape, pp=pp * ratio, size=size)
+    last = stage_layers(shape, pp=(pp + 1) * ratio - 1, size=size)
+    return range(first.start, last.stop)
+
+
+def generate_layout(shape: DecoderShape, layout: HybridLayout, dtype: DtypeName) -> WeightLayout:
+    """What each rank holds while it generates with vLLM.
+
+    Tensor names are those of vLLM's parameters: q, k and v stacked in `qkv_proj`, gate and up in
+    `gate_up_proj`; embedding and projection have padded rows that no piece covers (vLLM keeps zeros
+    there). A tied projection is the embedding, which then also lies on the last stage.
+
+    Args:
+        shape: the model.
+        layout: ranks; rank r of the result is the layout's rank r.
+        dtype: element type in which vLLM holds them.
+
+    Raises:
+        LayoutError: the model cannot be cut so.
+        UnsupportedFamilyError: vLLM has no such model.
+    """
+    check_layout(shape, layout)
+    if shape.head != "lm_head":
+        raise UnsupportedFamilyError(
+            f"head is {shape.head!r}: only a model with an lm_head generates; give one"
+        )
+    if shape.family == "qwen3" and shape.has_output_bias:
+        raise UnsupportedFamilyError(
+            "the qwen3 model has attention_bias, and vLLM's has no o_proj.bias: sample with "
+            "rollout type hf"
+        )
+    shards: dict[tuple[int, int], RankShard] = {}
+    ranks = []
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        if (at.pp, at.tp) not in shards:
+            shards[at.pp, at.tp] = _generate_shard(shape, layout, pp=at.pp, tp=at.tp)
+        ranks.append(shards[at.pp, at.tp])
+    return WeightLayout(shape.manifest(dtype), tuple(ranks), dtype)
+
+
+def whole_layout(shape: DecoderShape, ranks: int = 1, dtype: DtypeName = "float32") -> WeightLayout:
+    """Everything on each of `ranks` ranks, under Hugging Face names, a tied embedding once.
+
+    Raises:
+        ManifestError: no ranks.
+    """
+    if ranks < 1:
+        raise ManifestError(f"ranks is {ranks}: give at least 1")
+    manifest = shape.manifest(dtype)
+    shard = RankShard(
+        tuple(
+            Piece(name, parameter.box, name, (0,) * len(parameter.shape))
+            for name, parameter in manifest.items()
+        ),
+        {name: parameter.shape for name, parameter in manifest.items()},
+    )
+    return WeightLayout(manifest, (shard,) * ranks, dtype)
+
+
+def _train_shard(
+    shape: DecoderShape, layout: TrainLayout, pp: int, tp: int, chunk: int
+) -> RankShard:
+    pieces, shapes = [], {}
+    for tensor, parameter in stage_tensors(shape, pp=pp, size=layout.pp):
+        (start, stop), *others = slice_box(shape, parameter, tp=tp, size=layout.tp)
+        rows = -(-(stop - start) // layout.fsdp)
+        box: Box = (
+            (min(start + chunk * rows, stop), min(start + (chunk + 1) * rows, stop)),
+            *others,
+        )
+        shapes[tensor] = _sizes(box)
+        if 0 not in shapes[tensor]:
+            pieces.append(Piece(parameter, box, tensor, (0,) * len(box)))
+    return RankShard(tuple(pieces), shapes)
+
+
+def _generate_shard(shape: DecoderShape, layout: HybridLayout, *, pp: int, tp: int) -> RankShard:
+    size, is_last = layout.generate.tp, pp == layout.generate.pp - 1
+    pieces: list[Piece] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(tensor: str, parameters: Sequence[str]) -> None:
+        """Stacks this slice of the parameters by rows."""
+        filled = 0
+        for parameter in parameters:
+            box = slice_box(shape, parameter, tp=tp, size=size)
+            sizes = _sizes(box)
+            if sizes[0]:
+                pieces.append(Piece(parameter, box, tensor, (filled, *(0,) * (len(box) - 1))))
+            filled += shape.padded_vocab_size // size if cut_of(parameter) == "vocab" else sizes[0]
+            shapes[tensor] = (filled, *sizes[1:])
+
+    if pp == 0 or (is_last and shape.is_tied):
+        add(EMBEDDING, (EMBEDDING,))
+    layers = generate_layers(shape, layout, pp=pp)
+    for tensor, parameters in _fused(layer_parameters(shape, layers)):
+        add(tensor, parameters)
+    if is_last:
+        add(NORM, (NORM,))
+        if not shape.is_tied:
+            add(LM_HEAD, (LM_HEAD,))
+    return RankShard(tuple(pieces), shapes)
+
+
+def _fused(names: Iterable[str]) -> Iterable[tuple[str, list[str]]]:
+    """Tensors of vLLM and the parameters in each, in model order."""
+    tensors: dict[str, list[str]] = {}
+    for name in names:
+        module, kind = name.rsplit(".", 1)
+        prefix, part, projection = module.rsplit(".", 2)
+        fused = _FUSED.get(f"{part}.{projection}")
+        tensors.setdefault(f"{prefix}.{fused}.{kind}" if fused else name, []).append(name)
+    return tensors.items()
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
