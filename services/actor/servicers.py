@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import PromptSet, Split, load_rows
@@ -18,6 +19,7 @@ from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.sampling import sample_experience, sampling_metrics
 from rolemesh.engine.specs import ActorSpec, SamplingSpec
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.errors import describe
 from rolemesh.services.runtime.model_role import ModelRole, default_device
 from rolemesh.services.runtime.model_servicers import (
     LogprobServicer,
@@ -228,11 +230,14 @@ class ActorWeightsServicer(WeightsServicer):
 
 
 def _sampling(sampling: rollout_pb2.Sampling) -> SamplingSpec:
-    return SamplingSpec(
-        samples_per_prompt=sampling.samples_per_prompt,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_new_tokens=sampling.max_new_tokens,
-        greedy=sampling.greedy,
-    )
+    try:
+        return SamplingSpec(
+            samples_per_prompt=sampling.samples_per_prompt,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            greedy=sampling.greedy,
+        )
+    except ValidationError as error:
+        raise InvalidRequestError(describe(error).message, reason="SAMPLING_INVALID") from error

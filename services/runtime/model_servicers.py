@@ -298,6 +298,12 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
 
         async def work(call: Call) -> Message:
             directory = _absolute(request.directory)
+            if not (directory / MANIFEST_FILE).is_file():
+                raise InvalidRequestError(
+                    f"directory is {request.directory!r}, which has no {MANIFEST_FILE}: give a "
+                    "folder that SaveCheckpoint wrote",
+                    reason="PATH_INVALID",
+                )
             self._role.extra_state = await call.compute(self._role.trainer.load, directory)
             self._role.weights_replaced()
             return self._result(directory, call)

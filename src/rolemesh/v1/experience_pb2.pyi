@@ -199,9 +199,11 @@ class PayloadColumn(_message.Message):
     VALUES_AT_FIELD_NUMBER: _builtins.int
     NUM_VALUES_FIELD_NUMBER: _builtins.int
     offsets_at: _builtins.int
-    """Byte offset of the int64 [num_rows + 1] offsets. Absent for COLUMN_KIND_ROW."""
+    """Byte offset of the int64 [num_rows + 1] offsets, a multiple of 64. Absent
+    for COLUMN_KIND_ROW.
+    """
     values_at: _builtins.int
-    """Byte offset of the packed values."""
+    """Byte offset of the packed values, a multiple of 64."""
     num_values: _builtins.int
     """Number of values (elements, not bytes)."""
     @_builtins.property

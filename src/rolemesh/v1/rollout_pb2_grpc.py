@@ -69,7 +69,7 @@ class RolloutServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
-        INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range.
+        INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
         RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.

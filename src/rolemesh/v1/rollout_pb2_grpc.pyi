@@ -56,7 +56,7 @@ class RolloutServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
-      INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range.
+      INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
@@ -90,7 +90,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
-      INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range.
+      INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
@@ -127,7 +127,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
-          INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range.
+          INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
           RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.

@@ -63,7 +63,8 @@ class WeightsServiceStub:
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
-      INVALID_ARGUMENT (PATH_INVALID): no checkpoint of this role there.
+      INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+      INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
       DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
@@ -112,7 +113,8 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
-      INVALID_ARGUMENT (PATH_INVALID): no checkpoint of this role there.
+      INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+      INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
       DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
@@ -182,7 +184,8 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
-          INVALID_ARGUMENT (PATH_INVALID): no checkpoint of this role there.
+          INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+          INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
           DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
