@@ -90,25 +90,28 @@ class Mesh:
         size = message.result.num_parameters
         self._observer.on_event(f"{role} is ready" + (f", {size:,} parameters" if size else ""))
 
-    async def release(self, run_id: str, through_step: int) -> None:
+    async def release(self, journal: Journal, through_step: int) -> None:
         """Drops the experience of this step and earlier ones, wherever it is held."""
-        request = experience_pb2.ReleaseRequest(run_id=run_id, through_step=through_step)
+        request = experience_pb2.ReleaseRequest(
+            run_id=journal.run_id, through_step=through_step, fencing_epoch=journal.epoch
+        )
         await together(
             _awaited(connection.experience.Release(request))
             for connection in self.connections.values()
             if connection.serves("rolemesh.v1.ExperienceService")
         )
 
-    async def give_back(self, roles: Iterable[str], timeout_s: float) -> None:
+    async def give_back(self, roles: Iterable[str], journal: Journal, timeout_s: float) -> None:
         """Lets services that outlive the run take part in another one.
 
         A service that does not say so in time is named to the observer: the run has ended already,
         and a service that still computes frees itself afterwards.
         """
+        request = worker_pb2.DrainRequest(run_id=journal.run_id, fencing_epoch=journal.epoch)
 
         async def one(connection: RoleConnection) -> None:
             try:
-                await connection.worker.Drain(worker_pb2.DrainRequest(), timeout=timeout_s)
+                await connection.worker.Drain(request, timeout=timeout_s)
             except RolemeshError as error:
                 self._observer.on_event(
                     f"{connection.role} at {connection.address} may not be free: {error.message}"

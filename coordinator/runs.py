@@ -251,7 +251,7 @@ class TrainingRun:
                     # A service that refused this run may hold another one.
                     if self.recipe.service(role).address is not None and role in mesh.facts
                 ]
-                await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
+                await mesh.give_back(lasting, journal, GIVE_BACK_DEADLINE_S)
             await mesh.close()
 
     def _watcher_ended(self, watching: asyncio.Task[None]) -> None:

@@ -138,7 +138,7 @@ class TrainingLoop:
             return None
         with self._phase("evaluate", f"evaluation after step {self.step}"):
             found = await evaluate(self._context(self.step, is_evaluation=True), num_prompts)
-            await self._mesh.release(self._journal.run_id, self.step)
+            await self._mesh.release(self._journal, self.step)
         self._writer.write_scalars(self.step, found.scalars())
         self._observer.on_event(
             f"held-out score after {self.step} steps: {found.score:.3f} "
@@ -156,7 +156,7 @@ class TrainingLoop:
         record: dict[str, float] = {}
         try:
             try:
-                await self._mesh.release(self._journal.run_id, step)
+                await self._mesh.release(self._journal, step)
             finally:
                 # Releasing is traffic of the step, but none of its time.
                 traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))

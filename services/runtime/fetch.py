@@ -39,6 +39,7 @@ from rolemesh.rpc.payload_stream import (
     encode_header,
 )
 from rolemesh.services.runtime.experience_store import ExperienceStore, Held
+from rolemesh.services.runtime.operations import OperationLedger
 from rolemesh.services.runtime.schema import header_of, layout_of
 from rolemesh.v1 import experience_pb2
 
@@ -54,8 +55,9 @@ MAX_PAYLOAD_BYTES = 64 << 30
 class ExperienceServicer:
     """Serves the rows that this rank holds."""
 
-    def __init__(self, store: ExperienceStore, host_id: str) -> None:
+    def __init__(self, store: ExperienceStore, ledger: OperationLedger, host_id: str) -> None:
         self._store = store
+        self._ledger = ledger
         self._host_id = host_id
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -104,6 +106,8 @@ class ExperienceServicer:
         self, request: experience_pb2.ReleaseRequest, context: object
     ) -> experience_pb2.ReleaseResponse:
         """Drops experience by id, or of all steps up to one."""
+        if request.fencing_epoch:
+            self._ledger.fence(request.run_id, request.fencing_epoch)
         if request.experience_ids:
             released = self._store.release_ids(request.run_id, list(request.experience_ids))
         else:

@@ -65,9 +65,17 @@ class RunHold:
                 f"the {self._role.name} holds no run yet: call Initialize first",
                 reason="NOT_INITIALIZED",
             )
-        if run_id != self.run_id:
+        self.check_is_of(run_id)
+
+    def check_is_of(self, run_id: str) -> None:
+        """Refuses what comes from another run than the one that holds the service.
+
+        Raises:
+            PreconditionError: RUN_MISMATCH.
+        """
+        if self.run_id not in ("", run_id):
             raise PreconditionError(
-                f"key.run_id is {run_id!r}, but run {self.run_id!r} holds the {self._role.name}: "
+                f"run_id is {run_id!r}, but run {self.run_id!r} holds the {self._role.name}: "
                 "drain it first, or use another service",
                 reason="RUN_MISMATCH",
             )

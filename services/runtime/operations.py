@@ -108,18 +108,26 @@ class OperationLedger:
             PreconditionError: STALE_EPOCH.
         """
         identity = identity_of(key)
-        highest = self._highest_epochs.get(key.run_id, 0)
-        if key.fencing_epoch < highest:
+        self.fence(key.run_id, key.fencing_epoch)
+        return identity
+
+    def fence(self, run_id: str, epoch: int) -> None:
+        """Refuses an older coordinator of the run; remembers a newer one.
+
+        Raises:
+            PreconditionError: STALE_EPOCH.
+        """
+        highest = self._highest_epochs.get(run_id, 0)
+        if epoch < highest:
             raise PreconditionError(
-                f"key.fencing_epoch is {key.fencing_epoch}, but epoch {highest} has spoken for run "
-                f"{key.run_id!r}: a newer coordinator has taken over; this one must end",
+                f"fencing_epoch is {epoch}, but epoch {highest} has spoken for run "
+                f"{run_id!r}: a newer coordinator has taken over; this one must end",
                 reason="STALE_EPOCH",
             )
-        self._highest_epochs[key.run_id] = key.fencing_epoch
-        self._highest_epochs.move_to_end(key.run_id)
+        self._highest_epochs[run_id] = epoch
+        self._highest_epochs.move_to_end(run_id)
         while len(self._highest_epochs) > self._capacity:
             self._highest_epochs.popitem(last=False)
-        return identity
 
     def find(self, identity: Identity, method: str, request: Message) -> Operation | None:
         """The running or answered operation of that identity.

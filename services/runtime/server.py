@@ -96,7 +96,7 @@ class ServiceServer:
             options=SERVER_OPTIONS,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
-        ExperienceServicer(runtime.store, runtime.host_id).add_to(server)
+        ExperienceServicer(runtime.store, runtime.ledger, runtime.host_id).add_to(server)
         runtime.services[:] = [
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
             EXPERIENCE_SERVICE,

@@ -154,6 +154,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DrainResponse:
         """Finishes what runs, gives the run up, and optionally ends the process."""
         runtime = self._runtime
+        if request.run_id:
+            runtime.ledger.fence(request.run_id, request.fencing_epoch)
+            runtime.hold.check_is_of(request.run_id)
         timeout_s = max(0.0, (context.time_remaining() or 0.0) - DRAIN_MARGIN_S)
         if request.exit:
             runtime.hold.is_draining = True

@@ -40,6 +40,7 @@ from rolemesh.engine.experience import (
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.fetch import ExperienceServicer, fetch_rows, payload_chunks
+from rolemesh.services.runtime.operations import OperationLedger
 from rolemesh.services.runtime.schema import header_of, layout_of
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
 
@@ -91,7 +92,7 @@ async def produce(mebibytes: int) -> None:
     shared = ExperienceStore(1 << 40, shared_memory=True, shared_memory_threshold_bytes=1)
     held = shared.put("run", 0, batch)
     ours, generated = grpc.aio.server(options=SERVER_OPTIONS), grpc.aio.server()
-    ExperienceServicer(shared, HOST_ID).add_to(ours)
+    ExperienceServicer(shared, OperationLedger(), HOST_ID).add_to(ours)
     experience_pb2_grpc.add_ExperienceServiceServicer_to_server(
         GeneratedServicer(held.experience), generated
     )

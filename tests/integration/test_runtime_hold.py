@@ -11,7 +11,14 @@ from support.services import ToyRole, operation_key, serving
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, PreconditionError
 from rolemesh.services.runtime.role import InitializeResult
-from rolemesh.v1 import value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rolemesh.v1 import (
+    experience_pb2,
+    experience_pb2_grpc,
+    value_pb2,
+    value_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
 
 class FragileRole(ToyRole):
@@ -96,6 +103,36 @@ async def test_unforeseen_errors_of_work_are_a_state_until_the_run_is_given_back
         await worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
         status = await status_of(channel)
     assert (status.state, status.failure) == (worker_pb2.WORKER_STATE_IDLE, "")
+
+
+async def test_a_run_drains_only_its_own_hold_and_only_by_its_newest_coordinator() -> None:
+    async with serving() as server, open_channel(server.runtime.address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        await initialize(channel)
+        await compute_values(channel, epoch=2)
+        for run_id, epoch, reason in (("run", 1, "STALE_EPOCH"), ("other", 1, "RUN_MISMATCH")):
+            request = worker_pb2.DrainRequest(run_id=run_id, fencing_epoch=epoch)
+            with pytest.raises(PreconditionError) as caught:
+                await worker.Drain(request)
+            assert caught.value.reason == reason
+            assert (await status_of(channel)).run_id == "run"
+        # A repeat finds the service free, as it wants it.
+        for _ in range(2):
+            await worker.Drain(worker_pb2.DrainRequest(run_id="run", fencing_epoch=2))
+            assert (await status_of(channel)).run_id == ""
+
+
+async def test_a_stale_coordinator_releases_nothing() -> None:
+    async with serving() as server, open_channel(server.runtime.address) as channel:
+        stub = experience_pb2_grpc.ExperienceServiceStub(channel)
+        await initialize(channel)
+        await compute_values(channel, epoch=2)
+        with pytest.raises(PreconditionError) as caught:
+            await stub.Release(experience_pb2.ReleaseRequest(run_id="run", fencing_epoch=1))
+        assert caught.value.reason == "STALE_EPOCH"
+        assert server.runtime.store.held_bytes > 0
+        await stub.Release(experience_pb2.ReleaseRequest(run_id="run", fencing_epoch=2))
+        assert server.runtime.store.held_bytes == 0
 
 
 async def test_errors_that_were_foreseen_are_no_state() -> None:

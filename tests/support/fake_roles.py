@@ -243,6 +243,8 @@ class FakeRole(
         return worker_pb2.GetStatusResponse(state=state, operation=self.operation)
 
     async def Drain(self, request: Any, context: Any) -> Any:
+        assert request.run_id == self.run_id
+        assert request.fencing_epoch == self.highest_epoch
         self.run_id = ""
         return worker_pb2.DrainResponse()
 
@@ -263,6 +265,7 @@ class FakeRole(
         if "Release" in self.failures:
             status = to_status(self.failures["Release"], metadata={"role": self.role, "rank": "0"})
             await context.abort_with_status(rpc_status.to_status(status))
+        assert request.fencing_epoch == self.highest_epoch
         self.released_through = request.through_step
         return experience_pb2.ReleaseResponse()
 

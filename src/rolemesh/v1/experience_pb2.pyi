@@ -237,10 +237,13 @@ class ReleaseRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     EXPERIENCE_IDS_FIELD_NUMBER: _builtins.int
     THROUGH_STEP_FIELD_NUMBER: _builtins.int
+    FENCING_EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Run whose experience is dropped."""
     through_step: _builtins.int
     """With no ids: experience of this step and earlier ones is dropped."""
+    fencing_epoch: _builtins.int
+    """Epoch of the run's coordinator, >= 1; 0 for somebody else, who is not fenced."""
     @_builtins.property
     def experience_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The experience ids; empty means everything of the run up to the step."""
@@ -251,10 +254,11 @@ class ReleaseRequest(_message.Message):
         run_id: _builtins.str = ...,
         experience_ids: _abc.Iterable[_builtins.str] | None = ...,
         through_step: _builtins.int = ...,
+        fencing_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience_ids", b"experience_ids", "run_id", b"run_id", "through_step", b"through_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience_ids", b"experience_ids", "fencing_epoch", b"fencing_epoch", "run_id", b"run_id", "through_step", b"through_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

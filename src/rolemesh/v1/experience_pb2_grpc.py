@@ -74,6 +74,8 @@ class ExperienceServiceServicer(object):
         """Drops experience and frees its bytes. Unknown ids are ignored.
 
         Idempotent: a second release finds nothing.
+        Errors:
+        FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,6 +52,8 @@ class ExperienceServiceStub:
     """Drops experience and frees its bytes. Unknown ids are ignored.
 
     Idempotent: a second release finds nothing.
+    Errors:
+      FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
     """
 
 @_typing.type_check_only
@@ -78,6 +80,8 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
     """Drops experience and frees its bytes. Unknown ids are ignored.
 
     Idempotent: a second release finds nothing.
+    Errors:
+      FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
     """
 
 class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -113,6 +117,8 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drops experience and frees its bytes. Unknown ids are ignored.
 
         Idempotent: a second release finds nothing.
+        Errors:
+          FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
         """
 
 def add_ExperienceServiceServicer_to_server(servicer: ExperienceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

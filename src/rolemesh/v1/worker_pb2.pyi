@@ -489,16 +489,24 @@ class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EXIT_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCING_EPOCH_FIELD_NUMBER: _builtins.int
     exit: _builtins.bool
     """Whether the process ends after draining."""
+    run_id: _builtins.str
+    """Run whose hold ends; empty for an operator's drain, which ends anybody's."""
+    fencing_epoch: _builtins.int
+    """Epoch of the coordinator of run_id, >= 1; not read when run_id is empty."""
     def __init__(
         self,
         *,
         exit: _builtins.bool = ...,
+        run_id: _builtins.str = ...,
+        fencing_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit", b"exit", "fencing_epoch", b"fencing_epoch", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,6 +137,9 @@ class WorkerServiceServicer(object):
         as soon as that work has ended, though the caller has left by then.
 
         Idempotent: sets a state.
+        Errors:
+        FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+        FAILED_PRECONDITION (RUN_MISMATCH): another run than run_id holds the service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -79,6 +79,9 @@ class WorkerServiceStub:
     as soon as that work has ended, though the caller has left by then.
 
     Idempotent: sets a state.
+    Errors:
+      FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+      FAILED_PRECONDITION (RUN_MISMATCH): another run than run_id holds the service.
     """
 
 @_typing.type_check_only
@@ -132,6 +135,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     as soon as that work has ended, though the caller has left by then.
 
     Idempotent: sets a state.
+    Errors:
+      FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+      FAILED_PRECONDITION (RUN_MISMATCH): another run than run_id holds the service.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -218,6 +224,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         as soon as that work has ended, though the caller has left by then.
 
         Idempotent: sets a state.
+        Errors:
+          FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+          FAILED_PRECONDITION (RUN_MISMATCH): another run than run_id holds the service.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
