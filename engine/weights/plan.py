@@ -1,0 +1,413 @@
+"""Who sends which part of which weight to whom, when weights change from one layout to another.
+
+Pure: no torch, no clock, no randomness: every rank makes the same plan from the same layouts.
+A rank copies what it holds itself and receives each missing element once, from the nearest rank
+that has it: the least that any plan can receive. `transfer` carries it out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rolemesh.engine.weights.manifest import (
+    ITEM_BYTES,
+    Box,
+    DtypeName,
+    Manifest,
+    ManifestError,
+    Piece,
+    WeightLayout,
+    intersection,
+    num_elements,
+)
+
+BUCKET_BYTES = 64 * 2**20
+"""What a rank sends or receives in one round, unless told otherwise."""
+
+_PARTS_A_ROUND = 4
+"""Copies larger than this part of a round are cut, so that rounds can be filled: with 70B of 8
+stages to 1, rounds are 90 % full on the busiest rank instead of 79 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One box of a parameter, from a tensor of one rank into a tensor of another (or the same)."""
+
+    parameter: str
+    """Hugging Face name."""
+    box: Box
+    """What of it, in global coordinates."""
+    source: int
+    """Rank that has it."""
+    source_tensor: str
+    """Tensor there."""
+    source_origin: tuple[int, ...]
+    """Where the box begins in that tensor."""
+    target: int
+    """Rank that wants it."""
+    target_tensor: str
+    """Tensor there."""
+    target_origin: tuple[int, ...]
+    """Where the box begins in that tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One round: every rank sends and receives its part of it at the same time.
+
+    Copies between the same two ranks travel as one message, in this order, without padding.
+    """
+
+    copies: tuple[Copy, ...]
+    """Of all ranks; source and target differ."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How `source` becomes `target`, for all ranks.
+
+    Rank r is the same process in both; a layout of fewer ranks holds nothing on the others.
+    Invariant: `local`, `duplicates` and `buckets` together write each element of each target piece
+    exactly once, and no rank receives an element twice.
+    """
+
+    source: WeightLayout
+    """Layout before."""
+    target: WeightLayout
+    """Layout after."""
+    local: tuple[tuple[Copy, ...], ...]
+    """By rank: what it copies from its own source tensors."""
+    buckets: tuple[Bucket, ...]
+    """Rounds, in the order that every rank keeps. Rounds pair sends and receives symmetrically, so
+    ranks that take them in this order cannot wait for each other in a circle."""
+    duplicates: tuple[tuple[Copy, ...], ...]
+    """By rank: boxes that two of its target tensors need and that it receives only once, into the
+    first. `source_tensor` is that first *target* tensor: these copies are made once it is whole,
+    before it is given away. Nothing is copied from a duplicate."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the larger layout."""
+        return len(self.local)
+
+    def wire_dtype(self, parameter: str) -> DtypeName:
+        """Element type on the way: the target's, or the source's where that is narrower."""
+        return _wire_dtype(self.source, self.target, parameter)
+
+    def wire_bytes(self, copy: Copy) -> int:
+        """Bytes of a copy on the way."""
+        return num_elements(copy.box) * ITEM_BYTES[self.wire_dtype(copy.parameter)]
+
+    def received_bytes(self, rank: int) -> int:
+        """Bytes that a rank receives in all rounds."""
+        return self._traffic[0][rank]
+
+    def sent_bytes(self, rank: int) -> int:
+        """Bytes that a rank sends in all rounds."""
+        return self._traffic[1][rank]
+
+    @cached_property
+    def _traffic(self) -> tuple[list[int], list[int]]:
+        """Bytes received and sent, by rank."""
+        received, sent = [0] * self.world_size, [0] * self.world_size
+        for bucket in self.buckets:
+            for copy in bucket.copies:
+                num_bytes = self.wire_bytes(copy)
+                received[copy.target] += num_bytes
+                sent[copy.source] += num_bytes
+        return received, sent
+
+
+def make_plan(
+    source: WeightLayout, target: WeightLayout, *, bucket_bytes: int = BUCKET_BYTES
+) -> Plan:
+    """Plans the change of one layout into another.
+
+    Each element that a rank lacks comes from the nearest holder: the one in the smallest aligned
+    block of 2, 4, 8, ... ranks (so within a node first), of those the one that has sent least.
+
+    Args:
+        source: layout before; its ranks hold every element that the target's need.
+        target: layout after, of the same parameters; element types may differ.
+        bucket_bytes: what a rank sends, and what it receives, in one round at most: larger copies
+            are cut. It bounds the memory for packed messages.
+
+    Raises:
+        ManifestError: other parameters or shapes on the two sides, a piece outside its parameter,
+            or an element that no rank holds.
+        ValueError: bucket_bytes cannot hold one element.
+    """
+    largest_item = max(ITEM_BYTES.values())
+    if bucket_bytes < largest_item:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}: give at least {largest_item}")
+    _check_manifests(source.manifest, target.manifest)
+    planner = _Planner(source, target)
+    return Plan(
+        source,
+        target,
+        tuple(tuple(copies) for copies in planner.local),
+        tuple(
+            Bucket(tuple(copies))
+            for copies in _buckets(planner.remote, planner.item_bytes, bucket_bytes)
+        ),
+        tuple(tuple(copies) for copies in planner.duplicates),
+    )
+
+
+class _Planner:
+    """Decides where each element comes from.
+
+    Works through target ranks in order and keeps count of what each rank sends, so that replicas
+    take turns.
+    """
+
+    def __init__(self, source: WeightLayout, target: WeightLayout) -> None:
+        world_size = max(len(source.ranks), len(target.ranks))
+        self.local: list[list[Copy]] = [[] for _ in range(world_size)]
+        self.duplicates: list[list[Copy]] = [[] for _ in range(world_size)]
+        self.remote: list[Copy] = []
+        self.item_bytes = {
+            name: ITEM_BYTES[_wire_dtype(source, target, name)] for name in source.manifest
+        }
+        self._sent = [0] * world_size
+        # By parameter and box: who holds it, and where. A model has few different boxes of a
+        # parameter but many ranks.
+        self._holders: dict[str, dict[Box, dict[int, Piece]]] = defaultdict(dict)
+        self._own: list[dict[str, list[Piece]]] = [defaultdict(list) for _ in range(world_size)]
+        self._overlaps: dict[tuple[str, Box], list[tuple[Box, dict[int, Piece]]]] = {}
+        for rank, shard in enumerate(source.ranks):
+            for piece in shard.pieces:
+                holders = self._holders[piece.parameter]
+                if piece.box not in holders:
+                    _check_piece(source.manifest, piece, "source", rank)
+                holders.setdefault(piece.box, {}).setdefault(rank, piece)
+                self._own[rank][piece.parameter].append(piece)
+        checked = set()
+        for rank, shard in enumerate(target.ranks):
+            received: dict[str, list[Copy]] = defaultdict(list)
+            for piece in shard.pieces:
+                if (piece.parameter, piece.box) not in checked:
+                    _check_piece(target.manifest, piece, "target", rank)
+                    checked.add((piece.parameter, piece.box))
+                self._fill(rank, piece, received[piece.parameter])
+
+    def _fill(self, rank: int, piece: Piece, received: list[Copy]) -> None:
+        """Plans one target piece; `received`: what the rank gets of that parameter from others."""
+        missing = [piece.box]
+        own = self._own[rank].get(piece.parameter, [])
+        # The tensor of the same name first: with a tied embedding in two source tensors, each
+        # target tensor then reads its namesake.
+        for held in sorted(own, key=lambda held: held.tensor != piece.tensor):
+            taken, missing = _take(missing, held.box)
+            self.local[rank] += [_copy(box, rank, held, rank, piece) for box in taken]
+        for copy in received if missing else ():
+            at = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
+            taken, missing = _take(missing, copy.box)
+            self.duplicates[rank] += [_copy(box, rank, at, rank, piece) for box in taken]
+        if missing:
+            received += self._receive(rank, piece, missing)
+
+    def _receive(self, rank: int, piece: Piece, missing: list[Box]) -> list[Copy]:
+        candidates = [
+            (holder, held)
+            for _, holders in self._overlapping(piece)
+            for holder, held in holders.items()
+        ]
+        candidates.sort(
+            key=lambda candidate: (
+                (candidate[0] ^ rank).bit_length(),
+                self._sent[candidate[0]],
+                abs(candidate[0] - rank),
+                candidate[0],
+            )
+        )
+        copies = []
+        for holder, held in candidates:
+            if not missing:
+                break
+            taken, missing = _take(missing, held.box)
+            copies += [_copy(box, holder, held, rank, piece) for box in taken]
+            self._sent[holder] += sum(map(num_elements, taken)) * self.item_bytes[piece.parameter]
+        if missing:
+            raise ManifestError(
+                f"no rank of the source holds {missing[0]} of {piece.parameter!r}, which rank "
+                f"{rank} of the target needs for {piece.tensor!r}: give a source layout that "
+                "covers every parameter"
+            )
+        self.remote += copies
+        return copies
+
+    def _overlapping(self, piece: Piece) -> list[tuple[Box, dict[int, Piece]]]:
+        """Boxes of the source that share elements with a target piece, and who holds them."""
+        key = (piece.parameter, piece.box)
+        if key not in self._overlaps:
+            self._overlaps[key] = [
+                (box, holders)
+                for box, holders in self._holders[piece.parameter].items()
+                if intersection(box, piece.box)
+            ]
+        return self._overlaps[key]
+
+
+def _take(missing: list[Box], held: Box) -> tuple[list[Box], list[Box]]:
+    """What `held` gives of the missing boxes, and what is then left of them."""
+    taken, left = [], []
+    for box in missing:
+        common = intersection(box, held)
+        if common is None:
+            left.append(box)
+        else:
+            taken.append(common)
+            left += _difference(box, common)
+    return taken, left
+
+
+def _difference(box: Box, inner: Box) -> Iterator[Box]:
+    """Disjoint boxes that make up `box` without `inner`, which lies inside it."""
+    for dim, ((start, stop), (inner_start, inner_stop)) in enumerate(zip(box, inner, strict=True)):
+        for extent in ((start, inner_start), (inner_stop, stop)):
+            if extent[0] < extent[1]:
+                yield (*inner[:dim], extent, *box[dim + 1 :])
+
+
+def _copy(box: Box, source: int, held: Piece, target: int, wanted: Piece) -> Copy:
+    return Copy(
+        wanted.parameter,
+        box,
+        source,
+        held.tensor,
+        _origin(box, held.box, held.origin),
+        target,
+        wanted.tensor,
+        _origin(box, wanted.box, wanted.origin),
+    )
+
+
+def _origin(box: Box, outer: Box, origin: tuple[int, ...]) -> tuple[int, ...]:
+    """Where `box` begins in a tensor that holds `outer` at `origin`."""
+    return tuple(
+        at + start - outer_start
+        for at, (start, _), (outer_start, _) in zip(origin, box, outer, strict=True)
+    )
+
+
+def _buckets(
+    copies: Sequence[Copy], item_bytes: Mapping[str, int], bound: int
+) -> Iterator[list[Copy]]:
+    """Rounds in which no rank sends or receives more than `bound` bytes.
+
+    Each message queue (one for each pair of ranks) is in model order, so that target tensors become
+    whole early; the senders (the stages, say) advance side by side, so that every round uses all
+    links.
+    """
+    positions = {name: position for position, name in enumerate(item_bytes)}
+    world_size = 1 + max((max(copy.source, copy.target) for copy in copies), default=0)
+    queues: dict[int, dict[int, deque[tuple[int, int, Copy]]]] = {}
+    # Each sender turns to the ranks after it first: not all of them to rank 0 at once.
+    for copy in sorted(
+        copies,
+        key=lambda copy: (
+            copy.source,
+            (copy.target - copy.source) % world_size,
+            positions[copy.parameter],
+            copy.target_tensor,
+            copy.box,
+        ),
+    ):
+        queue = queues.setdefault(copy.source, {}).setdefault(copy.target, deque())
+        item = item_bytes[copy.parameter]
+        for part in _parts(copy, max(1, bound // _PARTS_A_ROUND // item)):
+            num_bytes = num_elements(part.box) * item
+            queue.append((positions[copy.parameter], num_bytes, part))
+    while queues:
+        round_copies = []
+        received: dict[int, int] = defaultdict(int)
+        # The sender with the least in this round adds next, to the receiver that is furthest
+        # behind in model order and has room. One that fits nowhere waits for the next round.
+        senders = [(0, source) for source in sorted(queues)]
+        while senders:
+            sent, source = heapq.heappop(senders)
+            lane: deque[tuple[int, int, Copy]] | None = None
+            for target, queue in queues[source].items():
+                position, num_bytes, _ = queue[0]
+                fits = max(sent, received[target]) + num_bytes <= bound
+                if fits and (lane is None or position < lane[0][0]):
+                    lane = queue
+            if lane is None:
+                continue
+            _, num_bytes, copy = lane.popleft()
+            round_copies.append(copy)
+            received[copy.target] += num_bytes
+            if not lane:
+                del queues[source][copy.target]
+            if queues[source]:
+                heapq.heappush(senders, (sent + num_bytes, source))
+            else:
+                del queues[source]
+        yield round_copies
+
+
+def _parts(copy: Copy, most: int) -> Iterator[Copy]:
+    """The copy in parts of at most `most` elements: whole rows where one fits."""
+    if num_elements(copy.box) <= most:
+        yield copy
+        return
+    # The first dimension of which single entries fit, cut into runs of as many as fit; a dimension
+    # before it is taken entry by entry.
+    dim = next(dim for dim, (start, stop) in enumerate(copy.box) if stop - start > 1)
+    start, stop = copy.box[dim]
+    run = max(1, most // (num_elements(copy.box) // (stop - start)))
+    for at in range(start, stop, run):
+        box = (*copy.box[:dim], (at, min(at + run, stop)), *copy.box[dim + 1 :])
+        part = Copy(
+            copy.parameter,
+            box,
+            copy.source,
+            copy.source_tensor,
+            _origin(box, copy.box, copy.source_origin),
+            copy.target,
+            copy.target_tensor,
+            _origin(box, copy.box, copy.target_origin),
+        )
+        yield from _parts(part, most)
+
+
+def _dtype(layout: WeightLayout, parameter: str) -> DtypeName:
+    return layout.dtype or layout.manifest[parameter].dtype
+
+
+def _wire_dtype(source: WeightLayout, target: WeightLayout, parameter: str) -> DtypeName:
+    held, wanted = _dtype(source, parameter), _dtype(target, parameter)
+    return wanted if ITEM_BYTES[wanted] <= ITEM_BYTES[held] else held
+
+
+def _check_manifests(source: Manifest, target: Manifest) -> None:
+    """Raises ManifestError unless both have the same parameters of the same shapes."""
+    for name in (*source, *target):
+        held, wanted = (side[name].shape if name in side else "absent" for side in (source, target))
+        if held != wanted:
+            raise ManifestError(
+                f"parameter {name!r} is {held} in the source and {wanted} in the target: give two "
+                "layouts of the same model"
+            )
+
+
+def _check_piece(manifest: Manifest, piece: Piece, side: str, rank: int) -> None:
+    """Raises ManifestError unless the piece is a box of a parameter."""
+    if piece.parameter not in manifest:
+        raise ManifestError(
+            f"rank {rank} of the {side} holds {piece.parameter!r} in {piece.tensor!r}, which the "
+            "manifest does not name: give a layout of the same model"
+        )
+    shape = manifest[piece.parameter].shape
+    if len(piece.box) != len(shape) or not all(
+        0 <= start < stop <= size for (start, stop), size in zip(piece.box, shape, strict=True)
+    ):
+        raise ManifestError(
+            f"rank {rank} of the {side} holds {piece.box} of {piece.parameter!r}, whose shape is "
+            f"{shape}: give a box inside it that is not empty"
+        )
