@@ -5,26 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import time
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import json_format, struct_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.service_calls import initialize, last, values
 from support.services import ToyRole, make_experience, operation_key, serving
 
-from rolemesh.coordinator.connection import RoleConnection
-from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.watcher import Watcher, WatchSettings
 from rolemesh.engine.experience import ColumnMissingError
-from rolemesh.rpc.channel import REQUEST_ID_KEY, ChannelTraffic, MeshChannel, open_channel
+from rolemesh.rpc.channel import REQUEST_ID_KEY, open_channel
 from rolemesh.rpc.errors import (
     CapacityError,
-    DeadlineError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -32,8 +26,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from rolemesh.services.runtime.hold import HOLDER_SILENCE_S
-from rolemesh.services.runtime.server import ServiceServer, ServiceStartError
+from rolemesh.services.runtime.server import ServiceStartError
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,
@@ -42,34 +35,6 @@ from rolemesh.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-
-
-async def initialize(channel: MeshChannel, epoch: int = 1, **spec: Any) -> Any:
-    request = worker_pb2.InitializeRequest(
-        key=operation_key("initialize", epoch=epoch),
-        spec=json_format.ParseDict(spec, struct_pb2.Struct()),
-        run_seed=3,
-    )
-    return await last(worker_pb2_grpc.WorkerServiceStub(channel).Initialize(request))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - the state of the server says no event
-        await asyncio.sleep(0.02)
-
-
-async def last(call: Any) -> Any:
-    message = None
-    async for message in call:  # noqa: B007
-        pass
-    assert message is not None
-    return message.result
-
-
-def values(channel: MeshChannel, **key: Any) -> Any:
-    return value_pb2_grpc.ValueServiceStub(channel).ComputeValues(
-        value_pb2.ComputeValuesRequest(key=operation_key(**key))
-    )
 
 
 async def test_a_call_without_a_deadline_is_refused() -> None:
@@ -214,140 +179,6 @@ async def test_the_spec_is_validated_and_the_wrong_field_is_named() -> None:
     assert (result.policy_version, result.num_parameters) == (7, 3)
     assert result.facts == {"seed": "3"}
     assert answer.experience.num_rows == 9
-
-
-async def test_another_run_is_refused_until_the_service_is_drained() -> None:
-    role = ToyRole()
-    async with serving(role) as server, open_channel(server.runtime.address) as channel:
-        worker = worker_pb2_grpc.WorkerServiceStub(channel)
-        await initialize(channel)
-        await last(values(channel))
-        other = worker_pb2.InitializeRequest(key=operation_key("initialize", run_id="other"))
-        with pytest.raises(PreconditionError) as caught:
-            await last(worker.Initialize(other))
-        assert caught.value.reason == "ALREADY_INITIALIZED"
-        with pytest.raises(PreconditionError) as caught:
-            await last(values(channel, run_id="other"))
-        assert caught.value.reason == "RUN_MISMATCH"
-        await worker.Drain(worker_pb2.DrainRequest())
-        assert role.is_closed
-        assert server.runtime.store.held_bytes == 0
-        await last(worker.Initialize(other))
-        assert (await worker.GetStatus(worker_pb2.GetStatusRequest())).run_id == "other"
-
-
-def make_silent(server: ServiceServer, seconds: float) -> None:
-    """As if the coordinator that holds the service had last been heard that long ago."""
-    server.runtime.hold._heard_at = time.monotonic() - seconds
-
-
-async def of_run(channel: MeshChannel, run_id: str, **spec: Any) -> Any:
-    request = worker_pb2.InitializeRequest(
-        key=operation_key("initialize", run_id=run_id),
-        spec=json_format.ParseDict(spec, struct_pb2.Struct()),
-    )
-    return await last(worker_pb2_grpc.WorkerServiceStub(channel).Initialize(request))
-
-
-async def test_a_run_whose_coordinator_is_dead_loses_the_service_to_another_run() -> None:
-    role = ToyRole()
-    async with serving(role) as server, open_channel(server.runtime.address) as channel:
-        await initialize(channel, behaviour="slow", seconds=60)
-        working = asyncio.create_task(last(values(channel)))
-        await asyncio.sleep(0.2)
-        make_silent(server, 10 * HOLDER_SILENCE_S)
-        # A coordinator that waits for an answer is alive, however little it says.
-        with pytest.raises(PreconditionError, match="heard 0 s ago"):
-            await of_run(channel, "other")
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
-        await until(lambda: server.runtime.hold.silence_s > HOLDER_SILENCE_S)
-        await of_run(channel, "other", num_rows=9)
-        assert role.is_closed
-        assert server.runtime.hold.run_id == "other"
-        assert server.runtime.ledger.running() == []
-        assert (await last(values(channel, run_id="other"))).experience.num_rows == 9
-        with pytest.raises(PreconditionError) as caught:
-            await last(values(channel, sequence=1))
-        assert caught.value.reason == "RUN_MISMATCH"
-
-
-async def test_only_the_holder_s_own_status_calls_keep_its_hold() -> None:
-    async with serving() as server, open_channel(server.runtime.address) as channel:
-        worker = worker_pb2_grpc.WorkerServiceStub(channel)
-        await initialize(channel)
-        make_silent(server, HOLDER_SILENCE_S + 1)
-        await worker.GetStatus(worker_pb2.GetStatusRequest(run_id="run"))
-        with pytest.raises(PreconditionError, match=r"'run' holds the toy.* silent for 30 s"):
-            await of_run(channel, "other")
-        make_silent(server, HOLDER_SILENCE_S + 1)
-        await worker.GetStatus(worker_pb2.GetStatusRequest())
-        await worker.GetStatus(worker_pb2.GetStatusRequest(run_id="other"))
-        await of_run(channel, "other")
-        assert server.runtime.hold.run_id == "other"
-
-
-async def test_a_coordinator_that_watches_keeps_its_hold() -> None:
-    async with serving() as server, open_channel(server.runtime.address) as channel:
-        await initialize(channel)
-        make_silent(server, HOLDER_SILENCE_S + 1)
-        connection = RoleConnection("toy", server.runtime.address, ChannelTraffic())
-        watcher = Watcher(
-            [connection],
-            MemoryStateStore(),
-            "run",
-            WatchSettings(interval_s=3600.0),
-            on_lost=lambda role, cause: None,
-            on_stop_request=lambda: None,
-        )
-        watching = asyncio.create_task(watcher.run())
-        await until(lambda: server.runtime.hold.silence_s < HOLDER_SILENCE_S or watching.done())
-        watching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await watching
-        await connection.close()
-        with pytest.raises(PreconditionError) as caught:
-            await of_run(channel, "other")
-        assert caught.value.reason == "ALREADY_INITIALIZED"
-
-
-async def test_of_two_runs_that_want_a_silent_run_s_service_one_gets_it() -> None:
-    async with serving() as server, open_channel(server.runtime.address) as channel:
-        await initialize(channel)
-        make_silent(server, HOLDER_SILENCE_S + 1)
-        results = await asyncio.gather(
-            of_run(channel, "one"), of_run(channel, "two"), return_exceptions=True
-        )
-        refused = [result for result in results if isinstance(result, BaseException)]
-        assert len(refused) == 1
-        assert isinstance(refused[0], PreconditionError | UnavailableError), refused
-        assert server.runtime.hold.run_id == ("two" if isinstance(results[0], Exception) else "one")
-        assert server.runtime.hold.is_initialized
-
-
-async def test_a_drain_that_outlasts_its_call_still_frees_the_service() -> None:
-    role = ToyRole()
-    async with serving(role) as server, open_channel(server.runtime.address) as channel:
-        worker = worker_pb2_grpc.WorkerServiceStub(channel)
-        await initialize(channel, behaviour="deaf", seconds=2.5)
-        working = asyncio.create_task(last(values(channel)))
-        queued = asyncio.create_task(last(values(channel, sequence=1)))
-        await until(lambda: role.num_runs == 1)
-        with pytest.raises(DeadlineError):
-            await worker.Drain(worker_pb2.DrainRequest(), timeout=1.2)
-        # The client has left and the work goes on: nobody else may begin.
-        assert server.runtime.hold.run_id == "run"
-        with pytest.raises(UnavailableError) as caught:
-            await of_run(channel, "other")
-        assert caught.value.reason == "SERVICE_DRAINING"
-        await asyncio.gather(working, queued, return_exceptions=True)
-        await until(lambda: server.runtime.hold.run_id == "")
-        assert role.is_closed
-        # What waited for the compute thread was given up before it began.
-        assert role.num_runs == 1
-        assert isinstance(queued.exception(), UnavailableError)
-        await of_run(channel, "other")
 
 
 async def test_status_answers_while_the_service_computes() -> None:
