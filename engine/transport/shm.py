@@ -89,6 +89,13 @@ class Segment:
         """uint8 [num_bytes] over the segment; keeps the mapping alive."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
+    def forget_name(self) -> None:
+        """Removes the name, but stays locked: for once all peers have opened the segment.
+
+        From then on nothing is left behind, however this process ends.
+        """
+        (SHM_DIRECTORY / self.name).unlink(missing_ok=True)
+
     def unlink(self) -> None:
         """Removes the name. Mappings stay valid; the memory is freed with the last of them."""
         if self._descriptor is None:
@@ -96,6 +103,55 @@ class Segment:
         (SHM_DIRECTORY / self.name).unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = None
+
+
+class PeerSegment:
+    """A segment of another process of this user, as it changes.
+
+    Example::
+
+        peer = PeerSegment(name, 4096)
+        peer.view[0]  # what the owner wrote last
+        peer.is_owner_alive()
+        peer.close()
+    """
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        """Maps it, read-only.
+
+        Raises:
+            SegmentInvalidError: the name is not a segment's name, or the file does not fit.
+            FileNotFoundError: the owner has removed it.
+        """
+        self._descriptor = _open_checked(name, num_bytes)
+        try:
+            self._mapping = mmap.mmap(
+                self._descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+            )
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._is_open = True
+
+    @property
+    def view(self) -> memoryview:
+        """The whole segment, read-only."""
+        return memoryview(self._mapping)
+
+    def is_owner_alive(self) -> bool:
+        """Whether the owner still holds its lock: it neither ended nor unlinked the segment."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def close(self) -> None:
+        """Lets go; views stay valid. Safe to repeat."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
 
 
 def open_segment(name: str, num_bytes: int) -> torch.Tensor:
@@ -108,6 +164,16 @@ def open_segment(name: str, num_bytes: int) -> torch.Tensor:
         SegmentInvalidError: the name is not a segment's name, or the file does not fit.
         FileNotFoundError: the producer has removed it.
     """
+    descriptor = _open_checked(name, num_bytes)
+    try:
+        mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _open_checked(name: str, num_bytes: int) -> int:
+    """A read-only descriptor of a segment that is what it should be."""
     if SEGMENT_NAME.fullmatch(name) is None:
         raise SegmentInvalidError(
             f"shared memory name {name!r} is not of the form rolemesh-<pid>-<32 hex digits>"
@@ -123,10 +189,10 @@ def open_segment(name: str, num_bytes: int) -> torch.Tensor:
             raise SegmentInvalidError(
                 f"shared memory {name} has {status.st_size} bytes, but its handle says {num_bytes}"
             )
-        mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
-    finally:
+    except BaseException:
         os.close(descriptor)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+        raise
+    return descriptor
 
 
 def remove_leftovers() -> list[str]:

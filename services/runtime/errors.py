@@ -65,6 +65,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.weights.manifest.ManifestError": CatalogueEntry(
             _INVALID, "WEIGHTS_MISMATCH"
         ),
+        "rolemesh.engine.models.families.UnsupportedFamilyError": CatalogueEntry(
+            _INVALID, "SPEC_INVALID"
+        ),
         "rolemesh.engine.models.folder.ModelFolderError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "rolemesh.engine.models.smollm2.ModelPackageMissingError": CatalogueEntry(
             _INVALID, "MODEL_PACKAGE_MISSING"
@@ -75,6 +78,16 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.engine.transport.shm.SegmentInvalidError": CatalogueEntry(
             _INVALID, "TENSOR_MALFORMED"
+        ),
+        "rolemesh.engine.transport.rendezvous.OfferInvalidError": CatalogueEntry(
+            _PRECONDITION, "TRANSPORT_MISMATCH"
+        ),
+        # The weights are quarantined: the step starts again, not the call.
+        "rolemesh.engine.transport.base.TransferFailedError": CatalogueEntry(
+            grpc.StatusCode.ABORTED, "TRANSFER_FAILED"
+        ),
+        "rolemesh.engine.weights.transfer.TransferMismatchError": CatalogueEntry(
+            _PRECONDITION, "WEIGHTS_MISMATCH"
         ),
         # wire
         "rolemesh.rpc.payload_stream.PayloadMalformedError": CatalogueEntry(

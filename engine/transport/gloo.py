@@ -1,0 +1,151 @@
+"""Messages over torch.distributed's gloo: TCP between ranks of a mesh, in host memory."""
+
+from __future__ import annotations
+
+import datetime
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.transport.base import (
+    Deadline,
+    Exchange,
+    Message,
+    TransferFailedError,
+    Transport,
+)
+
+_TAG = 0x72
+
+
+class GlooTransport(Transport):
+    """A rank's end of a process group of its own, so that an abort harms no other group.
+
+    Example: on every rank `transport = GlooTransport(mesh)`; `close` it before the mesh.
+    """
+
+    name = "gloo"
+
+    def __init__(self, mesh: RankMesh) -> None:
+        """Makes the process group; every rank of the mesh calls it.
+
+        Raises:
+            ValueError: the mesh has one rank only.
+        """
+        if mesh.world.process_group is None:
+            raise ValueError("the mesh has one rank: there is nobody to exchange with")
+        super().__init__(mesh.rank, mesh.world.size)
+        self._torch_ranks = [mesh.torch_rank(rank) for rank in range(mesh.world.size)]
+        self._group: Any = dist.new_group(backend="gloo")
+
+    def abort(self) -> None:
+        """Closes the connections: peers that wait for this rank fail at once."""
+        super().abort()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._fail("closed")
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.abort()
+            dist.destroy_process_group(group)
+
+    def _start(
+        self, sends: Sequence[Message], receives: Sequence[Message], label: str, is_control: bool
+    ) -> Exchange:
+        works: list[tuple[Message, bool, Any]] = []
+        deadline = Deadline(1.0)
+        # Receives first: what comes in early then needs no place in between.
+        for is_send, messages in ((False, receives), (True, sends)):
+            start = dist.isend if is_send else dist.irecv
+            for message in messages:
+                try:
+                    work = start(
+                        message.buffer,
+                        self._torch_ranks[message.peer],
+                        group=self._group,
+                        tag=_TAG,
+                    )
+                except RuntimeError as error:
+                    self.abort()
+                    raise self._failed(message.peer, error, label, deadline) from error
+                if is_send:
+                    self._count_sent(message.peer, message.buffer.numel(), is_control)
+                works.append((message, is_send, work))
+        return _GlooExchange(self, works, label, is_control)
+
+    def _failed(
+        self, peer: int, error: Exception, label: str, deadline: Deadline
+    ) -> TransferFailedError:
+        lines = str(error).splitlines() or [type(error).__name__]
+        if deadline.is_over:
+            cause = "it did not do its part in time"
+        else:
+            cause = f"the connection broke, so it ended or gave up ({lines[0]})"
+        return TransferFailedError(
+            cause,
+            rank=self.rank,
+            peer=peer,
+            transport=self.name,
+            waited_for=label,
+            seconds=deadline.elapsed_s,
+        )
+
+
+class _GlooExchange(Exchange):
+    def __init__(
+        self,
+        transport: GlooTransport,
+        works: list[tuple[Message, bool, Any]],
+        label: str,
+        is_control: bool,
+    ) -> None:
+        self._transport = transport
+        self._works = works
+        self._label = label
+        self._is_control = is_control
+
+    def wait(self, timeout_s: float) -> None:
+        # A gloo send or receive never says is_completed() before it was waited for (torch 2.13,
+        # measured), so the deadline goes into wait(). One thread a peer: whoever breaks off is
+        # noticed first, also while another merely takes long.
+        deadline = Deadline(timeout_s)
+        by_peer: defaultdict[int, list[tuple[Message, bool, Any]]] = defaultdict(list)
+        for part in self._works:
+            by_peer[part[0].peer].append(part)
+        outcomes: queue.SimpleQueue[tuple[int, RuntimeError | None]] = queue.SimpleQueue()
+
+        def wait_for(peer: int) -> None:
+            try:
+                for _, _, work in by_peer[peer]:
+                    # Not below a millisecond: zero would mean the group's own timeout.
+                    seconds = max(deadline.remaining_s, 1e-3)
+                    work.wait(datetime.timedelta(seconds=seconds))
+            except RuntimeError as error:
+                outcomes.put((peer, error))
+            else:
+                outcomes.put((peer, None))
+
+        if len(by_peer) == 1:
+            wait_for(*by_peer)
+        else:
+            for peer in by_peer:
+                threading.Thread(target=wait_for, args=(peer,), daemon=True).start()
+        for _ in by_peer:
+            peer, error = outcomes.get()
+            if error is not None:
+                failure = self._transport._failed(peer, error, self._label, deadline)
+                self._transport.abort()
+                raise failure from error
+        for message, is_send, _ in self._works:
+            if not is_send:
+                self._transport._count_received(
+                    message.peer, message.buffer.numel(), self._is_control
+                )
+        self._works = []

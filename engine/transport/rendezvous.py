@@ -1,0 +1,101 @@
+"""What ranks tell each other before a transport works: small blobs, one from each rank.
+
+A transport makes an `offer` and connects with the offers of all ranks. How they travel is free: a
+torch Store here, an authenticated RPC between services.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolemesh.engine.transport.base import Deadline, TransferFailedError
+
+MAX_OFFER_BYTES = 4096
+"""Bound of what a peer may say about itself."""
+
+
+class OfferInvalidError(ValueError):
+    """What a peer says about itself cannot be used: names the rank and what was wrong."""
+
+
+def encode_offer(kind: str, fields: Mapping[str, str | int]) -> bytes:
+    """An offer as JSON."""
+    return json.dumps({"kind": kind, **fields}, sort_keys=True).encode()
+
+
+def decode_offer(
+    blob: bytes, kind: str, fields: Mapping[str, type[str] | type[int]], *, rank: int
+) -> dict[str, Any]:
+    """The fields of one rank's offer.
+
+    Raises:
+        OfferInvalidError: too long, no JSON object, of another kind, or other fields.
+    """
+    if len(blob) > MAX_OFFER_BYTES:
+        raise OfferInvalidError(
+            f"offer of rank {rank} has {len(blob)} bytes: at most {MAX_OFFER_BYTES} are read"
+        )
+    try:
+        offer = json.loads(blob)
+    except ValueError as error:
+        raise OfferInvalidError(f"offer of rank {rank} is not JSON: {error}") from error
+    if not isinstance(offer, dict) or offer.get("kind") != kind:
+        raise OfferInvalidError(
+            f"offer of rank {rank} is not of kind {kind!r}: give all ranks the same transport"
+        )
+    if set(offer) != {"kind", *fields}:
+        raise OfferInvalidError(
+            f"offer of rank {rank} has fields {sorted(offer)}, not {sorted({'kind', *fields})}: "
+            "run the same version of rolemesh on all ranks"
+        )
+    for name, expected in fields.items():
+        if type(offer[name]) is not expected:
+            raise OfferInvalidError(
+                f"offer of rank {rank}: {name} is {offer[name]!r}: expected {expected.__name__}"
+            )
+    return {name: offer[name] for name in fields}
+
+
+def check_offers(offers: Sequence[bytes], world_size: int) -> None:
+    """Raises OfferInvalidError unless there is one offer a rank."""
+    if len(offers) != world_size:
+        raise OfferInvalidError(f"{len(offers)} offers for {world_size} ranks: give one each")
+
+
+def exchange_offers(
+    store: Any, offer: bytes, *, rank: int, world_size: int, timeout_s: float
+) -> list[bytes]:
+    """Gives this rank's offer to all and takes theirs, through a torch.distributed.Store.
+
+    Args:
+        store: where the ranks meet; fresh, or under a prefix that is used once.
+        offer: this rank's.
+        rank: this rank.
+        world_size: ranks in all.
+        timeout_s: seconds within which all must have come.
+
+    Raises:
+        TransferFailedError: a rank did not come in time; names it.
+    """
+    deadline = Deadline(timeout_s)
+    store.set(f"offer/{rank}", offer)
+    offers = []
+    for peer in range(world_size):
+        key = f"offer/{peer}"
+        try:
+            # Not below a millisecond: zero would mean the store's own timeout.
+            store.wait([key], datetime.timedelta(seconds=max(deadline.remaining_s, 1e-3)))
+            offers.append(bytes(store.get(key)))
+        except RuntimeError as error:
+            raise TransferFailedError(
+                f"it did not come ({str(error).splitlines()[0]})",
+                rank=rank,
+                peer=peer,
+                transport="torch store",
+                waited_for="its offer",
+                seconds=deadline.elapsed_s,
+            ) from error
+    return offers
