@@ -1,18 +1,23 @@
 """A Hugging Face sequence classifier as a scorer of token rows.
 
+Decoder-only families with a plan can be spread over ranks; encoders stay on one.
+
 Shape letters: B rows, T longest row, D width, L labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rolemesh.engine.batching import PAD_TOKEN, micro_batches
-from rolemesh.engine.models.causal_lm import backbone_states
-from rolemesh.engine.models.folder import load_model, read_config
+from rolemesh.engine.batching import PAD_TOKEN, PaddedRows, micro_batches
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.decoder import Decoder
+from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.specs import ModelSpec
 
 
@@ -28,7 +33,12 @@ class Classifier:
     """
 
     def __init__(
-        self, spec: ModelSpec, *, label: int = 0, device: torch.device | str = "cpu"
+        self,
+        spec: ModelSpec,
+        *,
+        label: int = 0,
+        device: torch.device | str = "cpu",
+        mesh: RankMesh | None = None,
     ) -> None:
         """Loads model and tokenizer.
 
@@ -36,10 +46,13 @@ class Classifier:
             spec: which folder, and how to compute.
             label: index of the logit that is the score.
             device: where the weights live.
+            mesh: the rank's place; None for a rank that is alone.
 
         Raises:
             ModelFolderError: the folder is missing or not whole.
             ValueError: the head has no such label.
+            LayoutError: the model cannot be cut so.
+            UnsupportedFamilyError: more than one rank, and the family has no plan.
         """
         self.spec = spec
         self.device = torch.device(device)
@@ -50,11 +63,7 @@ class Classifier:
                 f"{config.num_labels} labels: give 0 to {config.num_labels - 1}"
             )
         self.label = label
-        model, _ = load_model(AutoModelForSequenceClassification, spec, config=config)
-        self._model = model.requires_grad_(False).to(self.device)
-        # Decoder-only families call their head `score` and read it at the last token; encoders
-        # read a marker token and need an attention mask.
-        self._is_decoder = isinstance(getattr(self._model, "score", None), torch.nn.Linear)
+        self.model = SequenceClassifier(spec, config=config, device=device, mesh=mesh)
         self._max_tokens: int | None = getattr(config, "max_position_embeddings", None)
         self._tokenizer = AutoTokenizer.from_pretrained(
             spec.path, local_files_only=True, trust_remote_code=False
@@ -97,30 +106,86 @@ class Classifier:
         scores_B = torch.empty(len(token_rows), dtype=torch.float32)
         done = 0
         for group in micro_batches(lengths, self.spec.micro_batch_tokens):
-            logits_BL = self._logits([token_rows[row] for row in group])
-            scores_B[group] = logits_BL[:, self.label].float().cpu()
+            rows = pad_token_rows([token_rows[row] for row in group], self.device)
+            scores_B[group] = self.model(rows)[:, self.label].float().cpu()
             done += len(group)
             if progress is not None:
                 progress("score", done, len(token_rows))
         return scores_B
 
-    def _logits(self, token_rows: list[Sequence[int]]) -> torch.Tensor:
-        lengths_B = torch.tensor([len(row) for row in token_rows], device=self.device)
-        tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
-        for index, row in enumerate(token_rows):
-            tokens_BT[index, : len(row)] = torch.tensor(row)
-        tokens_BT = tokens_BT.to(self.device)
-        if self._is_decoder:
-            # Not the model's own pooling: it looks for the last token that is not the pad id,
-            # and chat models end their text with exactly that id.
-            hidden_BTD = backbone_states(self._model, tokens_BT, self.spec)
-            rows = torch.arange(len(token_rows), device=self.device)
-            logits_BL: torch.Tensor = self._model.score(hidden_BTD[rows, lengths_B - 1].float())
-            return logits_BL
-        positions_T = torch.arange(tokens_BT.shape[1], device=self.device)
-        is_token_BT = (positions_T < lengths_B[:, None]).long()
+
+class SequenceClassifier(Decoder):
+    """Layers and head of a sequence classifier, frozen. Owned by the rank's compute thread.
+
+    Decoder-only families call their head `score` and read it at the last token; encoders read a
+    marker token and need an attention mask.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        config: Any,
+        device: torch.device | str = "cpu",
+        mesh: RankMesh | None = None,
+    ) -> None:
+        """Loads the rank's part; see `Classifier` for arguments and errors."""
+        super().__init__(
+            AutoModelForSequenceClassification,
+            spec,
+            config=config,
+            device=device,
+            mesh=mesh or RankMesh.single(),
+        )
+        self.lm.requires_grad_(False)
+
+    def forward(self, rows: PaddedRows) -> torch.Tensor:
+        """Logits, float [B, L]. For one stage; with more, `stage_forward` and `finish`."""
+        if isinstance(getattr(self.lm, "score", None), nn.Linear):
+            return self.finish(self.stage_forward(rows, None), rows)
+        positions_T = torch.arange(rows.tokens_BT.shape[1], device=rows.tokens_BT.device)
+        is_token_BT = (positions_T < rows.lengths_B[:, None]).long()
         with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.spec.compute_dtype == "bfloat16"
+            rows.tokens_BT.device.type,
+            torch.bfloat16,
+            enabled=self.spec.compute_dtype == "bfloat16",
         ):
-            logits_BL = self._model(input_ids=tokens_BT, attention_mask=is_token_BT).logits
+            logits_BL: torch.Tensor = self.lm(
+                input_ids=rows.tokens_BT, attention_mask=is_token_BT
+            ).logits
         return logits_BL
+
+    def finish(self, hidden_BTD: torch.Tensor, rows: PaddedRows) -> torch.Tensor:
+        """Logits, float32 [B, L], from the last stage's result; equal on all its slices.
+
+        Not the model's own pooling: it looks for the last token that is not the pad id, and chat
+        models end their text with exactly that id.
+
+        Args:
+            hidden_BTD: from `stage_forward`, float [B, T, D].
+            rows: the rows it was computed from.
+
+        Raises:
+            ValueError: this is not the last stage.
+        """
+        self._check_last_stage()
+        row_B = torch.arange(len(rows.lengths_B), device=hidden_BTD.device)
+        logits_BL: torch.Tensor = self.lm.score(hidden_BTD[row_B, rows.lengths_B - 1].float())
+        return logits_BL
+
+
+def pad_token_rows(
+    token_rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> PaddedRows:
+    """Lays rows of token ids, at least one each, out for a forward pass; none is a completion."""
+    lengths_B = torch.tensor([len(row) for row in token_rows])
+    tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
+    for index, row in enumerate(token_rows):
+        tokens_BT[index, : len(row)] = torch.tensor(row)
+    none_N = torch.empty(0, dtype=torch.int64, device=device)
+    return PaddedRows(
+        tokens_BT=tokens_BT.to(device),
+        lengths_B=lengths_B.to(device),
+        state_index_N=none_N,
+        targets_N=none_N,
+    )

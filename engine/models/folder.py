@@ -97,18 +97,25 @@ def load_model(
         output_loading_info=True,
     )
     missing = frozenset(info["missing_keys"])
-    fatal = sorted(name for name in missing if not name.startswith(may_miss or ("\0",)))
-    if fatal:
-        raise ModelFolderError(
-            f"model.path {str(spec.path)!r} lacks the weights {fatal[:3]} ({len(fatal)} in all): "
-            f"give a folder that was saved as {type(model).__name__}"
-        )
+    refuse_missing(missing, may_miss, spec.path, type(model).__name__)
     # torch drops the gradient of an embedding's padding row. Chat models pad with their
     # end-of-turn token, which is a token like any other in a prompt; our own pads reach no loss.
     model.get_input_embeddings().padding_idx = None
     _own_weights(model)
     model.eval()
     return model, missing
+
+
+def refuse_missing(
+    missing: frozenset[str], may_miss: tuple[str, ...], folder: Path, class_name: str
+) -> None:
+    """Raises ModelFolderError when a missing parameter begins with none of the prefixes."""
+    fatal = sorted(name for name in missing if not name.startswith(may_miss or ("\0",)))
+    if fatal:
+        raise ModelFolderError(
+            f"model.path {str(folder)!r} lacks the weights {fatal[:3]} ({len(fatal)} in all): "
+            f"give a folder that was saved as {class_name}"
+        )
 
 
 def _own_weights(model: PreTrainedModel) -> None:

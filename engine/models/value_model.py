@@ -8,23 +8,21 @@ Shape letters: B rows, T longest row, N completion tokens, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from rolemesh.engine.batching import PaddedRows
-from rolemesh.engine.models.causal_lm import backbone_states
-from rolemesh.engine.models.folder import load_model, read_config
-from rolemesh.engine.models.recompute import apply_recompute
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.decoder import Decoder
+from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.specs import ModelSpec
 
 HEAD = "score"
 """Name of the head in transformers' token classifiers."""
 
 
-class ValueModel(nn.Module):
+class ValueModel(Decoder):
     """A backbone and a float32 value head.
 
     A folder of a causal LM has no value head: it then starts at zero. Every first value is 0,
@@ -36,46 +34,73 @@ class ValueModel(nn.Module):
     before it, which has not seen token t.
     """
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device | str = "cpu",
+        mesh: RankMesh | None = None,
+    ) -> None:
         """Loads backbone and, where the folder has one, head.
 
         Args:
             spec: which folder, and how to compute.
             device: where the weights live.
+            mesh: the rank's place; None for a rank that is alone.
 
         Raises:
             ModelFolderError: the folder is missing or not whole.
             ValueError: transformers has no token classifier of this family.
+            LayoutError: the model cannot be cut so.
+            UnsupportedFamilyError: more than one rank, and the family has no plan.
         """
-        super().__init__()
-        self.spec = spec
-        self.device = torch.device(device)
         config = read_config(spec)
         config.num_labels = 1
-        self.lm, missing = load_model(
-            AutoModelForTokenClassification, spec, config=config, may_miss=(f"{HEAD}.",)
+        super().__init__(
+            AutoModelForTokenClassification,
+            spec,
+            config=config,
+            device=device,
+            mesh=mesh or RankMesh.single(),
+            may_miss=(f"{HEAD}.",),
         )
-        head = getattr(self.lm, HEAD, None)
-        if not isinstance(head, nn.Linear):
+        if not self.mesh.pp.is_last:
+            return
+        if not isinstance(getattr(self.lm, HEAD, None), nn.Linear):
             raise ValueError(
                 f"model.path {str(spec.path)!r}: {type(self.lm).__name__} has no linear head "
                 f"named {HEAD!r}: give a decoder-only model"
             )
-        self.head: nn.Linear = head
-        for name in missing:
+        for name in self.missing:
             nn.init.zeros_(self.lm.get_parameter(name))
-        apply_recompute(self.lm, spec.recompute)
-        self.to(self.device)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The value head; on the last stage alone. Every tensor slice has all of it."""
+        self._check_last_stage()
+        head: nn.Linear = self.lm.get_submodule(HEAD)
+        return head
 
     def forward(self, rows: PaddedRows) -> torch.Tensor:
-        """Values, float32 [N], of the states before the completion tokens."""
-        hidden_BTD = backbone_states(self.lm, rows.tokens_BT, self.spec)
+        """Values, float32 [N], of the states before the completion tokens.
+
+        For one stage; with more, `stage_forward` of each and `finish` on the last.
+        """
+        return self.finish(self.stage_forward(rows, None), rows)
+
+    def finish(self, hidden_BTD: torch.Tensor, rows: PaddedRows) -> torch.Tensor:
+        """Values, float32 [N], from the last stage's result; equal on all its slices.
+
+        Args:
+            hidden_BTD: from `stage_forward`, float [B, T, D].
+            rows: the rows it was computed from.
+
+        Raises:
+            ValueError: this is not the last stage.
+        """
+        head = self.head
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.state_index_N)
         # In the weights' float32: returns are regressed to small differences, and the product is
         # tiny.
-        values_N: torch.Tensor = self.head(hidden_ND.to(self.head.weight.dtype)).squeeze(1)
+        values_N: torch.Tensor = head(hidden_ND.to(head.weight.dtype)).squeeze(1)
         return values_N
-
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by Hugging Face name, the head among them."""
-        yield from self.lm.named_parameters()

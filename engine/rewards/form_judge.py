@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from rolemesh.engine.batching import PAD_TOKEN
 from rolemesh.engine.data.prompts import PromptSet, load_rows
-from rolemesh.engine.models.causal_lm import backbone_states
 from rolemesh.engine.models.classifier import Classifier
+from rolemesh.engine.models.decoder import backbone_states
 from rolemesh.engine.models.folder import WEIGHTS_FILE, load_model, read_config
 from rolemesh.engine.rewards.form_examples import KINDS, NUMBER_KINDS, Kind, completion
 from rolemesh.engine.seeds import derive_seed

@@ -1,0 +1,193 @@
+"""A transformers decoder, or the part of one that a rank holds.
+
+Shape letters: B rows, T longest row, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rolemesh.engine.batching import PaddedRows
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.families import (
+    EMBEDDING,
+    LM_HEAD,
+    DecoderShape,
+    UnsupportedFamilyError,
+    check_layout,
+)
+from rolemesh.engine.models.folder import load_model
+from rolemesh.engine.models.recompute import apply_recompute
+from rolemesh.engine.models.sharded_loading import load_shard
+from rolemesh.engine.models.stages import global_name
+from rolemesh.engine.models.tensor_parallel import partial_gradients
+from rolemesh.engine.specs import ModelSpec
+
+
+class Decoder(nn.Module):
+    """The layers of a policy, critic or classifier: all, or one rank's stage and slice.
+
+    Owned by the rank's compute thread. With pipeline stages, hidden states pass through
+    `stage_forward` of each; only the last stage has the subclass's `finish`.
+
+    Example, of two stages::
+
+        hidden_BTD = first.stage_forward(rows, None)
+        hidden_BTD = last.stage_forward(rows, hidden_BTD)
+    """
+
+    def __init__(
+        self,
+        auto_class: Any,
+        spec: ModelSpec,
+        *,
+        config: Any,
+        device: torch.device | str,
+        mesh: RankMesh,
+        may_miss: tuple[str, ...] = (),
+    ) -> None:
+        """Loads the rank's part, float32.
+
+        Args:
+            auto_class: of transformers; says what head the model has.
+            spec: which folder, and how to compute.
+            config: from `read_config`, possibly with another number of labels.
+            device: where the weights live.
+            mesh: the rank's place.
+            may_miss: prefixes of parameters that the folder may lack.
+
+        Raises:
+            ModelFolderError: the folder is not whole.
+            LayoutError: the model cannot be cut so.
+            UnsupportedFamilyError: more than one rank, and the family has no plan.
+        """
+        super().__init__()
+        self.spec = spec
+        self.device = torch.device(device)
+        self.mesh = mesh
+        self.shape: DecoderShape | None = _shape(auto_class, config, mesh)
+        """Sizes of the whole model; None for a family without a plan."""
+        self.missing: frozenset[str]
+        """Parameters of this rank that the folder lacked."""
+        if self.shape is not None and mesh.tp.size * mesh.pp.size > 1:
+            check_layout(self.shape, mesh.layout)
+            self.lm, self.missing = load_shard(
+                auto_class,
+                spec.path,
+                config=config,
+                shape=self.shape,
+                mesh=mesh,
+                may_miss=may_miss,
+            )
+        else:
+            self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
+        apply_recompute(self.lm, spec.recompute)
+        self.to(self.device)
+
+    def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
+        """Runs this stage's layers on a right-padded batch, without a head.
+
+        Args:
+            rows: B rows, the same on all ranks of the model group.
+            hidden_BTD: what the stage before returned, float32 [B, T, D]; None on the first stage.
+
+        Returns:
+            float32 [B, T, D]: the residual stream, on the last stage normed.
+
+        Raises:
+            ValueError: hidden states on the first stage, or none on a later one.
+        """
+        if (hidden_BTD is None) != self.mesh.pp.is_first:
+            raise ValueError(
+                f"hidden_BTD is {'None' if hidden_BTD is None else 'given'} on stage "
+                f"{self.mesh.pp.index}: give None on stage 0, and what the stage before returned "
+                "on all others"
+            )
+        return backbone_states(self.lm, rows.tokens_BT, self.spec, hidden_BTD=hidden_BTD)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by Hugging Face name, layers numbered as in the whole model.
+
+        A tied one comes once, under its first name; on a last stage without the embedding it is
+        "lm_head.weight".
+        """
+        for name, weight in self.lm.named_parameters():
+            yield (
+                name if self.shape is None else global_name(name, self.shape, self.mesh.pp),
+                weight,
+            )
+
+    def partial_gradients(self) -> dict[str, int]:
+        """Weights whose gradient is this slice's share of a sum; see `tensor_parallel`."""
+        if self.shape is None:
+            return {}
+        names = [name for name, _ in self.named_weights()]
+        return partial_gradients(names, self.shape, self.mesh.tp)
+
+    def tied_weight(self) -> str | None:
+        """Name of this rank's copy of an embedding that the first and the last stage both hold.
+
+        Its gradient is the sum of both copies' gradients. None on other stages, for models that
+        are not tied, and with one stage, where there is one parameter.
+        """
+        pp = self.mesh.pp
+        if self.shape is None or not self.shape.is_tied or pp.size == 1:
+            return None
+        if pp.is_first:
+            return EMBEDDING
+        return LM_HEAD if pp.is_last else None
+
+    def _check_last_stage(self) -> None:
+        if not self.mesh.pp.is_last:
+            raise ValueError(
+                f"this rank has stage {self.mesh.pp.index} of {self.mesh.pp.size}: only the last "
+                "stage has a head; send its hidden states to the next stage"
+            )
+
+
+def backbone_states(
+    model: Any, tokens_BT: torch.Tensor, spec: ModelSpec, *, hidden_BTD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Runs the layers of a right-padded batch, without a head.
+
+    No attention mask is needed: attention is causal, so a pad can only influence later pads.
+
+    Args:
+        model: a transformers model with a decoder-only backbone.
+        tokens_BT: int64 [B, T], right-padded.
+        spec: its compute type.
+        hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
+
+    Returns:
+        Hidden states, float [B, T, D].
+    """
+    inputs = {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
+    # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
+    # context ends, so each weight is cast once a pass and never stale after an optimizer step.
+    with torch.autocast(
+        tokens_BT.device.type, torch.bfloat16, enabled=spec.compute_dtype == "bfloat16"
+    ):
+        states_BTD: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return states_BTD
+
+
+def _shape(auto_class: Any, config: Any, mesh: RankMesh) -> DecoderShape | None:
+    """Sizes of the model; None for a family without a plan, which one rank alone can hold."""
+    is_lm = auto_class is AutoModelForCausalLM
+    try:
+        return DecoderShape.from_config(
+            config.to_dict(),
+            head="lm_head" if is_lm else "score",
+            num_labels=1 if is_lm else config.num_labels,
+            has_head_bias=auto_class is AutoModelForTokenClassification
+            and getattr(config, "token_classification_bias", True),
+        )
+    except UnsupportedFamilyError:
+        if mesh.world.size > 1:
+            raise
+        return None

@@ -1,0 +1,153 @@
+"""Loads one rank's part of a model: only its stage's layers, only its slices, nothing whole."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.families import DecoderShape, parameter_shape, slice_box, stage_tensors
+from rolemesh.engine.models.folder import INDEX_FILE, WEIGHTS_FILE, ModelFolderError, refuse_missing
+from rolemesh.engine.models.stages import global_name, keep_stage, stage_config
+from rolemesh.engine.models.tensor_parallel import cut_tensors, set_parameter
+from rolemesh.engine.weights.manifest import Box
+
+
+class FolderTensors:
+    """The tensors of a model folder, read box by box. Open files are closed with it.
+
+    Example::
+
+        with FolderTensors(Path("model")) as tensors:
+            tensors.read("model.norm.weight", ((0, 64),))
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens nothing yet; reads the index where there is one."""
+        self.folder = folder
+        self._files = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+
+    def __enter__(self) -> FolderTensors:
+        if (self.folder / WEIGHTS_FILE).is_file():
+            self._file_of = dict.fromkeys(self._opened(WEIGHTS_FILE).keys(), WEIGHTS_FILE)
+        else:
+            self._file_of = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def stored_name(self, name: str) -> str | None:
+        """The key under which a parameter is stored, or None.
+
+        A folder saved from a bare backbone lacks the prefix "model.".
+        """
+        for key in (name, name.removeprefix("model.")):
+            if key in self._file_of:
+                return key
+        return None
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a stored tensor."""
+        return tuple(self._slice(key).get_shape())
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """A box of a stored tensor, float32, in memory of its own.
+
+        The file is mapped, not read: of a tensor no more than the box (and what else lies on its
+        pages) becomes memory, and those pages belong to the file.
+        """
+        part: torch.Tensor = self._slice(key)[tuple(slice(start, stop) for start, stop in box)]
+        return part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    def _slice(self, key: str) -> Any:
+        return self._opened(self._file_of[key]).get_slice(key)
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = self._files.enter_context(
+                safe_open(self.folder / file, framework="pt")
+            )
+        return self._open[file]
+
+
+def load_shard(
+    auto_class: Any,
+    folder: Path,
+    *,
+    config: Any,
+    shape: DecoderShape,
+    mesh: RankMesh,
+    may_miss: tuple[str, ...] = (),
+) -> tuple[Any, frozenset[str]]:
+    """Builds this rank's stage and slice and fills it from the folder's files.
+
+    Args:
+        auto_class: e.g. transformers.AutoModelForCausalLM.
+        folder: with safetensors.
+        config: of the whole model.
+        shape: sizes of the whole model; `check_layout` has passed.
+        mesh: the rank's place.
+        may_miss: prefixes of parameters that the folder may lack; they become zeros.
+
+    Returns:
+        The model, float32, with layers numbered from 0 (see `stages.global_name`), and the
+        parameters of this rank that the folder lacked.
+
+    Raises:
+        ModelFolderError: a parameter is missing from the files, or has another shape.
+    """
+    with torch.device("meta"):
+        lm = auto_class.from_config(
+            stage_config(config, shape, mesh.pp),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            trust_remote_code=False,
+        )
+    base = lm.base_model
+    # Its frequencies are not in the files: computed again, on a real device.
+    base.rotary_emb = type(base.rotary_emb)(config=base.config)
+    keep_stage(lm, shape, mesh.pp)
+    cut_tensors(lm, shape, mesh.tp)
+
+    parameters = dict(stage_tensors(shape, pp=mesh.pp.index, size=mesh.pp.size))
+    local_names = {global_name(name, shape, mesh.pp): name for name, _ in lm.named_parameters()}
+    if local_names.keys() != parameters.keys():
+        raise AssertionError(
+            f"{type(lm).__name__} and the plan of {shape.family} differ in "
+            f"{sorted(local_names.keys() ^ parameters.keys())}"
+        )
+    with FolderTensors(folder) as tensors:
+        keys = {name: tensors.stored_name(parameter) for name, parameter in parameters.items()}
+        missing = frozenset(name for name, key in keys.items() if key is None)
+        refuse_missing(missing, may_miss, folder, type(lm).__name__)
+        for name, parameter in parameters.items():
+            key = keys[name]
+            box = slice_box(shape, parameter, tp=mesh.tp.index, size=mesh.tp.size)
+            if key is None:
+                value = torch.zeros([stop - start for start, stop in box])
+            else:
+                _check_shape(tensors.shape(key), parameter_shape(shape, parameter), key, folder)
+                value = tensors.read(key, box)
+            set_parameter(lm, local_names[name], value)
+    if base.embed_tokens is not None:
+        base.embed_tokens.padding_idx = None  # see `folder.load_model`
+    lm.eval()
+    return lm, missing
+
+
+def _check_shape(
+    stored: tuple[int, ...], expected: tuple[int, ...], key: str, folder: Path
+) -> None:
+    if stored != expected:
+        raise ModelFolderError(
+            f"model.path {str(folder)!r} holds {key!r} with shape {list(stored)}, but its "
+            f"config.json says {list(expected)}: copy the folder again"
+        )

@@ -1,0 +1,292 @@
+"""Tensor parallelism: a transformers decoder that computes on one slice of its weights.
+
+Attention is cut by heads and the MLP by its inner width (arXiv 1909.08053, section 3), the
+embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_box` says
+which box of the whole each one is. What does not divide by ranks (norms, biases after a sum, a
+score head) every rank holds whole and computes alike.
+
+Shape letters: B rows, T longest row, D width, S vocabulary rows of this slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.models.families import (
+    EMBEDDING,
+    DecoderShape,
+    cut_of,
+    replica_ranks_of_kv,
+    slice_box,
+)
+
+_PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+"""Held whole by every slice, but each slice uses them on its own heads alone."""
+
+
+# --- sums over slices ---------------------------------------------------------------------
+
+
+def all_reduce(tensor: torch.Tensor, group: RankGroup, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Combines a tensor over a group, at least in float32; a new tensor of the same type.
+
+    Empty tensors are not sent: every rank of a tensor group has the same rows, so all skip.
+    """
+    if group.size == 1 or tensor.numel() == 0:
+        return tensor
+    wide = tensor.detach().to(
+        torch.promote_types(tensor.dtype, torch.float32),
+        copy=True,
+        memory_format=torch.contiguous_format,
+    )
+    dist.all_reduce(wide, op=op, group=group.process_group)
+    return wide.to(tensor.dtype)
+
+
+class _Copy(torch.autograd.Function):
+    """f of arXiv 1909.08053: the same input for all slices; its gradient is their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """g of arXiv 1909.08053: the sum of what the slices made; each gets the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        return all_reduce(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def copy_to_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Hands a tensor that is equal on all ranks to their slices; the gradient is summed."""
+    if group.size == 1:
+        return tensor
+    copied: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return copied
+
+
+def sum_over_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Sums what the slices made, in float32; the result, of the input's type, is equal on all."""
+    if group.size == 1:
+        return tensor
+    summed: torch.Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return summed
+
+
+# --- modules that know their slice --------------------------------------------------------
+
+
+class RowParallelLinear(nn.Linear):
+    """A projection from this slice's columns to all of the output.
+
+    Its bias is whole on every rank and added once, after the sum.
+    """
+
+    group: RankGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Projects [..., columns of this slice] to [..., D], equal on all ranks."""
+        output = sum_over_slices(functional.linear(input, self.weight), self.group)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class VocabularySliceEmbedding(nn.Embedding):
+    """An embedding of which this rank holds some rows."""
+
+    group: RankGroup
+    first_row: int
+    """Token id of the first row held."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Embeds int64 [B, T] as [B, T, D], equal on all ranks; ids outside are looked up there."""
+        if not len(self.weight):
+            # An empty slice still takes part in the sum, and its (empty) gradient must exist.
+            nothing_D = self.weight.sum(0)
+            found_BTD = nothing_D.expand(*input.shape, -1)
+        else:
+            row = input - self.first_row
+            is_elsewhere = (row < 0) | (row >= len(self.weight))
+            found_BTD = functional.embedding(row.masked_fill(is_elsewhere, 0), self.weight)
+            found_BTD = found_BTD.masked_fill(is_elsewhere[..., None], 0)
+        return sum_over_slices(found_BTD, self.group)
+
+
+def cut_tensors(lm: Any, shape: DecoderShape, group: RankGroup) -> None:
+    """Makes a decoder compute on one slice, in place. Its weights become empty local tensors.
+
+    Called on a model on the meta device; the caller fills the tensors (`slice_box` of each).
+    A group of one rank changes nothing.
+
+    Args:
+        lm: a transformers model of a known family; embedding, layers or head may be absent.
+        shape: sizes of the whole model.
+        group: the slices; this rank's is `group.index`.
+
+    Raises:
+        LayoutError: the model cannot be cut into so many slices.
+    """
+    if group.size == 1:
+        return
+    base = lm.base_model
+    if base.embed_tokens is not None:
+        base.embed_tokens = _vocabulary_slice(base.embed_tokens, shape, group)
+    kv_heads = shape.num_kv_heads * replica_ranks_of_kv(shape, group.size) // group.size
+    for layer in base.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention.o_proj = _row_parallel(attention.o_proj, group)
+        mlp.down_proj = _row_parallel(mlp.down_proj, group)
+        attention.num_key_value_groups = shape.num_heads // group.size // kv_heads
+        for part in (attention, mlp):
+            part.register_forward_pre_hook(_copying_hook(group), with_kwargs=True)
+    for name, parameter in list(lm.named_parameters()):
+        box = slice_box(shape, name, tp=group.index, size=group.size)
+        sizes = [stop - start for start, stop in box]
+        if list(parameter.shape) != sizes:
+            set_parameter(lm, name, parameter.new_empty(sizes))
+    for module in lm.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def set_parameter(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts a tensor in the place of a parameter, whatever its shape, in every module that has it.
+
+    A tied weight is reached by its first name and stays one parameter.
+    """
+    old = model.get_parameter(name)
+    new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter is old:
+                setattr(module, leaf, new)
+
+
+def first_vocabulary_row(shape: DecoderShape, group: RankGroup) -> int:
+    """Token id of the first vocabulary row that this rank holds."""
+    return slice_box(shape, EMBEDDING, tp=group.index, size=group.size)[0][0]
+
+
+# --- gradients of what several slices hold ------------------------------------------------
+
+
+def partial_gradients(
+    names: Iterable[str], shape: DecoderShape, group: RankGroup
+) -> dict[str, int]:
+    """Parameters whose gradient, after backward, is a rank's own share of a sum.
+
+    Norms of queries and keys see each slice's own heads; a key-value head that several slices hold
+    gets the gradients of each one's queries. All other parameters have their whole gradient.
+
+    Args:
+        names: Hugging Face names of the rank's parameters.
+        shape: sizes of the whole model.
+        group: the slices.
+
+    Returns:
+        By name, how many neighbouring slices the gradient must be summed over: `group.size` for
+        the norms. Empty for one slice.
+    """
+    if group.size == 1:
+        return {}
+    sharing = replica_ranks_of_kv(shape, group.size)
+    shares = {}
+    for name in names:
+        if name.endswith(_PARTIAL_EVERYWHERE):
+            shares[name] = group.size
+        elif sharing > 1 and cut_of(name) == "kv_heads":
+            shares[name] = sharing
+    return shares
+
+
+def sum_partial_gradients(
+    weights: Iterable[tuple[str, torch.Tensor]], shares: Mapping[str, int], group: RankGroup
+) -> None:
+    """Sums partial gradients over the slices that share them, in place. Every rank calls it.
+
+    Called once after the backward passes of a step, before gradients are clipped. One all-reduce
+    in float32: each set of neighbours adds into a row of its own, so that no further process groups
+    are needed (the parameters are small: with 16 slices of 8 heads, 8 rows of one head's weights).
+
+    Args:
+        weights: (name, parameter) of the rank. Gradients may be DTensors cut over other ranks
+            (FSDP): the local parts correspond, since slices that share a tensor cut it alike.
+        shares: from `partial_gradients`.
+        group: the slices.
+    """
+    gradients = [
+        (_local(weight.grad), shares[name])
+        for name, weight in weights
+        if name in shares and weight.grad is not None
+    ]
+    sizes = [grad.numel() * (group.size // sharing) for grad, sharing in gradients]
+    if sum(sizes) == 0:
+        return
+    dtype = torch.promote_types(gradients[0][0].dtype, torch.float32)
+    rows = torch.zeros(sum(sizes), dtype=dtype, device=gradients[0][0].device)
+    own = [
+        part.view(group.size // sharing, -1)[group.index // sharing]
+        for part, (_, sharing) in zip(torch.split(rows, sizes), gradients, strict=True)
+    ]
+    for row, (grad, _) in zip(own, gradients, strict=True):
+        row.copy_(grad.flatten())
+    dist.all_reduce(rows, group=group.process_group)
+    for row, (grad, _) in zip(own, gradients, strict=True):
+        grad.copy_(row.view_as(grad))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """The part of a gradient on this rank."""
+    to_local = getattr(gradient, "to_local", None)
+    local: torch.Tensor = gradient if to_local is None else to_local()
+    return local
+
+
+# --- inside -------------------------------------------------------------------------------
+
+
+def _copying_hook(group: RankGroup) -> Any:
+    """A forward pre-hook: f at the entrance of attention and MLP, one sum for all projections."""
+
+    def copy(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (copy_to_slices(args[0], group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copy_to_slices(kwargs["hidden_states"], group)}
+
+    return copy
+
+
+def _row_parallel(linear: nn.Linear, group: RankGroup) -> RowParallelLinear:
+    module = RowParallelLinear(1, 1, bias=False, device="meta")
+    module.weight, module.bias = linear.weight, linear.bias
+    module.group = group
+    return module
+
+
+def _vocabulary_slice(
+    embedding: nn.Embedding, shape: DecoderShape, group: RankGroup
+) -> VocabularySliceEmbedding:
+    module = VocabularySliceEmbedding(1, embedding.embedding_dim, device="meta")
+    module.weight = embedding.weight
+    module.group, module.first_row = group, first_vocabulary_row(shape, group)
+    module.num_embeddings = shape.vocab_size
+    return module
