@@ -100,7 +100,10 @@ class TrainLayout:
         return TrainCoordinates(pp=outer // self.dp, tp=tp, dp=outer % self.dp)
 
     def rank(self, *, pp: int, tp: int, dp: int) -> int:
-        """The rank that stands there."""
+        """The rank that stands there; raises LayoutError when nobody does."""
+        for name, at in (("pp", pp), ("tp", tp), ("dp", dp)):
+            if not 0 <= at < getattr(self, name):
+                raise LayoutError(f"{name} is {at}: give 0 to {getattr(self, name) - 1}")
         outer = dp * self.pp + pp if self.order == "tp-pp-dp" else pp * self.dp + dp
         return outer * self.tp + tp
 

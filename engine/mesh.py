@@ -24,7 +24,8 @@ class RankGroup:
     index: int
     """This rank's place among them."""
     process_group: dist.ProcessGroup | None
-    """None where the rank is alone."""
+    """Numbers its members as `ranks` does, so that a collective's parts are in that order; None
+    where the rank is alone."""
 
     @property
     def size(self) -> int:
@@ -59,6 +60,7 @@ class RankMesh:
     layout: HybridLayout
     rank: int
     world: RankGroup
+    """All ranks, in their own order (dist.group.WORLD has torch's)."""
     tp: RankGroup
     """Slices of the same stage and replica."""
     pp: RankGroup
@@ -83,7 +85,6 @@ class RankMesh:
         return cls(
             layout=HybridLayout(TrainLayout()),
             rank=0,
-            world=alone,
             **dict.fromkeys(_GROUPS, alone),
         )
 
@@ -125,6 +126,7 @@ class RankMesh:
         )
         train = layout.train
         kinds: dict[str, Groups] = {
+            "world": (tuple(range(layout.world_size)),),
             "tp": train.tp_groups(),
             "pp": train.pp_groups(),
             "dp": train.dp_groups(),
@@ -136,8 +138,7 @@ class RankMesh:
         }
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         groups = {name: _join(groups, rank, numbers, made) for name, groups in kinds.items()}
-        world = RankGroup(tuple(range(layout.world_size)), rank, dist.group.WORLD)
-        return cls(layout=layout, rank=rank, world=world, **groups)
+        return cls(layout=layout, rank=rank, **groups)
 
     def torch_rank(self, rank: int) -> int:
         """The number of a rank in torch's world."""
@@ -149,7 +150,7 @@ class RankMesh:
             dist.destroy_process_group()
 
 
-_GROUPS = ("tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp")
+_GROUPS = ("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp")
 
 
 def _join(
@@ -164,7 +165,10 @@ def _join(
         if len(members) > 1 and members not in made:
             # use_local_synchronization would let members alone make it, but then two groups made
             # by overlapping ranks at once can take each other's keys in the store.
-            made[members] = dist.new_group([numbers[member] for member in members])
+            # Unsorted: torch's numbers need not ascend with the place in the group.
+            made[members] = dist.new_group(
+                [numbers[member] for member in members], sort_ranks=False
+            )
         if rank in members:
             own = RankGroup(members, members.index(rank), made.get(members))
     if own is None:
