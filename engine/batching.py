@@ -1,4 +1,4 @@
-"""How rows become forward passes: token-budget micro-batches, right-padded.
+"""How rows become forward passes: parts for ranks, token-budget micro-batches, right-padded.
 
 Padding exists only between here and the model; nothing stored or sent is padded.
 
@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
+from rolemesh.engine.balance import balanced_partition
 from rolemesh.engine.experience import ColumnKind, Experience
+
+__all__ = [
+    "PAD_TOKEN",
+    "PaddedRows",
+    "balanced_partition",
+    "micro_batches",
+    "pad_micro_batches",
+    "pad_rows",
+    "update_assignment",
+]
 
 PAD_TOKEN = 0
 """Fills the rectangle. Any id would do: no state that is read ever sees a pad."""
@@ -44,6 +55,58 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             longest = lengths[row]
         groups[-1].append(row)
     return groups
+
+
+def pad_micro_batches(groups: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Adds empty micro-batches at the end, so that all data-parallel ranks run equally many.
+
+    Args:
+        groups: this rank's micro-batches.
+        count: the most that any rank has.
+
+    Example: [[1], [0, 3]] and a count of 3 give [[1], [0, 3], []].
+    """
+    if count < len(groups):
+        raise ValueError(
+            f"count is {count}, but this rank has {len(groups)} micro-batches: give the most that "
+            "any rank has"
+        )
+    return [*groups, *([] for _ in range(count - len(groups)))]
+
+
+def update_assignment(
+    lengths: Sequence[int], *, epochs: int, mini_batch_rows: int, seed: int, num_parts: int
+) -> list[list[list[int]]]:
+    """Which rows each data-parallel rank trains on in each optimizer step of an update.
+
+    Every rank works it out for itself. The mini-batches do not depend on num_parts: each epoch's
+    rows are shuffled (torch.randperm of a generator with the seed) and split in order, and each
+    mini-batch is then cut by `balanced_partition`.
+
+    Args:
+        lengths: tokens in each row.
+        epochs: passes over the rows, at least 1.
+        mini_batch_rows: rows of one optimizer step over all ranks, at least 1; the last one of an
+            epoch may have fewer.
+        seed: of the shuffles.
+        num_parts: data-parallel ranks.
+
+    Returns:
+        Rows by mini-batch and part, in the order in which they were drawn. A mini-batch of fewer
+        rows than parts leaves parts empty.
+    """
+    for name, number in (("epochs", epochs), ("mini_batch_rows", mini_batch_rows)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}: give at least 1")
+    shuffle = torch.Generator().manual_seed(seed)
+    assignment = []
+    for _ in range(epochs):
+        order: list[int] = torch.randperm(len(lengths), generator=shuffle).tolist()
+        for start in range(0, len(order), mini_batch_rows):
+            rows = order[start : start + mini_batch_rows]
+            parts = balanced_partition([lengths[row] for row in rows], num_parts)
+            assignment.append([[rows[place] for place in part] for part in parts])
+    return assignment
 
 
 @dataclass(frozen=True, slots=True)

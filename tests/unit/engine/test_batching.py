@@ -1,4 +1,4 @@
-"""Micro-batches and padding."""
+"""Parts for ranks, micro-batches and padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolemesh.engine.batching import micro_batches, pad_rows
+from rolemesh.engine.batching import (
+    balanced_partition,
+    micro_batches,
+    pad_micro_batches,
+    pad_rows,
+    update_assignment,
+)
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
@@ -65,3 +71,77 @@ def test_padding_keeps_tokens_and_points_at_the_state_before_each_completion_tok
 def test_a_prompt_without_tokens_or_longer_than_its_row_is_refused(prompt_length: int) -> None:
     with pytest.raises(ValueError, match=rf"prompt_lengths of row 1 is {prompt_length} in a row"):
         pad_rows(_batch([[5, 6], [7, 8, 9]], [1, prompt_length]), "cpu")
+
+
+def drawn_now(num_rows: int, epochs: int, mini_batch_rows: int, seed: int) -> list[list[int]]:
+    """The mini-batches of a trainer on one rank, by torch's own words for them."""
+    shuffle = torch.Generator().manual_seed(seed)
+    return [
+        rows.tolist()
+        for _ in range(epochs)
+        for rows in torch.split(torch.randperm(num_rows, generator=shuffle), mini_batch_rows)
+    ]
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(0, 2**63 - 1),
+    st.integers(1, 5),
+)
+def test_ranks_train_together_on_the_mini_batches_of_one_rank(
+    lengths: list[int], epochs: int, mini_batch_rows: int, seed: int, num_parts: int
+) -> None:
+    assignment = update_assignment(
+        lengths, epochs=epochs, mini_batch_rows=mini_batch_rows, seed=seed, num_parts=num_parts
+    )
+    expected = drawn_now(len(lengths), epochs, mini_batch_rows, seed)
+    assert [sorted(row for part in parts for row in part) for parts in assignment] == [
+        sorted(rows) for rows in expected
+    ]
+    for parts, rows in zip(assignment, expected, strict=True):
+        assert len(parts) == num_parts
+        cut = balanced_partition([lengths[row] for row in rows], num_parts)
+        assert parts == [[rows[place] for place in part] for part in cut]
+
+
+def test_one_part_has_the_rows_in_the_order_in_which_they_were_drawn() -> None:
+    lengths = [5, 3, 9, 9, 1, 2, 7]
+    assignment = update_assignment(lengths, epochs=2, mini_batch_rows=3, seed=7, num_parts=1)
+    assert [rows for (rows,) in assignment] == drawn_now(7, 2, 3, 7)
+
+
+def test_a_small_mini_batch_leaves_parts_empty() -> None:
+    # 5 rows by 4: the second mini-batch has one row for three parts.
+    _, parts = update_assignment([3] * 5, epochs=1, mini_batch_rows=4, seed=1, num_parts=3)
+    assert [len(part) for part in parts] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "mini_batch_rows", "num_parts", "message"),
+    [
+        pytest.param(0, 1, 1, "epochs is 0: give at least 1", id="epochs"),
+        pytest.param(1, 0, 1, "mini_batch_rows is 0: give at least 1", id="mini-batch"),
+        pytest.param(1, 1, 0, "num_parts is 0: give at least 1", id="parts"),
+    ],
+)
+def test_sizes_of_an_update_below_one_are_refused(
+    epochs: int, mini_batch_rows: int, num_parts: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        update_assignment(
+            [1],
+            epochs=epochs,
+            mini_batch_rows=mini_batch_rows,
+            seed=0,
+            num_parts=num_parts,
+        )
+
+
+def test_ranks_with_fewer_micro_batches_get_empty_ones() -> None:
+    assert pad_micro_batches([[1], [0, 3]], 3) == [[1], [0, 3], []]
+    assert pad_micro_batches([], 2) == [[], []]
+    assert pad_micro_batches([[1]], 1) == [[1]]
+    with pytest.raises(ValueError, match="count is 1, but this rank has 2 micro-batches"):
+        pad_micro_batches([[1], [2]], 1)
