@@ -59,6 +59,9 @@ class OptimizerSpec(Spec):
     """Decoupled decay; not applied to vectors (norms, biases)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients with a larger global L2 norm are scaled down to it."""
+    offload: bool = False
+    """Keep the optimizer's moments in pinned host memory between steps. On a CPU device they are
+    there anyway."""
 
 
 # --- layouts ------------------------------------------------------------------------------
@@ -341,7 +344,15 @@ RewardSourceSpec = Annotated[
 # --- roles --------------------------------------------------------------------------------
 
 
-class ActorSpec(Spec):
+class RoleSpec(Spec):
+    """A role's section of a recipe."""
+
+    def rank_layout(self) -> HybridLayout:
+        """How the role's ranks stand to each other; one rank unless a role says otherwise."""
+        return HybridLayout(TrainLayout())
+
+
+class ActorSpec(RoleSpec):
     """The actor: trains the policy and rolls it out."""
 
     model: ModelSpec
@@ -363,7 +374,7 @@ class ActorSpec(Spec):
         return HybridLayout(self.train.layout(), self.generate.layout())
 
 
-class CriticSpec(Spec):
+class CriticSpec(RoleSpec):
     """The critic: a value head on a language model."""
 
     model: ModelSpec
@@ -376,7 +387,7 @@ class CriticSpec(Spec):
         return HybridLayout(self.train.layout())
 
 
-class ReferenceSpec(Spec):
+class ReferenceSpec(RoleSpec):
     """The frozen reference policy."""
 
     model: ModelSpec
@@ -388,7 +399,7 @@ class ReferenceSpec(Spec):
         return HybridLayout(self.layout.layout())
 
 
-class RewardSpec(Spec):
+class RewardSpec(RoleSpec):
     """The reward role."""
 
     source: RewardSourceSpec

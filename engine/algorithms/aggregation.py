@@ -9,6 +9,7 @@ Shape letters: B rows, N packed completion tokens, M those of them with loss mas
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,15 @@ class LossScale:
         """Counts a mini-batch; it needs the column loss_mask."""
         counts = unmasked_per_row(*loss_mask_of(batch))
         return LossScale(num_tokens=float(counts.sum()), num_rows=float((counts > 0).sum()))
+
+    @staticmethod
+    def total(scales: Iterable[LossScale]) -> LossScale:
+        """Counts over parts that share no row, e.g. those of the data-parallel ranks."""
+        parts = list(scales)
+        return LossScale(
+            num_tokens=sum(part.num_tokens for part in parts),
+            num_rows=sum(part.num_rows for part in parts),
+        )
 
     @property
     def token_divisor(self) -> float:

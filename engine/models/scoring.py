@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from rolemesh.engine.batching import PaddedRows, micro_batches, pad_rows
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import (
+    MicroBatch,
+    RankModel,
+    cut_into_micro_batches,
+    with_fillers,
+)
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.train.agreement import prepare_together
 
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""
@@ -19,7 +25,7 @@ INPUT_COLUMNS = ("tokens", "prompt_lengths")
 
 
 def compute_logprobs(
-    model: CausalLm,
+    model: CausalLm | RankModel,
     batch: Experience,
     *,
     temperature: float,
@@ -28,53 +34,57 @@ def compute_logprobs(
 ) -> Experience:
     """Scores the completion tokens of a batch.
 
+    With many ranks all of them call it: those of a data-parallel replica with the same rows,
+    replicas with rows of their own (there may be none).
+
     Args:
-        model: the policy or reference.
-        batch: with the columns tokens and prompt_lengths.
+        model: the policy or reference; a RankModel where there are many ranks.
+        batch: this rank's rows, with the columns tokens and prompt_lengths.
         temperature: of the softmax, > 0.
         with_entropy: whether the entropy is wanted too.
         progress: called after each micro-batch.
 
     Returns:
         On the CPU: column logprobs (float32, completion, natural log), and column entropy
-        (float32, completion, nats) on request.
+        (float32, completion, nats) on request. On the last pipeline stage, equal on all its
+        slices; other stages return no rows.
+
+    Raises:
+        ValueError: the rows of this rank, or of another one, cannot be used.
     """
-
-    def score(rows: PaddedRows) -> dict[str, torch.Tensor]:
-        logprobs_N, entropy_N = model.score(
-            rows, temperature=temperature, with_entropy=with_entropy
-        )
-        return {"logprobs": logprobs_N} | ({} if entropy_N is None else {"entropy": entropy_N})
-
     names = ("logprobs", "entropy") if with_entropy else ("logprobs",)
-    return _in_micro_batches(model, batch, score, names, "logprobs", progress)
+    arguments = {"temperature": temperature, "with_entropy": with_entropy}
+    return _in_micro_batches(
+        model,
+        batch,
+        lambda outputs: dict(zip(names, outputs, strict=False)),
+        names,
+        progress,
+        arguments,
+    )
 
 
 def compute_values(
-    model: ValueModel, batch: Experience, *, progress: Progress | None = None
+    model: ValueModel | RankModel, batch: Experience, *, progress: Progress | None = None
 ) -> Column:
     """Values of the states before each completion token.
 
+    With many ranks all of them call it; see `compute_logprobs`.
+
     Args:
-        model: the critic.
-        batch: with the columns tokens and prompt_lengths.
+        model: the critic; a RankModel where there are many ranks.
+        batch: this rank's rows, with the columns tokens and prompt_lengths.
         progress: called after each micro-batch.
 
     Returns:
-        On the CPU, float32, completion.
+        On the CPU, float32, completion; without rows on all stages but the last.
+
+    Raises:
+        ValueError: the rows of this rank, or of another one, cannot be used.
     """
-
-    def score(rows: PaddedRows) -> dict[str, torch.Tensor]:
-        return {"values": model(rows)}
-
-    return _in_micro_batches(model, batch, score, ("values",), "values", progress)["values"]
-
-
-def row_groups(batch: Experience, max_tokens: int) -> Iterator[torch.Tensor]:
-    """Rows of each micro-batch, int64."""
-    lengths = batch["tokens"].lengths().tolist()
-    for group in micro_batches(lengths, max_tokens):
-        yield torch.tensor(group, dtype=torch.int64)
+    return _in_micro_batches(
+        model, batch, lambda values_N: {"values": values_N}, ("values",), progress, {}
+    )["values"]
 
 
 def completion_lengths(batch: Experience) -> torch.Tensor:
@@ -82,46 +92,87 @@ def completion_lengths(batch: Experience) -> torch.Tensor:
     return batch["tokens"].lengths() - batch["prompt_lengths"].values
 
 
-@torch.no_grad()
-def _in_micro_batches(
-    model: CausalLm | ValueModel,
-    batch: Experience,
-    score: Callable[[PaddedRows], dict[str, torch.Tensor]],
-    names: tuple[str, ...],
-    stage: str,
-    progress: Progress | None,
-) -> Experience:
-    batch = batch.require(INPUT_COLUMNS)
-    empty = Column.ragged(ColumnKind.COMPLETION, [], torch.float32)
-    parts = [Experience(dict.fromkeys(names, empty))]
-    order = [torch.empty(0, dtype=torch.int64)]
-    done = 0
-    for rows in row_groups(batch, model.spec.micro_batch_tokens):
-        part = batch.select(rows)
-        outputs = score(pad_rows(part, model.device))
-        parts.append(completion_columns(part, outputs))
-        order.append(rows)
-        done += len(rows)
-        if progress is not None:
-            progress(stage, done, batch.num_rows)
-    return in_batch_order(parts, order)
+class Collector:
+    """Gathers model outputs of micro-batches, and gives them back in the order of the batch."""
 
+    def __init__(self, names: tuple[str, ...]) -> None:
+        empty = Column.ragged(ColumnKind.COMPLETION, [], torch.float32)
+        self._parts = [Experience(dict.fromkeys(names, empty))]
+        self._rows = [torch.empty(0, dtype=torch.int64)]
 
-def completion_columns(part: Experience, outputs: dict[str, torch.Tensor]) -> Experience:
-    """Model outputs of a micro-batch as completion columns on the CPU, float32."""
-    lengths = completion_lengths(part).tolist()
-    return Experience(
-        {
-            name: Column.ragged(
-                ColumnKind.COMPLETION,
-                torch.split(output_N.detach().float().cpu(), lengths),
-                torch.float32,
+    def add(self, micro_batch: MicroBatch, outputs: dict[str, torch.Tensor]) -> None:
+        """Keeps outputs, float [N] each, as completion columns on the CPU, float32."""
+        if not len(micro_batch.rows):
+            return
+        lengths = completion_lengths(micro_batch.part).tolist()
+        self._parts.append(
+            Experience(
+                {
+                    name: Column.ragged(
+                        ColumnKind.COMPLETION,
+                        torch.split(output_N.detach().float().cpu(), lengths),
+                        torch.float32,
+                    )
+                    for name, output_N in outputs.items()
+                }
             )
-            for name, output_N in outputs.items()
-        }
+        )
+        self._rows.append(micro_batch.rows)
+
+    def in_batch_order(self) -> Experience:
+        """The columns of all rows that were added."""
+        return Experience.concat(self._parts).select(torch.cat(self._rows).argsort())
+
+
+class RowProgress:
+    """Counts rows as their micro-batches are done."""
+
+    def __init__(
+        self, progress: Progress | None, stage: str, passes: list[MicroBatch], num_rows: int
+    ) -> None:
+        self._progress = progress
+        self._stage = stage
+        self._passes = passes
+        self._num_rows = num_rows
+        self._done = 0
+
+    def __call__(self, number: int) -> None:
+        """Tells of a micro-batch, unless it was a filler."""
+        num_rows = len(self._passes[number].rows)
+        self._done += num_rows
+        if self._progress is not None and num_rows:
+            self._progress(self._stage, self._done, self._num_rows)
+
+
+def _in_micro_batches(
+    model: CausalLm | ValueModel | RankModel,
+    batch: Experience,
+    named: Callable[[Any], dict[str, torch.Tensor]],
+    names: tuple[str, ...],
+    progress: Progress | None,
+    arguments: dict[str, Any],
+) -> Experience:
+    rank_model = model if isinstance(model, RankModel) else RankModel(model)
+    spec, device = rank_model.model.spec, rank_model.device
+    mesh = rank_model.mesh
+
+    def prepare() -> tuple[tuple[Experience, list[MicroBatch]], int]:
+        inputs = batch.require(INPUT_COLUMNS)
+        passes = cut_into_micro_batches(inputs, spec.micro_batch_tokens, device)
+        return (inputs, passes), len(passes)
+
+    (inputs, passes), numbers = prepare_together(prepare, mesh.dp, device)
+    passes = with_fillers(passes, inputs, max(numbers), device)
+    collector = Collector(names)
+
+    def collect(number: int, outputs: Any) -> None:
+        collector.add(passes[number], named(outputs))
+
+    rank_model.run(
+        passes,
+        collect,
+        trains=False,
+        arguments=arguments,
+        done=RowProgress(progress, names[0], passes, batch.num_rows),
     )
-
-
-def in_batch_order(parts: list[Experience], order: list[torch.Tensor]) -> Experience:
-    """Stacks micro-batches and puts their rows back where they were in the batch."""
-    return Experience.concat(parts).select(torch.cat(order).argsort())
+    return collector.in_batch_order()

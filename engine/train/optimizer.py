@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.train.data_parallel import buckets
+from rolemesh.engine.train.gradients import Gradients
 
 _FUSED_DEVICES = ("cpu", "cuda")
-STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_NAMES = (*MOMENTS, "step")
 """What torch's AdamW keeps for each parameter: two moments, and its own count of steps."""
+
+OFFLOAD_BYTES = 256 * 2**20
+"""Weights whose moments are on the device together, where moments live in host memory."""
 
 
 class LossNotFiniteError(RuntimeError):
@@ -33,103 +39,141 @@ def warmed_up(peak: float, step: int, warmup_steps: int) -> float:
 
 
 class Optimizer:
-    """AdamW over float32 parameters. Owned by the rank's compute thread.
+    """AdamW over this rank's part of float32 parameters. Owned by the rank's compute thread.
+
+    Its moments are cut as the parameters are. With many ranks all of them step together.
 
     Invariant: `num_steps` counts the steps whose effect is in the weights.
     """
 
-    def __init__(self, spec: OptimizerSpec, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, spec: OptimizerSpec, gradients: Gradients) -> None:
         self.spec = spec
         self.num_steps = 0
-        self._weights = {name: weight for name, weight in weights if weight.requires_grad}
-        decayed = [weight for weight in self._weights.values() if weight.dim() >= 2]
-        # Norms and biases are vectors: pulling a scale of 1 towards 0 is not a regulariser.
-        vectors = [weight for weight in self._weights.values() if weight.dim() < 2]
-        device_type = next(iter(self._weights.values())).device.type
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": spec.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=spec.learning_rate,
-            betas=spec.betas,
-            eps=spec.eps,
-            fused=device_type in _FUSED_DEVICES,
-        )
+        self._gradients = gradients
+        self._weights = gradients.weights
+        weights = list(self._weights.values())
+        self._device_type = weights[0].device.type
+        # Where moments live in host memory, parameters are stepped in groups, so that the moments
+        # of one group at a time are on the device.
+        group_bytes = OFFLOAD_BYTES if self.is_offloaded else sum(w.nbytes for w in weights)
+        self._adamws = [self._adamw(list(group)) for group in buckets(weights, max(1, group_bytes))]
 
     @property
     def learning_rate(self) -> float:
         """Rate of the next step by the schedule."""
         return warmed_up(self.spec.learning_rate, self.num_steps, self.spec.warmup_steps)
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether moments lie in pinned host memory between steps; never on a CPU device."""
+        return self.spec.offload and self._device_type == "cuda"
+
     def step(self, learning_rate: float | None = None) -> dict[str, float]:
-        """Clips, steps, and drops the gradients.
+        """Sums gradients over the ranks, clips, steps, and drops the gradients.
 
         Args:
             learning_rate: for this step alone; None takes the schedule's.
 
         Returns:
-            grad_norm (before clipping) and learning_rate.
+            grad_norm (before clipping) and learning_rate, equal on all ranks.
 
         Raises:
-            LossNotFiniteError: the gradient is not finite; it is dropped and no weight moves.
+            LossNotFiniteError: the gradient is not finite on some rank; it is dropped and no
+                weight moves on any.
         """
         rate = self.learning_rate if learning_rate is None else learning_rate
-        weights = list(self._weights.values())
-        total_norm = nn.utils.get_total_norm(
-            [weight.grad for weight in weights if weight.grad is not None]
-        )
+        self._gradients.gather()
+        total_norm, culprits = self._gradients.norm()
         norm = float(total_norm)
         if not math.isfinite(norm):
-            culprits = [
-                name
-                for name, weight in self._weights.items()
-                if weight.grad is not None and not bool(weight.grad.isfinite().all())
-            ]
             self.drop_gradients()
             raise LossNotFiniteError(
                 f"gradient norm is {norm} (first in {culprits[:3]}): gradients were dropped, "
                 "weights not touched; lower the learning rate or look at the batch"
             )
-        nn.utils.clip_grads_with_norm_(weights, self.spec.max_grad_norm, total_norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        nn.utils.clip_grads_with_norm_(self._weights.values(), self.spec.max_grad_norm, total_norm)
+        for adamw in self._adamws:
+            for group in adamw.param_groups:
+                group["lr"] = rate
+            self._place_state(adamw, to_host=False)
+            adamw.step()
+            self._place_state(adamw, to_host=True)
         self.drop_gradients()
         self.num_steps += 1
         return {"grad_norm": norm, "learning_rate": rate}
 
     def drop_gradients(self) -> None:
         """Forgets accumulated gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        self._gradients.drop()
 
     def move_to(self, device: torch.device) -> int:
         """Moves the moments; the parameters they belong to move with the model. Returns bytes."""
+        self._gradients.refresh()
+        if self.is_offloaded:
+            return 0  # they are on the host already, and each step fetches them
         moved = 0
-        for state in self._adamw.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
+        for state in self._states():
+            for name in MOMENTS:
                 if name in state and state[name].device != device:
                     moved += state[name].nbytes
                     state[name] = state[name].to(device)
         return moved
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
-        """One of STATE_NAMES by parameter name, float32.
+        """One of STATE_NAMES by parameter name, float32; this rank's part, not a copy.
 
-        A parameter that never had a gradient has none; before the first step nobody has.
+        A moment has the shape of the local weight, `step` none. A parameter that never had a
+        gradient has none; before the first step nobody has.
         """
         return {
-            weight_name: self._adamw.state[weight][name]
+            weight_name: adamw.state[weight][name]
             for weight_name, weight in self._weights.items()
-            if weight in self._adamw.state
+            for adamw in self._adamws
+            if weight in adamw.state
         }
 
     def restore(self, states: dict[str, dict[str, torch.Tensor]], num_steps: int) -> None:
         """Puts what `state` gave, for all STATE_NAMES, and the step count back."""
-        self._adamw.state.clear()
-        for weight_name in states["exp_avg"]:
-            weight = self._weights[weight_name]
-            self._adamw.state[weight] = {
-                name: states[name][weight_name].to(weight.device, copy=True) for name in STATE_NAMES
-            }
+        for adamw in self._adamws:
+            adamw.state.clear()
+            names = {id(weight) for group in adamw.param_groups for weight in group["params"]}
+            for weight_name in states["exp_avg"]:
+                weight = self._weights[weight_name]
+                if id(weight) in names:
+                    adamw.state[weight] = {
+                        name: states[name][weight_name].to(weight.device, copy=True)
+                        for name in STATE_NAMES
+                    }
+            self._place_state(adamw, to_host=True)
         self.num_steps = num_steps
+
+    def _adamw(self, weights: list[torch.Tensor]) -> torch.optim.AdamW:
+        decayed = [weight for weight in weights if weight.dim() >= 2]
+        # Norms and biases are vectors: pulling a scale of 1 towards 0 is not a regulariser.
+        vectors = [weight for weight in weights if weight.dim() < 2]
+        return torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": self.spec.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=self.spec.learning_rate,
+            betas=self.spec.betas,
+            eps=self.spec.eps,
+            fused=self._device_type in _FUSED_DEVICES,
+        )
+
+    def _states(self) -> Iterator[dict[str, torch.Tensor]]:
+        for adamw in self._adamws:
+            yield from adamw.state.values()
+
+    def _place_state(self, adamw: torch.optim.AdamW, *, to_host: bool) -> None:
+        """Brings the moments of a group to the device for its step, or back to the host."""
+        if not self.is_offloaded:
+            return
+        for weight, state in adamw.state.items():
+            for name in MOMENTS:
+                if to_host:
+                    host = torch.empty_like(state[name], device="cpu", pin_memory=True)
+                    state[name] = host.copy_(state[name])
+                else:
+                    state[name] = state[name].to(weight.device, non_blocking=True)

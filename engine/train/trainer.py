@@ -1,35 +1,49 @@
-"""Trains one model on one rank: scoring, gradients, optimizer steps, checkpoints, export.
+"""Trains one model, on one rank or many: scoring, gradients, steps, checkpoints, export.
 
-Gradients do not depend on how a mini-batch was cut into micro-batches: every loss divides by
-counts over the whole mini-batch, and shares add up in float32.
+Gradients do not depend on how a mini-batch was cut into micro-batches or spread over ranks: every
+loss divides by counts over the whole mini-batch, and shares add up in float32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale
-from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, add_metrics, make_loss
-from rolemesh.engine.batching import PaddedRows, pad_rows
+from rolemesh.engine.algorithms.losses import ModelOutputs, add_metrics, make_loss
+from rolemesh.engine.batching import balanced_partition, update_assignment
 from rolemesh.engine.experience import Column, Experience
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import (
+    MicroBatch,
+    RankModel,
+    cut_into_micro_batches,
+    with_fillers,
+)
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import ComputeDtype, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.agreement import gather_facts, prepare_together
+from rolemesh.engine.train.data_parallel import local_part
+from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer
 from rolemesh.engine.weights.export import write_model_folder
 
 __all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
 
 TrainedModel = CausalLm | ValueModel
-ModelT = TypeVar("ModelT", CausalLm, ValueModel)
+_TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
+    "logprobs": (CausalLm, "a policy loss"),
+    "values": (ValueModel, "a value loss"),
+}
+"""By a loss's needs: the model that has them, and what the loss is called."""
 
 SAMPLER_METRICS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max")
 """They compare sampler and trainer at equal weights, which only the first mini-batch has."""
@@ -44,6 +58,10 @@ class Trainer:
 
     Owned by the rank's compute thread. Invariant: `policy_version` is raised by one with each
     optimizer step, and nothing else changes a weight (save `load`).
+
+    With many ranks (the model's mesh says so) each has a trainer of its part, and all of them make
+    the same calls in the same order. Metrics and errors that come of numbers are then equal on all
+    ranks.
 
     Example::
 
@@ -62,23 +80,40 @@ class Trainer:
     ) -> None:
         self.kind = kind
         self.model = model
+        self.rank_model = RankModel(model)
         self.policy_version = 0
-        self._optimizer = Optimizer(optimizer, model.named_weights())
+        self._gradients = Gradients(self.rank_model)
+        self._optimizer = Optimizer(optimizer, self._gradients)
         self._has_gradient = False
 
     @classmethod
     def policy(
-        cls, model: ModelSpec, optimizer: OptimizerSpec, *, device: torch.device | str = "cpu"
+        cls,
+        model: ModelSpec,
+        optimizer: OptimizerSpec,
+        *,
+        device: torch.device | str = "cpu",
+        mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a causal LM; raises ModelFolderError when its folder cannot be used."""
-        return cls("policy", CausalLm(model, device=device), optimizer)
+        return cls("policy", CausalLm(model, device=device, mesh=mesh), optimizer)
 
     @classmethod
     def critic(
-        cls, model: ModelSpec, optimizer: OptimizerSpec, *, device: torch.device | str = "cpu"
+        cls,
+        model: ModelSpec,
+        optimizer: OptimizerSpec,
+        *,
+        device: torch.device | str = "cpu",
+        mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a value model; raises ModelFolderError when its folder cannot be used."""
-        return cls("critic", ValueModel(model, device=device), optimizer)
+        return cls("critic", ValueModel(model, device=device, mesh=mesh), optimizer)
+
+    @property
+    def mesh(self) -> RankMesh:
+        """This rank's place."""
+        return self.rank_model.mesh
 
     # --- scoring --------------------------------------------------------------------------
 
@@ -91,8 +126,9 @@ class Trainer:
         progress: Progress | None = None,
     ) -> Experience:
         """Column logprobs, and entropy on request; see `scoring.compute_logprobs`."""
+        self._check_model(CausalLm, "compute_logprobs")
         return scoring.compute_logprobs(
-            self._model_as(CausalLm, "compute_logprobs"),
+            self.rank_model,
             batch,
             temperature=temperature,
             with_entropy=with_entropy,
@@ -101,73 +137,154 @@ class Trainer:
 
     def compute_values(self, batch: Experience, progress: Progress | None = None) -> Column:
         """Column values; see `scoring.compute_values`."""
-        return scoring.compute_values(
-            self._model_as(ValueModel, "compute_values"), batch, progress=progress
-        )
+        self._check_model(ValueModel, "compute_values")
+        return scoring.compute_values(self.rank_model, batch, progress=progress)
 
     # --- training -------------------------------------------------------------------------
 
     def forward_backward(
-        self, batch: Experience, loss_spec: LossSpec, progress: Progress | None = None
+        self,
+        batch: Experience,
+        loss_spec: LossSpec,
+        progress: Progress | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Adds the gradients of a loss over a mini-batch to those already accumulated.
+
+        Each data-parallel replica takes its rows of the mini-batch: `balanced_partition` by length.
 
         Args:
             batch: with tokens, prompt_lengths and the columns that the loss names.
             loss_spec: the loss.
             progress: called after each micro-batch.
+            rows: which rows of the mini-batch those of `batch` are; this rank's must be among them.
+                None: all of them, in order.
+            lengths: tokens in each row of the mini-batch, where `rows` is given.
 
         Returns:
-            The loss's metrics, "loss" among them.
+            The loss's metrics, "loss" among them, over the whole mini-batch.
 
         Raises:
             LossNotFiniteError: the loss is NaN or infinite; all gradients were dropped.
             ColumnMissingError: the batch lacks a column.
         """
-        metrics, _ = self.forward_backward_with_outputs(batch, loss_spec, progress)
+        metrics, _ = self.forward_backward_with_outputs(
+            batch, loss_spec, progress, rows=rows, lengths=lengths
+        )
         return metrics
 
     def forward_backward_with_outputs(
-        self, batch: Experience, loss_spec: LossSpec, progress: Progress | None = None
+        self,
+        batch: Experience,
+        loss_spec: LossSpec,
+        progress: Progress | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> tuple[dict[str, float], Experience]:
         """As `forward_backward`; also returns the column logprobs or values of its forward.
 
         Whatever fails drops all gradients, so that a repeat does not add to a part of its own.
+
+        Returns:
+            Metrics; and the outputs for this replica's rows in ascending order
+            (`balanced_partition(lengths, dp)[own]`), on the last stage; no rows on other stages.
         """
+
+        def choose() -> list[list[int]]:
+            available = _Rows(batch, rows, lengths)
+            if not available.lengths:
+                raise ValueError("the batch has 0 rows: give at least one")
+            part = balanced_partition(available.lengths, self.mesh.dp.size)[self.mesh.dp.index]
+            return [available.places(part)]
+
+        [places] = self._choose_rows(choose)
+        return self._forward_backward(batch, places, loss_spec, progress)
+
+    def _choose_rows(self, choose: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """Works out this rank's rows of each step; every rank does, or none goes on."""
+        chosen, _ = prepare_together(lambda: (choose(), None), self.mesh.dp, self.model.device)
+        return chosen
+
+    def _forward_backward(
+        self,
+        batch: Experience,
+        places: Sequence[int],
+        loss_spec: LossSpec,
+        progress: Progress | None,
+    ) -> tuple[dict[str, float], Experience]:
         try:
-            return self._accumulate(batch, loss_spec, progress)
+            metrics, outputs = self._accumulate(batch, places, loss_spec, progress)
         except BaseException:
+            self.rank_model.forget_pass()
             self.drop_gradients()
             raise
+        self._has_gradient = True
+        return metrics, outputs
 
     def _accumulate(
-        self, batch: Experience, loss_spec: LossSpec, progress: Progress | None
+        self,
+        batch: Experience,
+        places: Sequence[int],
+        loss_spec: LossSpec,
+        progress: Progress | None,
     ) -> tuple[dict[str, float], Experience]:
         loss = make_loss(loss_spec)
-        if batch.num_rows == 0:
-            raise ValueError("the batch has 0 rows: give at least one")
-        batch = batch.require(dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask")))
-        scale = LossScale.of(batch)
-        temperature = getattr(loss_spec, "temperature", 1.0)
+        device = self.model.device
+        self._check_model(*_TRAINED_BY[loss.needs])
+
+        def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, float, float]]:
+            columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
+            own = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
+            passes = cut_into_micro_batches(own, self.model.spec.micro_batch_tokens, device)
+            counts = LossScale.of(own)
+            return (own, passes), (len(passes), counts.num_tokens, counts.num_rows)
+
+        (own, passes), facts = prepare_together(prepare, self.mesh.dp, device)
+        passes = with_fillers(passes, own, max(number for number, _, _ in facts), device)
+        scale = LossScale.total(LossScale(tokens, rows) for _, tokens, rows in facts)
+        shares: dict[str, float] = {}
+        collector = scoring.Collector((loss.needs,))
+
+        def close(number: int, outputs: Any) -> torch.Tensor:
+            if loss.needs == "values":
+                trained_N, found = outputs, ModelOutputs(values_N=outputs)
+            else:
+                trained_N, entropy_N = outputs
+                found = ModelOutputs(logprobs_N=trained_N, entropy_N=entropy_N)
+            part_loss, part_metrics = loss(found, passes[number].part, scale)
+            add_metrics(shares, part_metrics)
+            collector.add(passes[number], {loss.needs: trained_N})
+            return part_loss
+
+        arguments: dict[str, Any] = {}
+        if loss.needs == "logprobs":
+            arguments["temperature"] = getattr(loss_spec, "temperature", 1.0)
+            arguments["with_entropy"] = loss.needs_entropy
+        self.rank_model.run(
+            passes,
+            close,
+            trains=True,
+            arguments=arguments,
+            done=scoring.RowProgress(progress, "forward_backward", passes, len(places)),
+        )
+        metrics = self._metrics_of_all(shares)
+        _check_finite(metrics)
+        return metrics, collector.in_batch_order()
+
+    def _metrics_of_all(self, shares: dict[str, float]) -> dict[str, float]:
+        """Metrics of the whole mini-batch, equal on all ranks.
+
+        A replica's are known to all slices of its last stage; the first of them tells.
+        """
+        tells = self.mesh.pp.is_last and self.mesh.tp.is_first
         metrics: dict[str, float] = {}
-        parts, order = [], []
-        done = 0
-        for rows in scoring.row_groups(batch, self.model.spec.micro_batch_tokens):
-            part = batch.select(rows)
-            outputs = self._outputs(loss, pad_rows(part, self.model.device), temperature)
-            part_loss, part_metrics = loss(outputs, part, scale)
-            self._check_finite(part_loss, part_metrics)
-            part_loss.backward()  # type: ignore[no-untyped-call]
-            add_metrics(metrics, part_metrics)
-            trained_N = outputs.logprobs_N if loss.needs == "logprobs" else outputs.values_N
-            assert trained_N is not None  # _outputs fills what the loss needs
-            parts.append(scoring.completion_columns(part, {loss.needs: trained_N}))
-            order.append(rows)
-            done += len(rows)
-            if progress is not None:
-                progress("forward_backward", done, batch.num_rows)
-        self._has_gradient = True
-        return metrics, scoring.in_batch_order(parts, order)
+        told = shares if tells else {}
+        for share in gather_facts(told, self.mesh.world, self.model.device):
+            add_metrics(metrics, share)
+        return metrics
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Applies the accumulated gradients and raises policy_version by one.
@@ -203,19 +320,28 @@ class Trainer:
         mini_batch_rows: int,
         seed: int,
         progress: Progress | None = None,
+        rows: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Trains: for each epoch, an optimizer step for each mini-batch of shuffled rows.
 
         Gradients left over from `forward_backward` are dropped first. When a mini-batch fails,
         the steps of those before it remain, and policy_version says how many they were.
 
+        Which rows a mini-batch has does not depend on the ranks; each data-parallel replica takes
+        its part of every one: `update_assignment`.
+
         Args:
             batch: with the columns that the loss names.
             loss_spec: the loss.
             epochs: passes over the batch.
-            mini_batch_rows: rows of one optimizer step; the last one may have fewer.
+            mini_batch_rows: rows of one optimizer step, over all ranks; the last one may have
+                fewer.
             seed: of the shuffles.
-            progress: called after each micro-batch with rows done over all epochs.
+            progress: called after each micro-batch with rows done over all epochs (this rank's).
+            rows: which rows of the whole batch those of `batch` are; all that this rank trains on
+                must be among them. None: all of them, in order.
+            lengths: tokens in each row of the whole batch, where `rows` is given.
 
         Returns:
             Means over mini-batches (maxima for names ending in "_max") of the loss's metrics,
@@ -224,26 +350,35 @@ class Trainer:
 
         Raises:
             LossNotFiniteError: see `forward_backward` and `optim_step`.
+            ValueError: a number is out of range, or a row that this rank needs is not in `batch`.
         """
-        for name, number in (("epochs", epochs), ("mini_batch_rows", mini_batch_rows)):
-            if number < 1:
-                raise ValueError(f"{name} is {number}: give at least 1")
         self.drop_gradients()
-        shuffle = torch.Generator().manual_seed(seed)
+
+        def choose() -> list[list[int]]:
+            available = _Rows(batch, rows, lengths)
+            assignment = update_assignment(
+                available.lengths,
+                epochs=epochs,
+                mini_batch_rows=mini_batch_rows,
+                seed=seed,
+                num_parts=self.mesh.dp.size,
+            )
+            return [available.places(parts[self.mesh.dp.index]) for parts in assignment]
+
+        steps = self._choose_rows(choose)
+        num_rows = sum(len(places) for places in steps)
         totals: dict[str, float] = {}
         first: dict[str, float] = {}
         num_steps = done = 0
-        for _ in range(epochs):
-            order = torch.randperm(batch.num_rows, generator=shuffle)
-            for rows in torch.split(order, mini_batch_rows):
-                within = _shifted(progress, done, epochs * batch.num_rows)
-                metrics = self.forward_backward(batch.select(rows), loss_spec, within)
-                metrics |= self.optim_step()
-                sampler = {name: metrics.pop(name) for name in SAMPLER_METRICS if name in metrics}
-                first = first or sampler
-                add_metrics(totals, metrics)
-                num_steps += 1
-                done += len(rows)
+        for places in steps:
+            within = _shifted(progress, done, num_rows)
+            metrics, _ = self._forward_backward(batch, places, loss_spec, within)
+            metrics |= self.optim_step()
+            sampler = {name: metrics.pop(name) for name in SAMPLER_METRICS if name in metrics}
+            first = first or sampler
+            add_metrics(totals, metrics)
+            num_steps += 1
+            done += len(places)
         means = {
             name: total if name.endswith("_max") else total / num_steps
             for name, total in totals.items()
@@ -253,9 +388,20 @@ class Trainer:
     # --- weights --------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights by Hugging Face name, float32, detached, tied ones once. They are not copies."""
+        """Weights by Hugging Face name, float32, detached, tied ones once. They are not copies.
+
+        With many ranks: this rank's parts, which are those of `layouts.train_layout` (some may be
+        empty).
+        """
         for name, weight in self.model.named_weights():
-            yield name, weight.detach()
+            yield name, local_part(weight.detach())
+
+    def optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
+        """A moment or step count (one of STATE_NAMES) by weight; see `Optimizer.state`.
+
+        Moments are cut as `named_weights` are.
+        """
+        return self._optimizer.state(name)
 
     def move_to(self, device: torch.device) -> int:
         """Moves weights and optimizer state, e.g. to host memory while another role computes.
@@ -271,8 +417,8 @@ class Trainer:
                 "gradients are accumulated: call optim_step or drop_gradients before sleep"
             )
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        moved = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
-        self.model.to(device)
+        moved = sum(local_part(tensor).nbytes for tensor in tensors if tensor.device != device)
+        self.rank_model.to(device)
         self.model.device = device
         return moved + self._optimizer.move_to(device)
 
@@ -291,6 +437,7 @@ class Trainer:
             raise GradientPendingError(
                 "gradients are accumulated: call optim_step or drop_gradients before save"
             )
+        self._check_alone("save")
         trainer_state.save(
             Path(directory),
             kind=self.kind,
@@ -310,6 +457,7 @@ class Trainer:
             ValueError: there is no checkpoint, or it belongs to another model or role.
             CheckpointCorruptError: a file is missing, cut or changed; names it.
         """
+        self._check_alone("load")
         self.drop_gradients()
         self.policy_version, extra = trainer_state.load(
             Path(directory),
@@ -328,6 +476,7 @@ class Trainer:
             directory: the folder.
             dtype: type of the saved weights.
         """
+        self._check_alone("export")
         write_model_folder(
             Path(directory),
             self.model.lm,
@@ -338,29 +487,65 @@ class Trainer:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _outputs(self, loss: Loss, rows: PaddedRows, temperature: float) -> ModelOutputs:
-        if loss.needs == "values":
-            return ModelOutputs(values_N=self._model_as(ValueModel, "a value loss")(rows))
-        logprobs_N, entropy_N = self._model_as(CausalLm, "a policy loss").score(
-            rows, temperature=temperature, with_entropy=loss.needs_entropy
-        )
-        return ModelOutputs(logprobs_N=logprobs_N, entropy_N=entropy_N)
-
-    def _check_finite(self, loss: torch.Tensor, metrics: Mapping[str, float]) -> None:
-        number = float(loss.detach())
-        if not math.isfinite(number):
-            raise LossNotFiniteError(
-                f"loss is {number} (metrics {dict(metrics)}): gradients were dropped, weights "
-                "not touched; look for rewards, advantages or log-probs that are not finite"
-            )
-
-    def _model_as(self, model_class: type[ModelT], what: str) -> ModelT:
+    def _check_model(self, model_class: type[TrainedModel], what: str) -> None:
         if not isinstance(self.model, model_class):
             raise ValueError(
                 f"{what} needs a {model_class.__name__}, but this {self.kind} trains a "
                 f"{type(self.model).__name__}: send it to the other role"
             )
-        return self.model
+
+    def _check_alone(self, what: str) -> None:
+        if self.mesh.world.size > 1:
+            raise ValueError(
+                f"{what} of a trainer of {self.mesh.world.size} ranks: only one rank alone has "
+                "the whole model; write a sharded checkpoint"
+            )
+
+
+class _Rows:
+    """The rows of a batch that a rank holds, as rows of the whole one."""
+
+    def __init__(
+        self, batch: Experience, rows: Sequence[int] | None, lengths: Sequence[int] | None
+    ) -> None:
+        if (rows is None) != (lengths is None):
+            raise ValueError("rows and lengths go together: give both, or neither")
+        own_lengths: list[int] = batch["tokens"].lengths().tolist()
+        self.lengths: Sequence[int] = own_lengths if lengths is None else lengths
+        if rows is None:
+            self._place_of = {row: row for row in range(batch.num_rows)}
+            return
+        if len(rows) != batch.num_rows:
+            raise ValueError(
+                f"rows has {len(rows)} entries, but the batch has {batch.num_rows} rows: give "
+                "the row of the whole batch for each"
+            )
+        self._place_of = {row: place for place, row in enumerate(rows)}
+        for row, place in self._place_of.items():
+            if not 0 <= row < len(self.lengths) or self.lengths[row] != own_lengths[place]:
+                raise ValueError(
+                    f"row {row} has {own_lengths[place]} tokens, but lengths (of "
+                    f"{len(self.lengths)} rows) says otherwise: give those of the whole batch"
+                )
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """Where rows of the whole batch are in this one."""
+        absent = [row for row in rows if row not in self._place_of]
+        if absent:
+            raise ValueError(
+                f"this rank trains on row {absent[0]} ({len(absent)} such rows), but the batch "
+                "does not hold it: give the rows of `update_assignment`"
+            )
+        return [self._place_of[row] for row in rows]
+
+
+def _check_finite(metrics: Mapping[str, float]) -> None:
+    # After the pass: a rank that stopped within would leave the others waiting for it.
+    if not math.isfinite(metrics["loss"]):
+        raise LossNotFiniteError(
+            f"loss is {metrics['loss']} (metrics {dict(metrics)}): gradients were dropped, weights "
+            "not touched; look for rewards, advantages or log-probs that are not finite"
+        )
 
 
 def _shifted(progress: Progress | None, done_before: int, total: int) -> Progress | None:

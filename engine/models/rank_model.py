@@ -1,0 +1,173 @@
+"""A model as one rank runs it: its stage, its slice and its cut, in step with the other ranks.
+
+Shape letters: B rows, T longest row, N completion tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rolemesh.engine.batching import PaddedRows, micro_batches, pad_rows
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.train.data_parallel import cut_over_data, forget_pass, gather_no_longer
+from rolemesh.engine.train.pipeline import Pipeline
+
+LastStage = Callable[[int, Any], torch.Tensor | None]
+"""Takes a micro-batch's number and the model's outputs; gives the loss where one is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a batch, ready for a forward pass."""
+
+    rows: torch.Tensor
+    """int64, their places in the batch; none for a filler."""
+    part: Experience
+    """The rows' columns."""
+    padded: PaddedRows
+    """The rows as the model takes them."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and T."""
+        num_rows, longest = self.padded.tokens_BT.shape
+        return num_rows, longest
+
+
+class RankModel(nn.Module):
+    """Runs micro-batches through the model of which this rank holds a part.
+
+    Owned by the rank's compute thread. All ranks of the mesh make it, and make passes, together;
+    ranks of one data-parallel replica with the same micro-batches, replicas with the same number
+    of them. While it exists the model is called through it alone: what reads a weight must do so
+    inside `forward`, where the parts of cut weights are gathered.
+
+    Example::
+
+        policy = RankModel(CausalLm(spec, mesh=mesh))
+        compute_logprobs(policy, batch, temperature=1.0)
+    """
+
+    def __init__(self, model: CausalLm | ValueModel) -> None:
+        """Connects the stages and cuts the model's weights over the data axis, in place."""
+        super().__init__()
+        self.model = model
+        self.pipeline = Pipeline(
+            self.mesh,
+            width=model.lm.config.get_text_config().hidden_size,
+            device=model.device,
+        )
+        cut_over_data(self, self.mesh)
+
+    @property
+    def mesh(self) -> RankMesh:
+        """This rank's place, which the model was loaded for."""
+        return self.model.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.model.device
+
+    def forward(
+        self, rows: PaddedRows, hidden_BTD: torch.Tensor | None, arguments: dict[str, Any]
+    ) -> Any:
+        """Runs this rank's layers.
+
+        Args:
+            rows: of a micro-batch.
+            hidden_BTD: float32, from the stage before; None on the first stage.
+            arguments: of the model's `finish`.
+
+        Returns:
+            On the last stage what `finish` gives, elsewhere hidden states [B, T, D].
+        """
+        hidden_BTD = self.model.stage_forward(rows, hidden_BTD)
+        if not self.pipeline.is_last:
+            return hidden_BTD
+        return self.model.finish(hidden_BTD, rows, **arguments)
+
+    def run(
+        self,
+        passes: Sequence[MicroBatch],
+        at_the_end: LastStage,
+        *,
+        trains: bool,
+        arguments: dict[str, Any],
+        done: Callable[[int], None],
+    ) -> None:
+        """Makes a pass over micro-batches.
+
+        Args:
+            passes: the micro-batches.
+            at_the_end: called on the last stage, for each.
+            trains: whether gradients are added to the parameters.
+            arguments: of the model's `finish`.
+            done: called with a micro-batch's number when this rank is done with it.
+        """
+
+        def forward(number: int, hidden_BTD: torch.Tensor | None) -> torch.Tensor | None:
+            outputs = self(passes[number].padded, hidden_BTD, arguments)
+            if not self.pipeline.is_last:
+                hidden: torch.Tensor = outputs
+                return hidden
+            return at_the_end(number, outputs)
+
+        shapes = [micro_batch.shape for micro_batch in passes]
+        make_pass = self.pipeline.train if trains else self.pipeline.score
+        make_pass(shapes, forward, done)
+        gather_no_longer(self)
+
+    def forget_pass(self) -> None:
+        """Makes the model usable again after a pass was broken off by an exception."""
+        forget_pass(self)
+
+
+def cut_into_micro_batches(
+    batch: Experience, max_tokens: int, device: torch.device | str
+) -> list[MicroBatch]:
+    """Groups the rows of a batch; see `batching.micro_batches`."""
+    found = []
+    for group in micro_batches(batch["tokens"].lengths().tolist(), max_tokens):
+        rows = torch.tensor(group, dtype=torch.int64)
+        part = batch.select(rows)
+        found.append(MicroBatch(rows, part, pad_rows(part, device)))
+    return found
+
+
+def with_fillers(
+    passes: list[MicroBatch], batch: Experience, number: int, device: torch.device | str
+) -> list[MicroBatch]:
+    """Appends micro-batches of one token and no completion, up to a number of passes.
+
+    A replica with fewer micro-batches than another makes passes with them all the same, because
+    gathering cut weights takes every replica. Their loss is 0, and so is each of their gradients.
+    """
+    if len(passes) >= number:
+        return passes
+    part = _filler(batch)
+    filler = MicroBatch(torch.empty(0, dtype=torch.int64), part, pad_rows(part, device))
+    return passes + [filler] * (number - len(passes))
+
+
+def _filler(batch: Experience) -> Experience:
+    """One row with the columns of a batch: a prompt of one token, and nothing after it."""
+    columns = {}
+    for name, column in batch.columns.items():
+        values = column.values
+        if column.kind is ColumnKind.SEQUENCE:
+            columns[name] = Column.ragged(column.kind, [values.new_zeros(1)], values.dtype)
+        elif column.kind is ColumnKind.ROW:
+            columns[name] = Column(column.kind, values.new_zeros(1))
+        else:
+            columns[name] = Column.ragged(column.kind, [values.new_zeros(0)], values.dtype)
+    columns["prompt_lengths"] = Column(ColumnKind.ROW, torch.ones(1, dtype=torch.int64))
+    return Experience(columns)

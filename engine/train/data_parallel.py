@@ -1,0 +1,117 @@
+"""The data axis: parameters cut among neighbours (FSDP2), gradients summed over replicas.
+
+Losses are divided by counts over the whole mini-batch, so everything here sums and nothing takes a
+mean. Numbers of one rank and of many differ only in the order of float32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rolemesh.engine.mesh import RankGroup, RankMesh
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients that are sent as one message."""
+
+
+def cut_over_data(stage: nn.Module, mesh: RankMesh) -> None:
+    """Cuts the parameters of a stage over `mesh.fsdp`, in place; nothing where that is one rank.
+
+    Each decoder layer is gathered for its own forward and backward; what is outside the layers
+    (embedding, last norm, head) belongs to `stage` itself, and is whole as long as the stage's
+    forward or backward runs. So everything that reads a weight must happen in `stage.forward`.
+
+    Gradients are reduced after the backward of each micro-batch: leaving that to the last one would
+    save traffic, but keep whole gradients on every rank, which is what the cut is there to avoid.
+    Sums over replicas of the cut (HSDP) come once an optimizer step: `sum_over`.
+
+    Parameters become DTensors, dimension 0 in chunks of ceil(rows / size); `local_part` reads them.
+
+    Args:
+        stage: what runs one micro-batch through this rank's layers.
+        mesh: this rank's groups.
+    """
+    group = mesh.fsdp
+    if group.process_group is None:
+        return
+    device_type = next(stage.parameters()).device.type
+    axis = DeviceMesh.from_group(group.process_group, device_type)
+    # torch finds layers by no other mark that all families share.
+    layers = [
+        module for module in stage.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    for module in (*layers, stage):
+        fully_shard(module, mesh=axis)
+        cut = cast(FSDPModule, module)
+        # FSDP2 averages by default. Gloo has no scaled sum, so the scaling (by 1) is asked for
+        # apart from the sum.
+        cut.set_gradient_divide_factor(1.0)
+        cut.set_force_sum_reduction_for_comms(True)
+
+
+def gather_no_longer(stage: nn.Module) -> None:
+    """Gives back the whole parameters that a forward pass without backward leaves gathered.
+
+    They would be stale after the next optimizer step.
+    """
+    if isinstance(stage, FSDPModule):
+        stage.reshard()
+
+
+def forget_pass(stage: nn.Module) -> None:
+    """Makes a cut stage usable again after its forward or backward was broken off."""
+    if isinstance(stage, FSDPModule):
+        stage.reset_iter_state()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a cut tensor, as a plain one that shares its memory; may be empty."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_over(tensors: Iterable[torch.Tensor], group: RankGroup) -> None:
+    """Adds up tensors over the ranks of a group, in place, in buckets.
+
+    Args:
+        tensors: the same shapes in the same order on all ranks, of one dtype.
+        group: who takes part.
+    """
+    if group.process_group is None:
+        return
+    for bucket in buckets(tensors, BUCKET_BYTES):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], group=group.process_group)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group.process_group)
+        unpack(flat, bucket)
+
+
+def buckets(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors that together have at most max_bytes; a larger one stands alone."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes a packed bucket back into its tensors."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        tensor.copy_(part.view_as(tensor))

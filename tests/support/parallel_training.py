@@ -1,0 +1,167 @@
+"""One trainer spread over ranks, and what it did as if one rank had done it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from support.rank_processes import RankContext
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.specs import LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.train.optimizer import MOMENTS
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.weights.layouts import train_layout
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told to train."""
+
+    folder: Path
+    batch: Experience
+    loss: LossSpec
+    kind: Literal["policy", "critic"] = "policy"
+    layout: TrainLayout = field(default_factory=TrainLayout)
+    mini_batch_rows: int = 3
+    model: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the ModelSpec."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Fields of the OptimizerSpec."""
+
+
+@dataclass
+class Trained:
+    """What came of it: of one rank's part, or, joined, of the whole model."""
+
+    metrics: dict[str, float]
+    """Of the update."""
+    gradients: list[Tensors]
+    """Of each optimizer step, before clipping."""
+    weights: Tensors
+    moments: dict[str, Tensors]
+    shape: DecoderShape
+
+
+def make_trainer(job: Job, at: RankContext, mesh: Any) -> Trainer:
+    """The trainer of one rank."""
+    torch.manual_seed(0)
+    make = Trainer.policy if job.kind == "policy" else Trainer.critic
+    spec = {"path": job.folder, "compute_dtype": "float32", "micro_batch_tokens": 24, **job.model}
+    trainer = make(
+        ModelSpec.model_validate(spec),
+        OptimizerSpec.model_validate({"learning_rate": 1e-3, "eps": 1e-6, **job.optimizer}),
+        mesh=mesh,
+    )
+    if job.kind == "critic":
+        # A head of zeros would hide the backbone's gradients. Drawn whole on every rank.
+        name = "score.weight"
+        head = dict(trainer.named_weights()).get(name)
+        if head is not None:
+            whole = torch.empty(1, trainer.model.shape.hidden_size)  # type: ignore[union-attr]
+            torch.nn.init.normal_(whole, std=0.1, generator=torch.Generator().manual_seed(1))
+            head.copy_(whole[: len(head)] if mesh.fsdp.is_first else whole[:0])
+    return trainer
+
+
+def train(at: RankContext, job: Job) -> Trained:
+    """Makes the job's optimizer steps as one rank."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        trainer = make_trainer(job, at, mesh)
+        gradients = record_gradients(trainer)
+        metrics = trainer.update(
+            job.batch, job.loss, epochs=1, mini_batch_rows=job.mini_batch_rows, seed=5
+        )
+        return part_of(trainer, metrics, gradients)
+
+
+def record_gradients(trainer: Trainer) -> list[Tensors]:
+    """Keeps the gradients of each coming step, summed over the ranks."""
+    steps: list[Tensors] = []
+    gradients = trainer._gradients
+    norm = gradients.norm
+
+    def recording() -> Any:
+        steps.append(
+            {
+                name: weight.grad.clone()
+                for name, weight in gradients.weights.items()
+                if weight.grad is not None
+            }
+        )
+        return norm()
+
+    gradients.norm = recording  # type: ignore[method-assign]
+    return steps
+
+
+def part_of(trainer: Trainer, metrics: dict[str, float], gradients: list[Tensors]) -> Trained:
+    """What a rank has after its steps."""
+    assert trainer.model.shape is not None
+    return Trained(
+        metrics=metrics,
+        gradients=gradients,
+        weights={name: weight.clone() for name, weight in trainer.named_weights()},
+        moments={
+            name: {key: moment.clone() for key, moment in trainer.optimizer_state(name).items()}
+            for name in MOMENTS
+        },
+        shape=trainer.model.shape,
+    )
+
+
+def joined(parts: list[Trained], layout: TrainLayout) -> Trained:
+    """Puts the parts together; replicas and metrics must be equal bit by bit."""
+    shape = parts[0].shape
+    for part in parts:
+        assert part.metrics == parts[0].metrics
+    return Trained(
+        metrics=parts[0].metrics,
+        gradients=[
+            whole([part.gradients[step] for part in parts], shape, layout)
+            for step in range(len(parts[0].gradients))
+        ],
+        weights=whole([part.weights for part in parts], shape, layout),
+        moments={
+            name: whole([part.moments[name] for part in parts], shape, layout) for name in MOMENTS
+        },
+        shape=shape,
+    )
+
+
+def whole(parts: list[Tensors], shape: DecoderShape, layout: TrainLayout) -> Tensors:
+    """Puts local tensors together by the boxes of the planner."""
+    plan = train_layout(shape, layout)
+    found = {
+        name: torch.full(parameter.shape, torch.nan) for name, parameter in plan.manifest.items()
+    }
+    for part, shard in zip(parts, plan.ranks, strict=True):
+        assert {name: tuple(tensor.shape) for name, tensor in part.items()} == dict(shard.shapes)
+        for piece in shard.pieces:
+            sizes = [stop - start for start, stop in piece.box]
+            source = tuple(
+                slice(at, at + size) for at, size in zip(piece.origin, sizes, strict=True)
+            )
+            target = tuple(slice(start, stop) for start, stop in piece.box)
+            here, there = part[piece.tensor][source], found[piece.parameter][target]
+            assert there.isnan().all() or torch.equal(there, here), piece
+            there.copy_(here)
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def near_policy(batch: Experience, scored: Column, seed: int = 0) -> Experience:
+    """A batch whose old log-probs are near the trainer's, so that some ratios are clipped."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(scale: float) -> Column:
+        noise_N = scale * torch.randn(len(scored.values), generator=generator)
+        return Column(ColumnKind.COMPLETION, scored.values + noise_N, scored.offsets)
+
+    return batch | Experience({"logprobs": moved(0.3), "reference_logprobs": moved(0.5)})
