@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -48,6 +49,10 @@ def rank_one_dies(at: RankContext) -> str:
     return "done"
 
 
+def returns_a_function(at: RankContext) -> object:
+    return lambda: at.rank
+
+
 def rank_one_waits(at: RankContext) -> None:
     if at.rank == 1:
         at.store().wait(["never set"])
@@ -89,6 +94,18 @@ def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
 def test_a_late_rank_is_killed_and_replaced(rank_pool: RankPool) -> None:
     with pytest.raises(RankFailedError, match=r"rank 1: did not end within 0\.5 s"):
         rank_pool.run(rank_one_waits, 2, timeout_s=0.5)
+    assert rank_pool.run(summed, 2) == [3.0, 3.0]
+
+
+def test_arguments_that_cannot_be_pickled_leave_the_pool_in_step(rank_pool: RankPool) -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        rank_pool.run(scaled, 2, lambda: None)
+    assert rank_pool.run(summed, 2) == [3.0, 3.0]
+
+
+def test_a_result_that_cannot_be_pickled_fails_its_rank(rank_pool: RankPool) -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)rank [01]: .*lambda"):
+        rank_pool.run(returns_a_function, 2)
     assert rank_pool.run(summed, 2) == [3.0, 3.0]
 
 

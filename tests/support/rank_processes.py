@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -209,11 +210,25 @@ class RankPool:
         self._start(world_size)
         assert self._store is not None  # _start makes it
         self._num_calls += 1
-        for rank, child in enumerate(self._children[:world_size]):
-            context = RankContext(rank, world_size, self._store.port, f"call{self._num_calls}")
-            # The child imports the function's module before it reads arguments of its classes.
-            child.pipe.send(where)
-            _send(child.pipe, (context, args))
+        prefix = f"call{self._num_calls}"
+        contexts = [
+            RankContext(rank, world_size, self._store.port, prefix) for rank in range(world_size)
+        ]
+        # All are pickled before the first is sent: what cannot be pickled reaches no rank.
+        messages = [_by_value((context, args)) for context in contexts]
+        try:
+            for child, message in zip(self._children, messages, strict=False):
+                child.pipe.send(where)
+                child.pipe.send_bytes(message)
+            return self._await(world_size, timeout_s, wait_for_all=wait_for_all)
+        except BaseException:
+            # A test's own time limit, or the keyboard: late answers must not meet the next call.
+            self._kill(range(world_size))
+            raise
+
+    def _await(
+        self, world_size: int, timeout_s: float, *, wait_for_all: bool
+    ) -> tuple[list[RankOutcome], list[int]]:
         outcomes: dict[int, RankOutcome] = {}
         deadline = time.monotonic() + timeout_s
         while len(outcomes) < world_size:
@@ -334,27 +349,28 @@ def _serve(pipe: connection.Connection) -> None:
     while True:
         try:
             where = pipe.recv()
+            given = None if where is None else pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
             return
-        if where is None:
+        if given is None:
             pipe.send(None)  # Ready.
             continue
         try:
+            # The module first: arguments may be of its classes.
             function = getattr(_module(where), where.name)
-            context, args = pipe.recv()
-            outcome = RankOutcome(value=function(context, *args))
-            message = pickle.dumps(outcome)
+            context, args = ForkingPickler.loads(given)
+            message = _by_value(RankOutcome(value=function(context, *args)))
         except Exception:
-            message = pickle.dumps(RankOutcome(failure="\n" + traceback.format_exc()))
+            message = _by_value(RankOutcome(failure="\n" + traceback.format_exc()))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send_bytes(message)
 
 
-def _send(pipe: connection.Connection, message: object) -> None:
-    """Sends by value: torch would otherwise lend its tensors' shared memory to the reader."""
-    pipe.send_bytes(pickle.dumps(message))
+def _by_value(message: object) -> bytes:
+    """A message for `send_bytes`; `send` would lend torch's shared memory to the reader."""
+    return pickle.dumps(message)
 
 
 def _module(where: _Location) -> ModuleType:
