@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.rank_processes import RankContext, RankPool
+from support.rank_processes import RankContext, RankFailedError, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rolemesh.engine.batching import PaddedRows, pad_rows
 from rolemesh.engine.layout import HybridLayout, TrainLayout
@@ -28,6 +31,10 @@ TOLERANCE = 2e-5
 """float32 through two layers, with sums in another order because they are cut."""
 GRADIENT_TOLERANCE = 2e-5
 """Of a gradient's largest entry: the same sums, backwards."""
+
+BFLOAT16_TOLERANCE = 0.15
+"""Products of bfloat16 through two layers, rounded once more for each slice; log-probs here lie
+between -12 and -1."""
 
 TOKEN_ROWS = [[5, 6, 7, 8, 99], [9], [10, 11, 0], [63, 64, 65, 66, 67, 98]]
 
@@ -152,3 +159,147 @@ def test_slices_score_and_learn_as_the_whole_model(
     whole = run_pass(spec, "lm_head", None)
     parts = rank_pool.run(pass_of_rank, tp, spec, "lm_head", TrainLayout(tp=tp))
     check_against_one_rank(whole, parts, spec, "lm_head")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("head", ["values", "labels"])
+def test_slices_give_values_and_labels_as_the_whole_model(
+    rank_pool: RankPool, tmp_path: Path, head: str, tp: int
+) -> None:
+    num_labels = {"values": 1, "labels": 3}[head]
+    spec = _spec(write_tiny_decoder(tmp_path, "qwen2", head=head, num_labels=num_labels))
+    whole = run_pass(spec, head, None)
+    parts = rank_pool.run(pass_of_rank, tp, spec, head, TrainLayout(tp=tp))
+    check_against_one_rank(whole, parts, spec, head)
+
+
+def test_a_value_head_that_the_folder_lacks_begins_at_zero_on_every_slice(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    spec = _spec(write_tiny_decoder(tmp_path, "llama"))
+    for part in rank_pool.run(pass_of_rank, 2, spec, "values", TrainLayout(tp=2)):
+        assert float(part.weights["score.weight"].abs().max()) == 0
+        assert part.weights["score.weight"].shape == (1, 32)
+        assert float(part.outputs["values"].abs().max()) == 0
+        assert float(part.gradients["score.weight"].abs().max()) > 0
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_recomputation_changes_no_bit_of_a_slice(
+    rank_pool: RankPool, tmp_path: Path, compute_dtype: str
+) -> None:
+    folder = write_tiny_decoder(tmp_path, "qwen3")
+    passes = [
+        rank_pool.run(
+            pass_of_rank,
+            2,
+            _spec(folder, recompute=mode, compute_dtype=compute_dtype),
+            "lm_head",
+            TrainLayout(tp=2),
+        )
+        for mode in ("none", "selective", "full")
+    ]
+    for parts in passes[1:]:
+        for part, plain in zip(parts, passes[0], strict=True):
+            for name, gradient in plain.gradients.items():
+                assert torch.equal(part.gradients[name], gradient), name
+
+
+def test_bfloat16_slices_stay_near_the_whole_model_in_float32(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    folder = write_tiny_decoder(tmp_path, "qwen2")
+    whole = run_pass(_spec(folder), "lm_head", None)
+    spec = _spec(folder, compute_dtype="bfloat16")
+    for part in rank_pool.run(pass_of_rank, 4, spec, "lm_head", TrainLayout(tp=4)):
+        logprobs = part.outputs["logprobs"]
+        assert logprobs.dtype == torch.float32
+        torch.testing.assert_close(
+            logprobs, whole.outputs["logprobs"], rtol=0, atol=BFLOAT16_TOLERANCE
+        )
+
+
+def test_replicas_of_a_tensor_end_with_the_same_bits(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Norms on all slices, and a key-value head that two slices hold, must not drift apart."""
+    spec = _spec(write_tiny_decoder(tmp_path, "qwen3"))
+    parts = rank_pool.run(pass_of_rank, 4, spec, "lm_head", TrainLayout(tp=4))
+    for name, gradient in parts[0].gradients.items():
+        if "norm" in name:
+            assert all(torch.equal(part.gradients[name], gradient) for part in parts), name
+        if "k_proj" in name or "v_proj" in name:
+            assert torch.equal(parts[1].gradients[name], gradient), name
+            assert torch.equal(parts[2].gradients[name], parts[3].gradients[name]), name
+            assert not torch.equal(parts[2].gradients[name], gradient), name
+
+
+# --- size -----------------------------------------------------------------------------------
+
+
+class _Shapes(TorchDispatchMode):
+    """Records the shapes of all results, save views of a mapped file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+        # Held, so that no other tensor gets their addresses.
+        self._mapped: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            if func is torch.ops.aten.set_.source_Storage:
+                self._mapped[storage.data_ptr()] = storage
+            if storage.data_ptr() not in self._mapped:
+                self.seen.add(tuple(tensor.shape))
+        return result
+
+
+def shapes_of_rank(at: RankContext, spec: ModelSpec, layout: TrainLayout) -> set[tuple[int, ...]]:
+    """Shapes of every tensor that loading, a forward and a backward pass make."""
+    with at.connect(HybridLayout(layout)) as mesh, _Shapes() as shapes:
+        run_pass(spec, "lm_head", mesh)
+        return shapes.seen
+
+
+def test_no_rank_ever_makes_a_tensor_with_the_whole_vocabulary_or_inner_width(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    # Sizes that nothing else has: 640 rows (320 a slice), 176 inner (88 a slice).
+    config = {"vocab_size": 640, "intermediate_size": 176}
+    spec = _spec(write_tiny_decoder(tmp_path, "qwen2", **config), logprob_chunk_tokens=7)
+    for seen in rank_pool.run(shapes_of_rank, 2, spec, TrainLayout(tp=2)):
+        assert {(320, 32), (7, 320)} <= seen
+        assert not [shape for shape in seen if 640 in shape or 176 in shape]
+        # With 320 columns: logits of a chunk, and the transposed slice of the vocabulary.
+        assert {shape[0] for shape in seen if len(shape) == 2 and shape[1] == 320} == {7, 32}
+
+
+# --- refusals -------------------------------------------------------------------------------
+
+
+def test_a_layout_that_does_not_fit_the_heads_is_refused_on_every_rank(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    config = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    folder = write_tiny_decoder(tmp_path, "llama", **config)
+    outcomes = rank_pool.outcomes(pass_of_rank, 2, _spec(folder), "lm_head", TrainLayout(tp=2))
+    for outcome in outcomes:
+        assert outcome.failure is not None
+        assert "LayoutError: tp 2 does not divide num_attention_heads 3" in outcome.failure
+
+
+def test_a_family_without_a_plan_works_on_one_rank_and_is_refused_on_two(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    folder = write_tiny_decoder(tmp_path, "gemma")
+    model = CausalLm(_spec(folder))
+    assert model.shape is None
+    assert model.partial_gradients() == {}
+    logprobs, _ = model.score(_rows(_spec(folder)), temperature=1.0)
+    assert bool(logprobs.isfinite().all())
+    for layout in (TrainLayout(tp=2), TrainLayout(dp=2)):
+        with pytest.raises(RankFailedError, match=r"UnsupportedFamilyError: .*'gemma'.*pp=1, tp=1"):
+            rank_pool.run(pass_of_rank, 2, _spec(folder), "lm_head", layout)
