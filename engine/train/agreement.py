@@ -6,7 +6,7 @@ They travel as JSON, so that nothing that a peer sends is ever executed. Not for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -61,21 +61,13 @@ def prepare_together(
     Raises:
         ValueError: another rank could not prepare. (This rank's own failure is raised as it is.)
     """
-    failure: Exception | None = None
-    prepared: PreparedT | None = None
     try:
         prepared, facts = prepare()
-        message = {"facts": facts}
     except Exception as error:
-        if group.size == 1:
-            raise
-        failure = error
-        message = {"error": str(error)}
-    answers: Sequence[dict[str, Any]] = gather_facts(message, group, device)
-    if failure is not None:
-        raise failure
+        gather_facts({"error": str(error)}, group, device)
+        raise
+    answers = gather_facts({"facts": facts}, group, device)
     for rank, answer in zip(group.ranks, answers, strict=True):
         if "error" in answer:
             raise ValueError(f"rank {rank} cannot use its rows: {answer['error']}")
-    assert prepared is not None or failure is None
-    return prepared, [answer["facts"] for answer in answers]  # type: ignore[return-value]
+    return prepared, [answer["facts"] for answer in answers]

@@ -113,5 +113,5 @@ def buckets(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[list[to
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Writes a packed bucket back into its tensors."""
     sizes = [tensor.numel() for tensor in tensors]
-    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
         tensor.copy_(part.view_as(tensor))

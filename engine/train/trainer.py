@@ -6,34 +6,28 @@ loss divides by counts over the whole mini-batch, and shares add up in float32.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rolemesh.engine.algorithms.aggregation import LossScale
-from rolemesh.engine.algorithms.losses import ModelOutputs, add_metrics, make_loss
-from rolemesh.engine.batching import balanced_partition, update_assignment
+from rolemesh.engine.algorithms.losses import add_metrics, make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.rank_model import (
-    MicroBatch,
-    RankModel,
-    cut_into_micro_batches,
-    with_fillers,
-)
+from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import ComputeDtype, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train import state as trainer_state
-from rolemesh.engine.train.agreement import gather_facts, prepare_together
+from rolemesh.engine.train.agreement import prepare_together
 from rolemesh.engine.train.data_parallel import local_part
 from rolemesh.engine.train.gradients import Gradients
+from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer
+from rolemesh.engine.train.rows import HeldRows
 from rolemesh.engine.weights.export import write_model_folder
 
 __all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
@@ -192,37 +186,16 @@ class Trainer:
             Metrics; and the outputs for this replica's rows in ascending order
             (`balanced_partition(lengths, dp)[own]`), on the last stage; no rows on other stages.
         """
-
-        def choose() -> list[list[int]]:
-            available = _Rows(batch, rows, lengths)
-            if not available.lengths:
-                raise ValueError("the batch has 0 rows: give at least one")
-            part = balanced_partition(available.lengths, self.mesh.dp.size)[self.mesh.dp.index]
-            return [available.places(part)]
-
-        [places] = self._choose_rows(choose)
-        return self._forward_backward(batch, places, loss_spec, progress)
-
-    def _choose_rows(self, choose: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """Works out this rank's rows of each step; every rank does, or none goes on."""
-        chosen, _ = prepare_together(lambda: (choose(), None), self.mesh.dp, self.model.device)
-        return chosen
-
-    def _forward_backward(
-        self,
-        batch: Experience,
-        places: Sequence[int],
-        loss_spec: LossSpec,
-        progress: Progress | None,
-    ) -> tuple[dict[str, float], Experience]:
         try:
-            metrics, outputs = self._accumulate(batch, places, loss_spec, progress)
+            places, _ = prepare_together(
+                lambda: (HeldRows(batch, rows, lengths).of_mini_batch(self.mesh.dp), None),
+                self.mesh.dp,
+                self.model.device,
+            )
+            return self._accumulate(batch, places, loss_spec, progress)
         except BaseException:
-            self.rank_model.forget_pass()
             self.drop_gradients()
             raise
-        self._has_gradient = True
-        return metrics, outputs
 
     def _accumulate(
         self,
@@ -232,59 +205,21 @@ class Trainer:
         progress: Progress | None,
     ) -> tuple[dict[str, float], Experience]:
         loss = make_loss(loss_spec)
-        device = self.model.device
         self._check_model(*_TRAINED_BY[loss.needs])
-
-        def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, float, float]]:
-            columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
-            own = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
-            passes = cut_into_micro_batches(own, self.model.spec.micro_batch_tokens, device)
-            counts = LossScale.of(own)
-            return (own, passes), (len(passes), counts.num_tokens, counts.num_rows)
-
-        (own, passes), facts = prepare_together(prepare, self.mesh.dp, device)
-        passes = with_fillers(passes, own, max(number for number, _, _ in facts), device)
-        scale = LossScale.total(LossScale(tokens, rows) for _, tokens, rows in facts)
-        shares: dict[str, float] = {}
-        collector = scoring.Collector((loss.needs,))
-
-        def close(number: int, outputs: Any) -> torch.Tensor:
-            if loss.needs == "values":
-                trained_N, found = outputs, ModelOutputs(values_N=outputs)
-            else:
-                trained_N, entropy_N = outputs
-                found = ModelOutputs(logprobs_N=trained_N, entropy_N=entropy_N)
-            part_loss, part_metrics = loss(found, passes[number].part, scale)
-            add_metrics(shares, part_metrics)
-            collector.add(passes[number], {loss.needs: trained_N})
-            return part_loss
-
-        arguments: dict[str, Any] = {}
-        if loss.needs == "logprobs":
-            arguments["temperature"] = getattr(loss_spec, "temperature", 1.0)
-            arguments["with_entropy"] = loss.needs_entropy
-        self.rank_model.run(
-            passes,
-            close,
-            trains=True,
-            arguments=arguments,
-            done=scoring.RowProgress(progress, "forward_backward", passes, len(places)),
-        )
-        metrics = self._metrics_of_all(shares)
-        _check_finite(metrics)
-        return metrics, collector.in_batch_order()
-
-    def _metrics_of_all(self, shares: dict[str, float]) -> dict[str, float]:
-        """Metrics of the whole mini-batch, equal on all ranks.
-
-        A replica's are known to all slices of its last stage; the first of them tells.
-        """
-        tells = self.mesh.pp.is_last and self.mesh.tp.is_first
-        metrics: dict[str, float] = {}
-        told = shares if tells else {}
-        for share in gather_facts(told, self.mesh.world, self.model.device):
-            add_metrics(metrics, share)
-        return metrics
+        try:
+            metrics, outputs = accumulate(
+                self.rank_model,
+                batch,
+                places,
+                loss,
+                temperature=getattr(loss_spec, "temperature", 1.0),
+                progress=progress,
+            )
+        except BaseException:
+            self.rank_model.forget_pass()
+            raise
+        self._has_gradient = True
+        return metrics, outputs
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Applies the accumulated gradients and raises policy_version by one.
@@ -353,26 +288,27 @@ class Trainer:
             ValueError: a number is out of range, or a row that this rank needs is not in `batch`.
         """
         self.drop_gradients()
-
-        def choose() -> list[list[int]]:
-            available = _Rows(batch, rows, lengths)
-            assignment = update_assignment(
-                available.lengths,
-                epochs=epochs,
-                mini_batch_rows=mini_batch_rows,
-                seed=seed,
-                num_parts=self.mesh.dp.size,
-            )
-            return [available.places(parts[self.mesh.dp.index]) for parts in assignment]
-
-        steps = self._choose_rows(choose)
+        steps, _ = prepare_together(
+            lambda: (
+                HeldRows(batch, rows, lengths).of_update(
+                    self.mesh.dp, epochs=epochs, mini_batch_rows=mini_batch_rows, seed=seed
+                ),
+                None,
+            ),
+            self.mesh.dp,
+            self.model.device,
+        )
         num_rows = sum(len(places) for places in steps)
         totals: dict[str, float] = {}
         first: dict[str, float] = {}
         num_steps = done = 0
         for places in steps:
             within = _shifted(progress, done, num_rows)
-            metrics, _ = self._forward_backward(batch, places, loss_spec, within)
+            try:
+                metrics, _ = self._accumulate(batch, places, loss_spec, within)
+            except BaseException:
+                self.drop_gradients()
+                raise
             metrics |= self.optim_step()
             sampler = {name: metrics.pop(name) for name in SAMPLER_METRICS if name in metrics}
             first = first or sampler
@@ -500,52 +436,6 @@ class Trainer:
                 f"{what} of a trainer of {self.mesh.world.size} ranks: only one rank alone has "
                 "the whole model; write a sharded checkpoint"
             )
-
-
-class _Rows:
-    """The rows of a batch that a rank holds, as rows of the whole one."""
-
-    def __init__(
-        self, batch: Experience, rows: Sequence[int] | None, lengths: Sequence[int] | None
-    ) -> None:
-        if (rows is None) != (lengths is None):
-            raise ValueError("rows and lengths go together: give both, or neither")
-        own_lengths: list[int] = batch["tokens"].lengths().tolist()
-        self.lengths: Sequence[int] = own_lengths if lengths is None else lengths
-        if rows is None:
-            self._place_of = {row: row for row in range(batch.num_rows)}
-            return
-        if len(rows) != batch.num_rows:
-            raise ValueError(
-                f"rows has {len(rows)} entries, but the batch has {batch.num_rows} rows: give "
-                "the row of the whole batch for each"
-            )
-        self._place_of = {row: place for place, row in enumerate(rows)}
-        for row, place in self._place_of.items():
-            if not 0 <= row < len(self.lengths) or self.lengths[row] != own_lengths[place]:
-                raise ValueError(
-                    f"row {row} has {own_lengths[place]} tokens, but lengths (of "
-                    f"{len(self.lengths)} rows) says otherwise: give those of the whole batch"
-                )
-
-    def places(self, rows: Sequence[int]) -> list[int]:
-        """Where rows of the whole batch are in this one."""
-        absent = [row for row in rows if row not in self._place_of]
-        if absent:
-            raise ValueError(
-                f"this rank trains on row {absent[0]} ({len(absent)} such rows), but the batch "
-                "does not hold it: give the rows of `update_assignment`"
-            )
-        return [self._place_of[row] for row in rows]
-
-
-def _check_finite(metrics: Mapping[str, float]) -> None:
-    # After the pass: a rank that stopped within would leave the others waiting for it.
-    if not math.isfinite(metrics["loss"]):
-        raise LossNotFiniteError(
-            f"loss is {metrics['loss']} (metrics {dict(metrics)}): gradients were dropped, weights "
-            "not touched; look for rewards, advantages or log-probs that are not finite"
-        )
 
 
 def _shifted(progress: Progress | None, done_before: int, total: int) -> Progress | None:

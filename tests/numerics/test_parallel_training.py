@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.parallel_training import Job, Tensors, Trained, joined, near_policy, train
 from support.rank_processes import RankPool
+from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
@@ -127,3 +128,105 @@ def test_three_steps_of_a_policy_agree_with_one_rank(
 ) -> None:
     job = replace(jobs["policy", tied], layout=layout)
     _assert_agree(_spread(rank_pool, job), alone(job))
+
+
+@pytest.mark.parametrize(
+    "name", ["tp2", "pp2", "fsdp2", "hsdp2x2", "pp2-dp2", "tp2-pp2-fsdp2"], ids=str
+)
+def test_three_steps_of_a_critic_agree_with_one_rank(
+    rank_pool: RankPool, jobs: dict[tuple[str, bool], Job], alone: Any, name: str
+) -> None:
+    job = replace(jobs["critic", True], layout=LAYOUTS[name])
+    _assert_agree(_spread(rank_pool, job), alone(job))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["fsdp2", "tp2-pp2-fsdp2"], ids=str)
+def test_recomputed_activations_change_no_bit(
+    rank_pool: RankPool, jobs: dict[tuple[str, bool], Job], name: str, recompute: str
+) -> None:
+    job = replace(jobs["policy", True], layout=LAYOUTS[name])
+    _assert_equal(
+        _spread(rank_pool, replace(job, model={"recompute": recompute})), _spread(rank_pool, job)
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["tp4 (2 kv heads)", "tp2-pp2-fsdp2"], ids=str)
+def test_families_with_biases_and_norms_of_heads_agree_with_one_rank(
+    tmp_path: Path, rank_pool: RankPool, alone: Any, name: str, family: str
+) -> None:
+    folder = write_tiny_decoder(tmp_path, family, vocab_size=190, tie_word_embeddings=True)
+    batch = token_batch(vocab_size=190)
+    scored = Trainer.policy(
+        ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec()
+    ).compute_logprobs(batch, temperature=1.0)["logprobs"]
+    job = Job(folder, near_policy(batch, scored), POLICY_LOSS, layout=LAYOUTS[name])
+    _assert_agree(_spread(rank_pool, job), alone(job))
+
+
+def test_stages_alone_change_no_bit_of_an_untied_model(
+    rank_pool: RankPool, jobs: dict[tuple[str, bool], Job], alone: Any
+) -> None:
+    # No sum crosses ranks but the norm's, and that is not clipped to here.
+    for kind in ("policy", "critic"):
+        job = replace(jobs[kind, False], layout=TrainLayout(pp=2), optimizer={"max_grad_norm": 1e6})
+        found, expected = _spread(rank_pool, job), alone(job)
+        assert found.metrics.pop("grad_norm") == pytest.approx(
+            expected.metrics["grad_norm"], rel=1e-6
+        )
+        _assert_equal(
+            found,
+            replace(
+                expected,
+                metrics={k: v for k, v in expected.metrics.items() if k != "grad_norm"},
+            ),
+        )
+
+
+def test_the_gradient_norm_counts_every_element_once(
+    rank_pool: RankPool, jobs: dict[tuple[str, bool], Job]
+) -> None:
+    for name in ("tp4 (2 kv heads)", "hsdp2x2", "tp2-pp2-fsdp2"):
+        # A step for the whole batch: the metric is then one norm and no mean of three.
+        job = replace(jobs["policy", True], layout=LAYOUTS[name], mini_batch_rows=8)
+        found = _spread(rank_pool, job)
+        [gradients] = found.gradients
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+        assert found.metrics["grad_norm"] == pytest.approx(squares**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dp2", "fsdp2"], ids=str)
+def test_replicas_without_rows_take_part(rank_pool: RankPool, folders: Any, name: str) -> None:
+    batch = token_batch(prompt_lengths=(3, 4), completion_lengths=(5, 2))
+    scored = Trainer.policy(
+        ModelSpec(path=folders[True], compute_dtype="float32"), OptimizerSpec()
+    ).compute_logprobs(batch, temperature=1.0)["logprobs"]
+    # Three mini-batches would be one row each; there are two, for two and for four replicas.
+    layout = LAYOUTS[name]
+    job = Job(
+        folders[True],
+        near_policy(batch, scored),
+        POLICY_LOSS,
+        layout=replace(layout, dp=4, fsdp=4 if layout.fsdp > 1 else 1),
+        mini_batch_rows=2,
+    )
+    expected = joined(rank_pool.run(train, 1, replace(job, layout=TrainLayout())), TrainLayout())
+    found = _spread(rank_pool, job)
+    for key, gradient in expected.gradients[0].items():
+        assert _distance(found.gradients[0][key], gradient) < GRADIENT_TOLERANCE, key
+
+
+def _assert_equal(found: Trained, expected: Trained) -> None:
+    assert found.metrics == expected.metrics
+    for left, right in zip(found.gradients, expected.gradients, strict=True):
+        _assert_same_bits(left, right)
+    _assert_same_bits(found.weights, expected.weights)
+    for name, moment in expected.moments.items():
+        _assert_same_bits(found.moments[name], moment)
+
+
+def _assert_same_bits(left: Tensors, right: Tensors) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert torch.equal(left[name], tensor), name

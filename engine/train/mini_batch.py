@@ -1,0 +1,119 @@
+"""Gradients of one mini-batch that may be spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rolemesh.engine.algorithms.aggregation import LossScale
+from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, add_metrics
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models import scoring
+from rolemesh.engine.models.rank_model import (
+    MicroBatch,
+    RankModel,
+    cut_into_micro_batches,
+    with_fillers,
+)
+from rolemesh.engine.models.scoring import Progress
+from rolemesh.engine.train.agreement import gather_facts, prepare_together
+from rolemesh.engine.train.optimizer import LossNotFiniteError
+
+
+def accumulate(
+    rank_model: RankModel,
+    batch: Experience,
+    places: Sequence[int],
+    loss: Loss,
+    *,
+    temperature: float,
+    progress: Progress | None,
+) -> tuple[dict[str, float], Experience]:
+    """Adds the gradients of a loss over a mini-batch to those of the parameters.
+
+    All ranks call it: those of a data-parallel replica with the same rows, replicas with parts of
+    the mini-batch that share no row (some may be empty).
+
+    Args:
+        rank_model: the model.
+        batch: with the columns that the loss names.
+        places: rows of `batch` that are this replica's part.
+        loss: what to minimise.
+        temperature: of a policy's softmax.
+        progress: called after each micro-batch.
+
+    Returns:
+        Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
+        logprobs or values of the forward pass for this replica's part, in the order of `places`.
+
+    Raises:
+        LossNotFiniteError: the loss of the whole mini-batch is NaN or infinite; on all ranks.
+        ColumnMissingError: the batch lacks a column.
+        ValueError: the rows of this rank, or of another one, cannot be used.
+    """
+    mesh, device = rank_model.mesh, rank_model.device
+
+    def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, float, float]]:
+        columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
+        part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
+        passes = cut_into_micro_batches(part, rank_model.model.spec.micro_batch_tokens, device)
+        counts = LossScale.of(part)
+        return (part, passes), (len(passes), counts.num_tokens, counts.num_rows)
+
+    (part, passes), facts = prepare_together(prepare, mesh.dp, device)
+    passes = with_fillers(passes, part, max(number for number, _, _ in facts), device)
+    scale = LossScale.total(LossScale(tokens, rows) for _, tokens, rows in facts)
+    shares: dict[str, float] = {}
+    collector = scoring.Collector((loss.needs,))
+
+    def close(number: int, outputs: Any) -> torch.Tensor:
+        if loss.needs == "values":
+            trained_N, found = outputs, ModelOutputs(values_N=outputs)
+        else:
+            trained_N, entropy_N = outputs
+            found = ModelOutputs(logprobs_N=trained_N, entropy_N=entropy_N)
+        share, metrics = loss(found, passes[number].part, scale)
+        add_metrics(shares, metrics)
+        collector.add(passes[number], {loss.needs: trained_N})
+        return share
+
+    arguments: dict[str, Any] = {}
+    if loss.needs == "logprobs":
+        arguments = {"temperature": temperature, "with_entropy": loss.needs_entropy}
+    rank_model.run(
+        passes,
+        close,
+        trains=True,
+        arguments=arguments,
+        done=scoring.RowProgress(progress, "forward_backward", passes, len(places)),
+    )
+    metrics = _metrics_of_all(shares, mesh, device)
+    _check_finite(metrics)
+    return metrics, collector.in_batch_order()
+
+
+def _metrics_of_all(
+    shares: dict[str, float], mesh: RankMesh, device: torch.device
+) -> dict[str, float]:
+    """Metrics of the whole mini-batch, equal on all ranks.
+
+    A replica's share is known to all slices of its last stage; the first of them tells.
+    """
+    told = shares if mesh.pp.is_last and mesh.tp.is_first else {}
+    metrics: dict[str, float] = {}
+    for share in gather_facts(told, mesh.world, device):
+        add_metrics(metrics, share)
+    return metrics
+
+
+def _check_finite(metrics: Mapping[str, float]) -> None:
+    # After the pass: a rank that stopped within would leave the others waiting for it.
+    if not math.isfinite(metrics["loss"]):
+        raise LossNotFiniteError(
+            f"loss is {metrics['loss']} (metrics {dict(metrics)}): gradients were dropped, weights "
+            "not touched; look for rewards, advantages or log-probs that are not finite"
+        )
