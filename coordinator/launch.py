@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -52,8 +52,9 @@ class ServiceExit:
     """A service's process that ended although nobody had asked it to."""
 
     role: str
-    rank: int
+    num_ranks: int
     pid: int
+    """Of the service's only rank, or of the agent that starts its ranks."""
     exit_code: int | None
     """None when a signal ended it."""
     signal_number: int | None
@@ -77,7 +78,9 @@ class ServiceExit:
             if self.last_lines
             else f"its log {self.log} is empty"
         )
-        head = f"{self.role} rank {self.rank} (pid {self.pid}) {how}; {log}"
+        # With several ranks this process was their agent, whose last words name the rank.
+        who = "rank 0" if self.num_ranks == 1 else f"with {self.num_ranks} ranks"
+        head = f"{self.role} {who} (pid {self.pid}) {how}; {log}"
         return "\n".join((head, *(f"  | {line}" for line in self.last_lines)))
 
 
@@ -89,6 +92,8 @@ class ServiceCommand:
     """Program and its arguments. The service must write its announce file itself."""
     environment: Mapping[str, str]
     """Variables beside those of this process."""
+    num_ranks: int = 1
+    """Ranks that it starts."""
 
 
 MakeCommand = Callable[[str, Path], ServiceCommand]
@@ -127,11 +132,18 @@ def service_commands(recipe: Recipe) -> MakeCommand:
                 recipe, role, os.environ.get("CUDA_VISIBLE_DEVICES")
             ),
         }
+        layout = recipe.layout(role)
+        if layout.world_size > 1:
+            # Every size, so that the service need not know the defaults of a recipe.
+            sizes = {field.name: getattr(layout, field.name) for field in fields(layout)}
+            flags["--layout"] = ",".join(f"{name}={size}" for name, size in sizes.items())
         if spec.threads is not None:
             flags["--threads"] = str(spec.threads)
             environment["OMP_NUM_THREADS"] = str(spec.threads)
         arguments += [word for flag, value in flags.items() for word in (flag, value)]
-        return ServiceCommand(arguments=arguments, environment=environment)
+        return ServiceCommand(
+            arguments=arguments, environment=environment, num_ranks=layout.world_size
+        )
 
     return make
 
@@ -173,6 +185,7 @@ class _Child:
     process: asyncio.subprocess.Process
     announce: Path
     log: Path
+    num_ranks: int
 
 
 class Launcher:
@@ -271,7 +284,7 @@ class Launcher:
                 # group of its own also lets us end whatever the service started.
                 start_new_session=True,
             )
-        child = _Child(role, process, announce, log)
+        child = _Child(role, process, announce, log, command.num_ranks)
         self._children.append(child)
         self._watches.append(asyncio.create_task(self._watch(child), name=f"watch {role}"))
 
@@ -281,7 +294,7 @@ class Launcher:
             return
         gone = ServiceExit(
             role=child.role,
-            rank=0,
+            num_ranks=child.num_ranks,
             pid=child.process.pid,
             exit_code=code if code >= 0 else None,
             signal_number=-code if code < 0 else None,

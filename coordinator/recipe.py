@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rolemesh.engine.layout import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,
     CriticSpec,
@@ -111,9 +112,9 @@ class ServiceSpec(Spec):
     address: str | None = Field(default=None, pattern=r"^[^:\s]+:\d{1,5}$")
     """host:port of a service that runs already; None: the coordinator starts one on loopback."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of a service that the coordinator starts; None: every core."""
+    """Compute threads of each rank that the coordinator starts; None: every core."""
     experience_capacity_mib: int = Field(default=1024, ge=1)
-    """Bound on the experience that a started service holds, in MiB."""
+    """Bound on the experience that each rank of a started service holds, in MiB."""
 
 
 class EmbeddedStoreSpec(Spec):
@@ -174,6 +175,25 @@ class Recipe(Spec):
             if role not in ROLES:
                 raise ValueError(f"pools: no role {role!r}; roles are {', '.join(ROLES)}")
         return self
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        for name, pool in self.pools.items():
+            num_gpus = sum(device.startswith("cuda") for device in pool.devices)
+            for role in pool.roles:
+                num_ranks = self.layout(role).world_size
+                if 0 < num_gpus < num_ranks:
+                    raise ValueError(
+                        f"pools.{name}.devices has {num_gpus} GPUs, but the layout of the {role} "
+                        f"has {num_ranks} ranks, each on a GPU of its own: give the pool more "
+                        "devices, or the role a smaller layout"
+                    )
+        return self
+
+    def layout(self, role: str) -> TrainLayout:
+        """How the role's model is spread over the ranks of its service."""
+        section: ActorSpec | CriticSpec | ReferenceSpec | RewardSpec = getattr(self, role)
+        return section.rank_layout().train
 
     def service(self, role: str) -> ServiceSpec:
         """Where the role's service is."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
@@ -151,10 +152,10 @@ class ClassifierReward:
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
     full_score: float | None = None
 
-    def __init__(self, spec: ClassifierRewardSpec, device: torch.device) -> None:
+    def __init__(self, spec: ClassifierRewardSpec, device: torch.device, mesh: RankMesh) -> None:
         from rolemesh.engine.models.classifier import Classifier
 
-        self._classifier = Classifier(spec.model, label=spec.label, device=device)
+        self._classifier = Classifier(spec.model, label=spec.label, device=device, mesh=mesh)
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
@@ -167,10 +168,18 @@ class ClassifierReward:
         return self._classifier.score(self._classifier.encode(texts), progress)
 
 
-def make_reward(spec: RewardSourceSpec, device: torch.device) -> RewardSource:
-    """Builds the reward that the spec describes; a model of its own goes to the device."""
+def make_reward(
+    spec: RewardSourceSpec, device: torch.device, mesh: RankMesh | None = None
+) -> RewardSource:
+    """Builds the reward that the spec describes.
+
+    Args:
+        spec: which.
+        device: of a model of its own.
+        mesh: ranks that such a model is spread over; None means this one.
+    """
     if isinstance(spec, ArithmeticRewardSpec):
         return ArithmeticReward(spec)
     if isinstance(spec, ReasoningGymRewardSpec):
         return ReasoningGymReward()
-    return ClassifierReward(spec, device)
+    return ClassifierReward(spec, device, mesh or RankMesh.single())

@@ -33,6 +33,7 @@ def sample_experience(
     step: int,
     tokenizer: Decoder,
     progress: Progress,
+    only: Sequence[int] | None = None,
 ) -> Experience:
     """Samples `samples_per_prompt` completions a prompt.
 
@@ -40,16 +41,30 @@ def sample_experience(
     of a row derives from (run seed, step, prompt id, sample index); a prompt that stands in the
     slice twice goes on counting its sample index.
 
+    Args:
+        backend: draws the tokens.
+        prompts: of the whole batch.
+        sampling: how to draw.
+        run_seed: seed of the run.
+        step: of the run.
+        tokenizer: makes texts of completions.
+        progress: called after each completion.
+        only: places of the prompts to sample, ascending; None means all. A row has the same seed
+            whether the others are sampled here or elsewhere.
+
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
     """
     requests: list[RolloutRequest] = []
     sample_indexes: list[int] = []
     seen: Counter[int] = Counter()
-    for prompt in prompts:
+    wanted = set(range(len(prompts)) if only is None else only)
+    for place, prompt in enumerate(prompts):
         for _ in range(sampling.samples_per_prompt):
             sample_index = seen[prompt.prompt_id]
             seen[prompt.prompt_id] += 1
+            if place not in wanted:
+                continue
             sample_indexes.append(sample_index)
             requests.append(
                 RolloutRequest(
@@ -67,7 +82,12 @@ def sample_experience(
         raise RuntimeError(
             f"the rollout back end finished {len(trajectories)} of {len(requests)} completions"
         )
-    rows = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
+    rows = [
+        prompt
+        for place, prompt in enumerate(prompts)
+        for _ in range(sampling.samples_per_prompt)
+        if place in wanted
+    ]
     return _assemble(rows, sample_indexes, trajectories, tokenizer)
 
 
@@ -108,6 +128,10 @@ def _assemble(
             "metadata": Column.text([row.metadata for row in rows]),
         }
     )
+
+
+SAMPLING_COLUMNS = ("logprobs", "finished")
+"""Columns that `sampling_metrics` reads."""
 
 
 def sampling_metrics(batch: Experience) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -12,12 +12,19 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import PromptSet, Split, load_rows
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.folder import check_model_folder
+from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
-from rolemesh.engine.rollout.sampling import sample_experience, sampling_metrics
+from rolemesh.engine.rollout.sampling import (
+    SAMPLING_COLUMNS,
+    sample_experience,
+    sampling_metrics,
+)
 from rolemesh.engine.specs import ActorSpec, SamplingSpec
+from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.errors import describe
 from rolemesh.services.runtime.model_role import ModelRole, default_device
@@ -55,14 +62,14 @@ class ActorRole(ModelRole):
 
     def __init__(self) -> None:
         super().__init__()
-        self._policy: CausalLm | None = None
         self._backend: RolloutBackend | None = None
+        self._resharder: Resharder | None = None
         self._prompts: PromptSet | None = None
         self._tokenizer: Any = None
         self._is_sampler_stale = False
 
     def initialize(
-        self, spec: ActorSpec, run_seed: int, progress: ProgressCallback
+        self, spec: ActorSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         """Loads prompts, policy and sampler, in that order: what is wrong shows soonest."""
         progress("load prompts", 0, 3)
@@ -73,10 +80,12 @@ class ActorRole(ModelRole):
         train, held_out = load_rows(spec.data)
         self._prompts = PromptSet(train, held_out, tokenizer=self._tokenizer, seed=run_seed)
         progress("load policy", 1, 3)
-        self._policy = CausalLm(spec.model, device=default_device())
-        result = self.train_with(self._policy, spec.optimizer, run_seed)
+        model = CausalLm(spec.model, device=default_device(), mesh=mesh)
+        result = self.train_with(model, spec.optimizer, run_seed)
         progress(f"load {spec.rollout.type}", 2, 3)
-        self._backend = make_backend(spec.rollout, spec.model.path)
+        self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
+        if mesh.world.size > 1:
+            self._resharder = Resharder(model, spec.rollout.dtype)
         progress("ready", 3, 3)
         return InitializeResult(
             policy_version=result.policy_version,
@@ -108,9 +117,9 @@ class ActorRole(ModelRole):
         ]
 
     @property
-    def policy(self) -> CausalLm:
+    def policy(self) -> RankModel:
         """The policy; raises NOT_INITIALIZED before Initialize."""
-        return self.initialized(self._policy)
+        return self.trainer.rank_model
 
     @property
     def backend(self) -> RolloutBackend:
@@ -122,7 +131,12 @@ class ActorRole(ModelRole):
         is_current = self.backend.policy_version == self.trainer.policy_version
         if is_current and not self._is_sampler_stale:
             return False
-        self.backend.update_weights(self.trainer.named_weights(), self.trainer.policy_version)
+        trainer, version = self.trainer, self.trainer.policy_version
+        if self._resharder is None:
+            self.backend.update_weights(trainer.named_weights(), version)
+        else:
+            shards = self._resharder.run(dict(trainer.named_weights()), policy_version=version)
+            self.backend.update_shard(shards, version)
         self._is_sampler_stale = False
         return True
 
@@ -138,8 +152,13 @@ class ActorRole(ModelRole):
         sampling: SamplingSpec,
         step: int,
         progress: ProgressCallback,
+        *,
+        only: Sequence[int],
     ) -> Experience:
-        """Samples completions for the prompts at start..start+count-1."""
+        """Samples completions for the prompts at start..start+count-1.
+
+        Of these the ones numbered in `only`: another generation replica samples the others.
+        """
         prompts = self.initialized(self._prompts).slice(split, start, count)
         return sample_experience(
             self.backend,
@@ -149,6 +168,7 @@ class ActorRole(ModelRole):
             step=step,
             tokenizer=self._tokenizer,
             progress=progress,
+            only=only,
         )
 
     def sleep(self) -> int:
@@ -164,7 +184,9 @@ class ActorRole(ModelRole):
         if self._backend is not None:
             self._backend.close()
             self._backend = None
-        self._policy = None
+        if self._resharder is not None:
+            self._resharder.close()
+            self._resharder = None
         super().close()
 
 
@@ -189,6 +211,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 )
             with call.phase("weight_sync"):
                 await call.compute(self._role.bring_weights)
+            prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * request.prompts.count)
             batch = await call.compute(
                 self._role.generate,
                 _SPLITS[request.prompts.split],
@@ -197,14 +220,20 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 sampling,
                 request.key.step,
                 call.progress,
+                only=prompts.rows,
             )
+            share = prompts.times(sampling.samples_per_prompt)
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, batch),
-                report=call.report(sampling_metrics(batch), batch.num_tokens),
+                experience=self._runtime.publish(request.key, batch, share=share),
+                report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
+        async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
+            sampled = await self._runtime.pull(result.experience, SAMPLING_COLUMNS, call)
+            result.report.metrics.update(sampling_metrics(sampled))
+
         async for response in self._runtime.keyed(
-            request, context, rollout_pb2.GenerateResponse, work
+            request, context, rollout_pb2.GenerateResponse, work, finish=summarise
         ):
             yield response
 

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.scoring import compute_values
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import CriticSpec
 from rolemesh.services.runtime.model_role import ModelRole, default_device
@@ -18,6 +18,7 @@ from rolemesh.services.runtime.model_servicers import (
     WeightsServicer,
 )
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import (
     experience_pb2,
@@ -34,27 +35,13 @@ class CriticRole(ModelRole):
     name = "critic"
     spec_class = CriticSpec
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._value_model: ValueModel | None = None
-
     def initialize(
-        self, spec: CriticSpec, run_seed: int, progress: ProgressCallback
+        self, spec: CriticSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         """Loads the value model."""
         progress("load value model", 0, 1)
-        self._value_model = ValueModel(spec.model, device=default_device())
-        return self.train_with(self._value_model, spec.optimizer, run_seed)
-
-    @property
-    def value_model(self) -> ValueModel:
-        """The value model; raises NOT_INITIALIZED before Initialize."""
-        return self.initialized(self._value_model)
-
-    def close(self) -> None:
-        """Drops the weights."""
-        self._value_model = None
-        super().close()
+        model = ValueModel(spec.model, device=default_device(), mesh=mesh)
+        return self.train_with(model, spec.optimizer, run_seed)
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves values, training and weights."""
@@ -81,13 +68,16 @@ class ValueServicer(value_pb2_grpc.ValueServiceServicer):
         """See value.proto."""
 
         async def work(call: Call) -> Message:
-            batch = await self._runtime.pull(request.experience, TRAJECTORY, call)
+            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
+            batch = await self._runtime.pull(request.experience, TRAJECTORY, call, rows=share.rows)
             values = await call.compute(
-                compute_values, self._role.value_model, batch, progress=call.progress
+                self._role.trainer.compute_values, batch, progress=call.progress
             )
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, Experience({"values": values})),
-                report=call.report({}, batch.num_tokens),
+                experience=self._runtime.publish(
+                    request.key, Experience({"values": values}), share=share
+                ),
+                report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
         async for response in self._runtime.keyed(

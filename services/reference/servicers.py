@@ -5,10 +5,16 @@ from __future__ import annotations
 import grpc
 import torch
 
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.specs import ReferenceSpec
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.model_role import default_device, move_module
+from rolemesh.services.runtime.model_role import (
+    default_device,
+    move_module,
+    num_parameters,
+)
 from rolemesh.services.runtime.model_servicers import LogprobServicer
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.runtime import Runtime
@@ -22,10 +28,10 @@ class ReferenceRole(Role):
     spec_class = ReferenceSpec
 
     def __init__(self) -> None:
-        self._policy: CausalLm | None = None
+        self._policy: RankModel | None = None
 
     @property
-    def policy(self) -> CausalLm:
+    def policy(self) -> RankModel:
         """The policy; raises NOT_INITIALIZED before Initialize."""
         if self._policy is None:
             raise PreconditionError(
@@ -34,12 +40,13 @@ class ReferenceRole(Role):
         return self._policy
 
     def initialize(
-        self, spec: ReferenceSpec, run_seed: int, progress: ProgressCallback
+        self, spec: ReferenceSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         """Loads the policy."""
         progress("load policy", 0, 1)
-        self._policy = CausalLm(spec.model, device=default_device(), trainable=False)
-        return InitializeResult(num_parameters=sum(p.numel() for p in self._policy.parameters()))
+        model = CausalLm(spec.model, device=default_device(), trainable=False, mesh=mesh)
+        self._policy = RankModel(model)
+        return InitializeResult(num_parameters=num_parameters(model))
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves log-probs."""

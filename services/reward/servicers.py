@@ -9,13 +9,18 @@ import torch
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rewards.sources import RewardSource, checked, make_reward, reward_metrics
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.runtime.model_role import default_device
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
+
+REWARDS = "rewards"
+"""The column that a reward produces."""
 
 
 class RewardRole(Role):
@@ -37,11 +42,11 @@ class RewardRole(Role):
         return self._source
 
     def initialize(
-        self, spec: RewardSpec, run_seed: int, progress: ProgressCallback
+        self, spec: RewardSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         """Builds the source, and loads its model when it has one."""
         progress("load reward", 0, 1)
-        self._source = make_reward(spec.source, default_device())
+        self._source = make_reward(spec.source, default_device(), mesh)
         progress("load reward", 1, 1)
         return InitializeResult(facts={"reward.source": spec.source.type})
 
@@ -83,13 +88,23 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
         async def by_reference(call: Call) -> Message:
             source = self._role.source
-            batch = await self._runtime.pull(request.experience, source.columns, call)
-            rewards = checked(await call.compute(source.score, batch, call.progress), len(batch))
-            column = Experience({"rewards": Column(ColumnKind.ROW, rewards)})
-            return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, column),
-                report=call.report(reward_metrics(rewards, source.full_score), 0),
+            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
+            batch = await self._runtime.pull(
+                request.experience, source.columns, call, rows=share.rows
             )
+            scores = await call.compute(source.score, batch, call.progress)
+            if share.counts:
+                scores = checked(scores, len(batch))
+            column = Experience({REWARDS: Column(ColumnKind.ROW, scores)})
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, column, share=share),
+                report=call.report({}, 0),
+            )
+
+        async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
+            rewards = await self._runtime.pull(result.experience, [REWARDS], call)
+            metrics = reward_metrics(rewards[REWARDS].values, self._role.source.full_score)
+            result.report.metrics.update(metrics)
 
         async def inline(call: Call) -> Message:
             source = self._role.source
@@ -105,11 +120,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 "the request holds no trajectories: set experience or trajectories",
                 reason="INPUT_MISSING",
             )
+        is_reference = kind == "experience"
         stream = self._runtime.keyed(
             request,
             context,
             reward_pb2.ComputeRewardResponse,
-            by_reference if kind == "experience" else inline,
+            by_reference if is_reference else inline,
+            finish=summarise if is_reference else None,
         )
         async for response in stream:
             yield response

@@ -16,6 +16,8 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rolemesh.engine.specs import LayoutSpec
+
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
 """ROLEMESH_SERVICE__PORT sets port, and so on."""
 
@@ -42,10 +44,13 @@ class ServiceConfig(BaseModel):
     """Permit a host that others can reach. There is no TLS yet: only inside a private network."""
     advertise: str | None = None
     """host:port under which peers reach this process; None: host (or the host's name) and port."""
+    layout: LayoutSpec = LayoutSpec()
+    """How the role's model is spread, e.g. tp=2,dp=2: one rank is started for each of its parts. A
+    run's recipe must ask for the same layout."""
     rank: int = Field(default=0, ge=0)
-    """Rank of this process within its service."""
-    world_size: int = Field(default=1, ge=1)
-    """Ranks of the service."""
+    """Rank of this process within its service; set by the agent that starts the ranks."""
+    rank_store: Path | None = None
+    """File through which the ranks of a service meet; set by the agent that starts them."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of /metrics for Prometheus; 0 takes a free one, None serves none."""
     log_directory: Path | None = None
@@ -73,12 +78,8 @@ class ServiceConfig(BaseModel):
     def _check(self) -> Self:
         if self.rank >= self.world_size:
             raise ValueError(
-                f"rank is {self.rank} with world_size {self.world_size}: "
-                "give 0 <= rank < world_size"
-            )
-        if self.world_size > 1:
-            raise ValueError(
-                f"world_size is {self.world_size}: this version serves one rank a role; give 1"
+                f"rank is {self.rank}, but the layout has {self.world_size} ranks: leave rank to "
+                "the agent, which counts from 0"
             )
         if not self.is_loopback and not self.allow_remote:
             raise ValueError(
@@ -91,6 +92,11 @@ class ServiceConfig(BaseModel):
                 f"advertise is {self.advertise!r} with port 0: give the port that peers will reach"
             )
         return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the service."""
+        return self.layout.layout().world_size
 
     @property
     def is_loopback(self) -> bool:
@@ -108,6 +114,28 @@ class ServiceConfig(BaseModel):
             return self.advertise
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
         return f"{host}:{bound_port}"
+
+
+def parse_layout(text: str) -> dict[str, str]:
+    """Sizes of a layout from a flag or a variable, e.g. "tp=2,dp=2".
+
+    Raises:
+        ConfigError: a part is not name=number, or a name stands twice.
+    """
+    sizes: dict[str, str] = {}
+    for part in text.split(","):
+        name, separator, value = (word.strip() for word in part.partition("="))
+        if not separator or name in sizes:
+            raise ConfigError(
+                f"layout is {text!r}: give each size once as name=number, e.g. pp=1,tp=2,dp=2"
+            )
+        if name not in LayoutSpec.model_fields:
+            raise ConfigError(
+                f"layout is {text!r}, but a layout has no {name!r}: it has "
+                f"{', '.join(LayoutSpec.model_fields)}"
+            )
+        sizes[name] = value
+    return sizes
 
 
 _CHOICES = {"log_level": get_args(LogLevel), "log_format": get_args(LogFormat)}
@@ -128,6 +156,8 @@ def load_config(
         ConfigError: a setting is unknown or wrong; the message names it, its value and a remedy.
     """
     values: dict[str, Any] = {**_from_environment(environment), **_from_flags(role, arguments)}
+    if isinstance(values.get("layout"), str):
+        values["layout"] = parse_layout(values["layout"])
     try:
         return ServiceConfig(role=role, **values)
     except ValidationError as error:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 
 from rolemesh.rpc.errors import PreconditionError, UnavailableError
 from rolemesh.services.runtime.call import Call
@@ -35,8 +36,22 @@ class RunHold:
     """
 
     def __init__(
-        self, role: Role, compute: ComputeThread, store: ExperienceStore, ledger: OperationLedger
+        self,
+        role: Role,
+        compute: ComputeThread,
+        store: ExperienceStore,
+        ledger: OperationLedger,
+        close: Callable[[], None],
     ) -> None:
+        """Prepares.
+
+        Args:
+            role: that the service plays.
+            compute: the compute thread.
+            store: experience held.
+            ledger: operations in progress.
+            close: frees what Initialize made; run on the compute thread.
+        """
         self.run_id = ""
         """Run that holds the service, empty when none does."""
         self.is_initialized = False
@@ -48,6 +63,7 @@ class RunHold:
         self.calls: dict[Operation, Call] = {}
         """What works right now, to be given up when the hold ends."""
         self._role = role
+        self._close = close
         self._compute = compute
         self._store = store
         self._ledger = ledger
@@ -138,15 +154,23 @@ class RunHold:
         running = self._ledger.running()
         return [one for one in running if run_id is None or one.identity[0] == run_id]
 
-    async def take(self, run_id: str) -> None:
+    async def take(self, run_id: str, *, by_face: bool = False) -> None:
         """Gives the service to a run; what an earlier Initialize of the run made is dropped.
+
+        Args:
+            run_id: of the run.
+            by_face: whether the service's face asks, which alone hears the coordinator and has
+                decided.
 
         Raises:
             PreconditionError: ALREADY_INITIALIZED: another run has it and may be alive.
         """
         while self.run_id not in ("", run_id):
             # Anew after each wait: a third run may have been quicker.
-            await self._take_over(run_id)
+            if by_face:
+                await self.give_back(0.0, self.run_id)
+            else:
+                await self._take_over(run_id)
         if self.is_initialized:
             await self.forget()
         self.run_id = run_id
@@ -157,7 +181,7 @@ class RunHold:
         """Ends the hold of a run whose Initialize failed, and frees what it had made already."""
         self.failure = f"Initialize failed: {describe(error).message}"
         try:
-            await self._compute.run(self._role.close)
+            await self._compute.run(self._close)
         finally:
             self.run_id = ""
 
@@ -234,7 +258,7 @@ class RunHold:
 
     async def forget(self) -> None:
         """Frees what Initialize made and all experience; the service holds no run any more."""
-        await self._compute.run(self._role.close)
+        await self._compute.run(self._close)
         self._store.close()
         self.run_id = ""
         self.is_initialized = False

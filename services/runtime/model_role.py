@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -49,7 +51,7 @@ class ModelRole(Role):
         self._trainer = Trainer(kind, model, optimizer)
         return InitializeResult(
             policy_version=self._trainer.policy_version,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_parameters=num_parameters(model),
         )
 
     def policy_version(self) -> int:
@@ -73,9 +75,29 @@ class ModelRole(Role):
         self.extra_state = {}
 
 
+def num_parameters(model: CausalLm | ValueModel) -> int:
+    """Parameters of the whole model, whatever part of it this rank holds."""
+    if model.shape is None:
+        return sum(parameter.numel() for parameter in model.parameters())
+    manifest = model.shape.manifest("float32")
+    return sum(math.prod(parameter.shape) for parameter in manifest.values())
+
+
 def default_device() -> torch.device:
-    """The first GPU that the process sees, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """The GPU of this rank, counted among those that the service sees; without GPUs the CPU.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"rank {index} has no GPU: the service sees {torch.cuda.device_count()}; make more of "
+            "them visible, or choose a smaller layout"
+        )
+    return torch.device("cuda", index)
 
 
 def move_module(module: nn.Module, device: torch.device) -> int:

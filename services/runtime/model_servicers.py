@@ -7,7 +7,7 @@ publishes what came out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,8 +18,9 @@ from pydantic import TypeAdapter
 from rolemesh.engine.algorithms.advantages import estimate_advantages
 from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.algorithms.losses import make_loss
+from rolemesh.engine.batching import rows_of_update
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.seeds import derive_seed
@@ -29,6 +30,7 @@ from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.model_role import ModelRole
+from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import (
     experience_pb2,
@@ -53,7 +55,7 @@ class PolicyHolder(Protocol):
     """A role that holds a language model."""
 
     @property
-    def policy(self) -> CausalLm:
+    def policy(self) -> RankModel:
         """The model; raises NOT_INITIALIZED before Initialize."""
 
 
@@ -76,7 +78,8 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
                     "the new column a name and a temperature above 0",
                     reason="SPEC_INVALID",
                 )
-            batch = await self._runtime.pull(request.experience, TRAJECTORY, call)
+            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
+            batch = await self._runtime.pull(request.experience, TRAJECTORY, call, rows=share.rows)
             scored = await call.compute(
                 compute_logprobs,
                 self._role.policy,
@@ -89,8 +92,8 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
             if request.with_entropy:
                 columns[f"{request.column}_entropy"] = scored["entropy"]
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, Experience(columns)),
-                report=call.report({}, batch.num_tokens),
+                experience=self._runtime.publish(request.key, Experience(columns), share=share),
+                report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
         async for response in self._runtime.keyed(
@@ -134,8 +137,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 self._role.extra_state[KL_CONTROLLER] = controller.state_dict()
             return result
 
+        # Whitening takes the whole batch, which is numbers only: one rank computes it.
         async for response in self._runtime.keyed(
-            request, context, trainer_pb2.ComputeAdvantagesResponse, work
+            request, context, trainer_pb2.ComputeAdvantagesResponse, work, on_all_ranks=False
         ):
             yield response
 
@@ -146,13 +150,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         async def work(call: Call) -> Message:
             loss = _part(LossSpec, request.loss)
-            batch = await self._pull_for(loss, request.experience, call)
+            lengths = row_tokens(request.experience)
+            share = self._runtime.share("3D_PROTO", lengths)
+            batch = await self._pull_for(loss, request.experience, share.rows, call)
             metrics, outputs = await call.compute(
-                self._role.trainer.forward_backward_with_outputs, batch, loss, call.progress
+                self._role.trainer.forward_backward_with_outputs,
+                batch,
+                loss,
+                call.progress,
+                rows=share.rows,
+                lengths=lengths,
             )
             return trainer_pb2.ForwardBackwardResult(
-                report=call.report(metrics, batch.num_tokens),
-                outputs=self._runtime.publish(request.key, outputs),
+                report=call.report(metrics, batch.num_tokens if share.counts else 0),
+                outputs=self._runtime.publish(request.key, outputs, share=share),
             )
 
         async for response in self._runtime.keyed(
@@ -195,8 +206,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     reason="SPEC_INVALID",
                 )
             trainer = self._role.trainer
-            batch = await self._pull_for(loss, request.experience, call)
             seed = derive_seed(self._role.run_seed, request.key.step, self._role.name, "update")
+            lengths = row_tokens(request.experience)
+            rows = rows_of_update(
+                lengths,
+                epochs=request.epochs,
+                mini_batch_rows=request.mini_batch_rows,
+                seed=seed,
+                num_parts=trainer.mesh.dp.size,
+                part=trainer.mesh.dp.index,
+            )
+            batch = await self._pull_for(loss, request.experience, rows, call)
+            counts = trainer.mesh.model.is_first
 
             def update() -> tuple[dict[str, float], int]:
                 # Looked at where weights change: an update that was queued before may move them.
@@ -208,12 +229,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     mini_batch_rows=request.mini_batch_rows,
                     seed=seed,
                     progress=call.progress,
+                    rows=rows,
+                    lengths=lengths,
                 )
                 return metrics, trainer.policy_version
 
             metrics, policy_version = await call.compute(update)
             return trainer_pb2.UpdateResult(
-                policy_version=policy_version, report=call.report(metrics, batch.num_tokens)
+                policy_version=policy_version,
+                report=call.report(metrics, batch.num_tokens if counts else 0),
             )
 
         async for response in self._runtime.keyed(
@@ -230,10 +254,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return controller
 
     async def _pull_for(
-        self, loss: LossSpec, ref: experience_pb2.ExperienceRef, call: Call
+        self,
+        loss: LossSpec,
+        ref: experience_pb2.ExperienceRef,
+        rows: Sequence[int],
+        call: Call,
     ) -> Experience:
         columns = dict.fromkeys((*TRAJECTORY, *make_loss(loss).columns))
-        return await self._runtime.pull(ref, list(columns), call)
+        return await self._runtime.pull(ref, list(columns), call, rows=rows)
 
 
 class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):

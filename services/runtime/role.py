@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import grpc
 import torch
 
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.specs import RoleSpec
 
 if TYPE_CHECKING:
     from rolemesh.services.runtime.runtime import Runtime
@@ -44,12 +45,21 @@ class Role(ABC):
 
     name: ClassVar[str]
     """Name in the mesh, e.g. "actor"."""
-    spec_class: ClassVar[type[Spec]]
+    spec_class: ClassVar[type[RoleSpec]]
     """Schema of Initialize's spec."""
 
     @abstractmethod
-    def initialize(self, spec: Any, run_seed: int, progress: ProgressCallback) -> InitializeResult:
-        """Loads models and data; `spec` is an instance of spec_class."""
+    def initialize(
+        self, spec: Any, run_seed: int, progress: ProgressCallback, mesh: RankMesh
+    ) -> InitializeResult:
+        """Loads models and data.
+
+        Args:
+            spec: an instance of spec_class.
+            run_seed: seed of the run.
+            progress: is told how far it is.
+            mesh: the service's ranks, this one among them; every rank loads its own part.
+        """
 
     @abstractmethod
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
@@ -12,18 +13,24 @@ import torch
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.layout import HybridLayout
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.experience_store import ExperienceStore
+from rolemesh.services.runtime.face import Face, join_answers
 from rolemesh.services.runtime.fetch import fetch_rows, take_rows
 from rolemesh.services.runtime.hold import RunHold
+from rolemesh.services.runtime.meeting import Meeting
 from rolemesh.services.runtime.operations import Operation, OperationLedger, task_of
 from rolemesh.services.runtime.role import Role
 from rolemesh.services.runtime.rows import TOKENS, group_with, is_consecutive, place
-from rolemesh.services.runtime.schema import column_schema
+from rolemesh.services.runtime.schema import column_schema, empty_column
 from rolemesh.v1 import experience_pb2, operation_pb2
 
 __all__ = ["Call", "KeyedRequest", "Runtime"]
@@ -47,8 +54,31 @@ class KeyedRequest(Protocol):
         """The key."""
 
 
+Finish: TypeAlias = Callable[[Any, Call], Awaitable[None]]
+"""Completes a result in place."""
+
 Response = TypeVar("Response", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a batch that one rank works on."""
+
+    rows: Sequence[int]
+    """Rows of the batch, ascending; may be empty."""
+    num_rows: int
+    """Rows of the whole batch."""
+    counts: bool
+    """Whether this rank's output is the one that is kept, among ranks that share the rows."""
+
+    def times(self, number: int) -> Share:
+        """The same part of a batch in which each row stands `number` times, one after another."""
+        return Share(
+            rows=[row * number + copy for row in self.rows for copy in range(number)],
+            num_rows=self.num_rows * number,
+            counts=self.counts,
+        )
 
 
 class Runtime:
@@ -73,7 +103,7 @@ class Runtime:
             shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
         )
         self.ledger = OperationLedger()
-        self.hold = RunHold(role, self.compute, self.store, self.ledger)
+        self.hold = RunHold(role, self.compute, self.store, self.ledger, self.close_role)
         self.traffic = ChannelTraffic()
         self.address = ""
         """host:port under which peers reach this process; set when the server is bound."""
@@ -81,7 +111,44 @@ class Runtime:
         """Full names of the services of this process."""
         self.exit_requested = asyncio.Event()
         """Set when the process shall end."""
+        self.face: Face | None = None
+        """On rank 0 of several: passes calls on to all ranks."""
+        self.meeting: Meeting | None = None
+        """Where the ranks of this service meet; None where there is one."""
+        self.mesh = RankMesh.single()
+        """Process groups of the run that holds the service."""
+        self.layout = self.mesh.layout
+        """Ranks of the run that holds the service."""
         self._channels: dict[str, MeshChannel] = {}
+
+    @property
+    def is_face(self) -> bool:
+        """Whether this rank speaks for the service."""
+        return self.config.rank == 0
+
+    def join_ranks(self, layout: HybridLayout) -> RankMesh:
+        """Makes the process groups of a run; every rank does. On the compute thread.
+
+        Raises:
+            InvalidRequestError: LAYOUT_MISMATCH: the service was started for another layout.
+        """
+        own = self.config.layout.layout()
+        if layout.train != own:
+            raise InvalidRequestError(
+                f"the run asks the {self.role.name} for the layout {layout.train}, but the service "
+                f"was started for {own}: start it with that --layout, or change the recipe",
+                reason="LAYOUT_MISMATCH",
+            )
+        self.layout = layout
+        if self.meeting is not None:
+            self.mesh = self.meeting.connect(layout)
+        return self.mesh
+
+    def close_role(self) -> None:
+        """Frees what Initialize made. On the compute thread."""
+        self.role.close()
+        self.mesh.close()
+        self.mesh = RankMesh.single()
 
     # --- keyed calls ----------------------------------------------------------------------
 
@@ -92,6 +159,8 @@ class Runtime:
         response_type: type[Response],
         work: Callable[[Call], Awaitable[Message]],
         *,
+        finish: Finish | None = None,
+        on_all_ranks: bool = True,
         needs_initialized: bool = True,
     ) -> AsyncIterator[Response]:
         """Serves a streaming keyed call: progress at most once a second, then the result.
@@ -100,14 +169,21 @@ class Runtime:
             request: carries the key.
             context: of the call.
             response_type: has the fields `progress` and, for the work's message type, a result.
-            work: makes the result; runs once however often the key is repeated.
+            work: makes the result, or this rank's part of it; runs once however often the key is
+                repeated.
+            finish: is handed the whole result, all ranks' parts joined, for what needs all of it.
+            on_all_ranks: whether every rank of the service does its part of the work.
             needs_initialized: whether the role must hold a run.
 
         Raises:
             RolemeshError: stale epoch, reused key, not initialized, asleep, draining; or what work
                 raised.
         """
-        operation = self._begin(request, work, needs_initialized)
+        operation = self._begin(
+            request,
+            self._spread(request, work, finish) if on_all_ranks else work,
+            needs_initialized,
+        )
         task = task_of(operation)
         operation.num_listeners += 1
         try:
@@ -127,13 +203,40 @@ class Runtime:
         needs_awake: bool = True,
     ) -> Answer:
         """Serves a unary keyed call: like keyed, without progress."""
-        operation = self._begin(request, work, needs_initialized, needs_awake)
+        operation = self._begin(
+            request, self._spread(request, work, None), needs_initialized, needs_awake
+        )
         operation.num_listeners += 1
         try:
             # Shielded: the work goes on when this caller leaves.
             return cast(Answer, await asyncio.shield(task_of(operation)))
         finally:
             operation.num_listeners -= 1
+
+    def _spread(
+        self,
+        request: KeyedRequest,
+        work: Callable[[Call], Awaitable[Message]],
+        finish: Finish | None,
+    ) -> Callable[[Call], Awaitable[Message]]:
+        """The work of the whole service, made of the work of a rank."""
+
+        async def spread(call: Call) -> Message:
+            result = await self.on_all_ranks(request, work, call)
+            if finish is not None and self.is_face:
+                await finish(result, call)
+            return result
+
+        return spread
+
+    async def on_all_ranks(
+        self, request: KeyedRequest, work: Callable[[Call], Awaitable[Answer]], call: Call
+    ) -> Answer:
+        """Has every rank do its part of a request; returns the joined answer."""
+        if self.face is None:
+            return await work(call)
+        message = cast(Message, request)
+        return join_answers(await self.face.everywhere(message, lambda: work(call)))
 
     def _begin(
         self,
@@ -146,7 +249,9 @@ class Runtime:
         method = message.DESCRIPTOR.full_name.removesuffix("Request")
         identity = self.ledger.check_epoch(request.key)
         self.hold.hear(request.key.run_id)
-        known = self.ledger.find(identity, method, message)
+        # A face passes each call on once. That it does so again means that it works anew, and all
+        # ranks must do the same collective operations.
+        known = self.ledger.find(identity, method, message) if self.is_face else None
         if known is not None:
             return known
         self.hold.check_accepts_work()
@@ -168,6 +273,20 @@ class Runtime:
 
         return self.ledger.start(identity, method, message, run)
 
+    # --- shares ---------------------------------------------------------------------------
+
+    def share(self, protocol_name: str, lengths: Sequence[int]) -> Share:
+        """This rank's rows of a batch, as a transfer protocol deals them out.
+
+        Args:
+            protocol_name: e.g. "3D_PROTO", or one that a user has registered.
+            lengths: tokens of each row.
+        """
+        chosen = protocol(protocol_name)
+        rows = chosen.distribute(self.layout, lengths)[self.config.rank]
+        counts = self.config.rank in chosen.collect(self.layout)
+        return Share(rows=rows, num_rows=len(lengths), counts=counts and bool(rows))
+
     # --- experience -----------------------------------------------------------------------
 
     async def pull(
@@ -184,22 +303,24 @@ class Runtime:
             ref: the batch.
             columns: names, in the order wanted.
             call: gets the time (phase "fetch") and the bytes.
-            rows: of the batch, in the order wanted; None means all.
+            rows: of the batch, in the order wanted; None means all. A rank that has no rows of a
+                batch gets columns without rows.
 
         Raises:
             ColumnMissingError: no group of the reference has the column.
             UnavailableError: a producer does not answer; names it.
         """
         rows = range(ref.num_rows) if rows is None else rows
-        if not rows or min(rows) < 0 or max(rows) >= ref.num_rows:
+        if rows and not 0 <= min(rows) <= max(rows) < ref.num_rows:
             raise ValueError(
-                f"rows {list(rows[:3])}... of a batch of {ref.num_rows} rows: "
-                "ask for at least one row, and only for rows of the batch"
+                f"rows {min(rows)} to {max(rows)} were asked for, but the batch has {ref.num_rows}"
             )
+        by_group: dict[int, list[str]] = {}
+        for name in columns:
+            by_group.setdefault(group_with(ref, name), []).append(name)
+        if not rows:
+            return _without_rows(ref, by_group).require(columns)
         with call.phase("fetch"):
-            by_group: dict[int, list[str]] = {}
-            for name in columns:
-                by_group.setdefault(group_with(ref, name), []).append(name)
             parts = await _all_or_first_error(
                 [
                     self._pull_group(ref.groups[index], names, rows, call)
@@ -248,25 +369,27 @@ class Runtime:
         self,
         key: operation_pb2.OperationKey,
         experience: Experience,
-        *,
-        rows: Sequence[int] | None = None,
-        num_rows: int | None = None,
+        share: Share | None = None,
     ) -> experience_pb2.ExperienceRef:
         """Puts rows of a batch into the store as one shard of this rank. Thread-safe.
 
         Args:
             key: of the operation that made them.
             experience: the rows.
-            rows: which rows of the batch they are, ascending; None means all of it.
-            num_rows: rows of the batch; None means those of `experience`.
+            share: which rows of the batch they are; None means all of it. When another rank's
+                output counts for them, nothing is published.
 
         Raises:
             CapacityError: it does not fit within the bound on bytes held.
             ValueError: a column has a dtype that may not travel, or there is no row.
         """
+        if share is not None and not share.counts:
+            return experience_pb2.ExperienceRef(
+                run_id=key.run_id, step=key.step, num_rows=share.num_rows
+            )
         if experience.num_rows < 1:
             raise ValueError("an experience without rows cannot be published: produce one at least")
-        rows = range(experience.num_rows) if rows is None else rows
+        rows = range(experience.num_rows) if share is None else share.rows
         schemas = [column_schema(name, column) for name, column in experience.columns.items()]
         held = self.store.put(key.run_id, key.step, experience)
         shard = experience_pb2.Shard(
@@ -284,7 +407,7 @@ class Runtime:
         return experience_pb2.ExperienceRef(
             run_id=key.run_id,
             step=key.step,
-            num_rows=experience.num_rows if num_rows is None else num_rows,
+            num_rows=experience.num_rows if share is None else share.num_rows,
             groups=[experience_pb2.ColumnGroup(columns=schemas, shards=[shard])],
         )
 
@@ -308,6 +431,19 @@ def _in_result_field(response_type: type[Response], result: Message) -> Response
             return response_type(**{field.name: result})
     raise TypeError(
         f"{response_type.__name__} has no field for a {type(result).__name__}: return another type"
+    )
+
+
+def _without_rows(
+    ref: experience_pb2.ExperienceRef, by_group: Mapping[int, Sequence[str]]
+) -> Experience:
+    return Experience(
+        {
+            schema.name: empty_column(schema)
+            for index, names in by_group.items()
+            for schema in ref.groups[index].columns
+            if schema.name in names
+        }
     )
 
 

@@ -57,6 +57,14 @@ def _schema(name: str, kind: ColumnKind, dtype: torch.dtype) -> experience_pb2.C
     return experience_pb2.ColumnSchema(name=name, kind=KINDS[kind], dtype=DTYPES[dtype])
 
 
+def empty_column(schema: experience_pb2.ColumnSchema) -> Column:
+    """A column of that kind and dtype without rows."""
+    dtype, kind = _DTYPE_OF[schema.dtype], _KIND_OF[schema.kind]
+    if kind is ColumnKind.ROW:
+        return Column(kind, torch.empty(0, dtype=dtype))
+    return Column.ragged(kind, [], dtype)
+
+
 def header_of(layout: PayloadLayout) -> experience_pb2.PayloadHeader:
     """The wire form of a layout, asking for all of its rows."""
     return experience_pb2.PayloadHeader(

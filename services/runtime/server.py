@@ -27,12 +27,15 @@ from grpc_reflection.v1alpha import reflection
 from rolemesh.engine.transport.shm import remove_leftovers
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.services.runtime.config import ConfigError, ServiceConfig, load_config
+from rolemesh.services.runtime.face import Face
 from rolemesh.services.runtime.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
 from rolemesh.services.runtime.fetch import ExperienceServicer
 from rolemesh.services.runtime.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.log import set_up_logging
+from rolemesh.services.runtime.meeting import Meeting
 from rolemesh.services.runtime.metrics import MetricsPage, ServiceMetrics
 from rolemesh.services.runtime.parent import follow_parent
+from rolemesh.services.runtime.rank_agent import as_rank, run_ranks
 from rolemesh.services.runtime.role import Role
 from rolemesh.services.runtime.runtime import Runtime
 from rolemesh.services.runtime.worker import WorkerServicer
@@ -42,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """How long calls in flight may still take to send their last bytes once work is finished."""
+
+FAREWELL_S = 1.0
+"""How long a service whose ranks diverged stays to answer its caller."""
 
 READINESS = "readiness"
 LIVENESS = "liveness"
@@ -122,9 +128,33 @@ class ServiceServer:
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
         await server.start()
         self._server = server
+        if config.rank_store is not None:
+            await self._meet_ranks(config.rank_store)
         for name in ("", LIVENESS, READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return runtime.address
+
+    async def _meet_ranks(self, store: Path) -> None:
+        config, runtime = self.config, self.runtime
+        runtime.meeting = Meeting(store, config.rank, config.world_size)
+        addresses = await asyncio.to_thread(runtime.meeting.exchange, runtime.address)
+        if runtime.is_face:
+            peers = [runtime.peer(address) for address in addresses[1:]]
+            runtime.face = Face(config.role, peers, self._ranks_diverged)
+
+    def _ranks_diverged(self, why: str) -> None:
+        logger.critical(
+            "the ranks of the %s no longer fit together (%s): the service ends; start the step "
+            "again from the newest checkpoint",
+            *(self.config.role, why),
+        )
+        # A rank may hang in a collective operation for good. The caller gets its answer first.
+        asyncio.get_running_loop().call_later(FAREWELL_S, self._leave_at_once)
+
+    def _leave_at_once(self) -> None:
+        self.runtime.store.close()
+        logging.shutdown()
+        os._exit(EXIT_FAILED)
 
     async def stop(self, work_timeout_s: float | None = None) -> bool:
         """Refuses new work, finishes what runs, frees everything. True when all was finished.
@@ -147,7 +177,7 @@ class ServiceServer:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         if is_finished:
-            await runtime.compute.run(runtime.role.close)
+            await runtime.compute.run(runtime.close_role)
         is_finished = runtime.compute.close(STOP_GRACE_S) and is_finished
         if self.metrics_page is not None:
             await self.metrics_page.stop()
@@ -218,14 +248,17 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 after a clean drain, 1 after a failure, 2 for wrong settings.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        config = load_config(
-            role.name, sys.argv[1:] if arguments is None else arguments, os.environ
-        )
+        config = load_config(role.name, arguments, os.environ)
     except ConfigError as error:
         print(f"{role.name}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if config.rank_store is not None:
+        config = as_rank(config, os.environ)
     set_up_logging(config)
+    if config.world_size > 1 and config.rank_store is None:
+        return run_ranks(config)
     try:
         is_finished = asyncio.run(_serve(role, config))
     except ServiceStartError as error:

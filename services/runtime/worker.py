@@ -15,7 +15,7 @@ import psutil
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.role import InitializeResult
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SEED = 2**53
 """Seeds stay exact in JSON and in a double."""
+
+DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
 
 DRAIN_MARGIN_S = 1.0
 """A drain ends this long before its deadline, so that its answer still arrives."""
@@ -69,32 +71,44 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Gives the service its part of a run."""
         runtime = self._runtime
 
-        async def work(call: Call) -> worker_pb2.InitializeResult:
-            run_id = request.key.run_id
+        async def initialize(call: Call) -> worker_pb2.InitializeResult:
             spec = parse_spec(runtime.role.spec_class, request.spec)
             if not 0 <= request.run_seed < MAX_SEED:
                 raise InvalidRequestError(
                     f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
                     reason="SPEC_INVALID",
                 )
-            await runtime.hold.take(run_id)
+
+            def load() -> InitializeResult:
+                mesh = runtime.join_ranks(spec.rank_layout())
+                return runtime.role.initialize(spec, request.run_seed, call.progress, mesh)
+
             try:
-                result: InitializeResult = await call.compute(
-                    runtime.role.initialize, spec, request.run_seed, call.progress
-                )
+                result = await call.compute(load)
             except BaseException as error:
                 await runtime.hold.initialization_failed(error)
                 raise
             runtime.hold.is_initialized = True
-            logger.info("initialized for run %s: %s", run_id, dict(result.facts))
+            logger.info("initialized for run %s: %s", request.key.run_id, dict(result.facts))
             return worker_pb2.InitializeResult(
                 policy_version=result.policy_version,
                 num_parameters=result.num_parameters,
                 facts=result.facts,
             )
 
+        async def work(call: Call) -> worker_pb2.InitializeResult:
+            # The other ranks are told only once the face has the service: it alone hears the
+            # coordinator of the run that may still hold it.
+            await runtime.hold.take(request.key.run_id, by_face=not runtime.is_face)
+            return await runtime.on_all_ranks(request, initialize, call)
+
         return runtime.keyed(
-            request, context, worker_pb2.InitializeResponse, work, needs_initialized=False
+            request,
+            context,
+            worker_pb2.InitializeResponse,
+            work,
+            on_all_ranks=False,
+            needs_initialized=False,
         )
 
     async def GetStatus(
@@ -158,7 +172,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             runtime.ledger.fence(request.run_id, request.fencing_epoch)
             runtime.hold.check_is_of(request.run_id)
         timeout_s = max(0.0, (context.time_remaining() or 0.0) - DRAIN_MARGIN_S)
-        if request.exit:
+        if runtime.face is not None and not request.exit:
+            # Work of the other ranks is part of the face's, which ends first.
+            await runtime.hold.give_back(timeout_s)
+            await runtime.face.tell(DRAIN_METHOD, request)
+        elif request.exit:
             runtime.hold.is_draining = True
             try:
                 await runtime.hold.finish_work(timeout_s)
@@ -171,7 +189,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainResponse()
 
 
-def parse_spec(spec_class: type[Spec], given: struct_pb2.Struct) -> Spec:
+def parse_spec(spec_class: type[RoleSpec], given: struct_pb2.Struct) -> RoleSpec:
     """Validates a role's section of the recipe.
 
     Struct numbers are doubles: whole ones become ints, which pydantic takes for floats as well.

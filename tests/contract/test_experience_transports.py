@@ -24,6 +24,7 @@ from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, enc
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.fetch import Fetched, fetch_rows, payload_chunks
 from rolemesh.services.runtime.rows import join_parts, row_tokens
+from rolemesh.services.runtime.runtime import Share
 from rolemesh.services.runtime.schema import header_of
 from rolemesh.services.runtime.server import ServiceServer
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
@@ -414,7 +415,9 @@ async def test_ranks_publish_scattered_rows_and_a_consumer_pulls_any_of_them() -
     ):
         parts = [
             server.runtime.publish(
-                operation_key(), batch.select(torch.tensor(rows)), rows=rows, num_rows=30
+                operation_key(),
+                batch.select(torch.tensor(rows)),
+                share=Share(rows=rows, num_rows=30, counts=True),
             )
             for server, rows in zip((first, second), shares, strict=True)
         ]

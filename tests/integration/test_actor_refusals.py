@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.services import ToySpec, operation_key, serving
 
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.actor.servicers import ActorRole
@@ -28,7 +29,9 @@ class EmptyActorRole(ActorRole):
 
     spec_class = ToySpec
 
-    def initialize(self, spec: Any, run_seed: int, progress: Any) -> InitializeResult:
+    def initialize(
+        self, spec: Any, run_seed: int, progress: Any, mesh: RankMesh
+    ) -> InitializeResult:
         return InitializeResult()
 
 

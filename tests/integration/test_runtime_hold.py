@@ -8,6 +8,7 @@ import pytest
 from google.protobuf import json_format, struct_pb2
 from support.services import ToyRole, operation_key, serving
 
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, PreconditionError
 from rolemesh.services.runtime.role import InitializeResult
@@ -29,12 +30,14 @@ class FragileRole(ToyRole):
         self.num_failures = num_failures
         self.is_loaded = False
 
-    def initialize(self, spec: Any, run_seed: int, progress: Any) -> InitializeResult:
+    def initialize(
+        self, spec: Any, run_seed: int, progress: Any, mesh: RankMesh
+    ) -> InitializeResult:
         self.is_loaded = True
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("no memory for the sampler")
-        return super().initialize(spec, run_seed, progress)
+        return super().initialize(spec, run_seed, progress, mesh)
 
     def close(self) -> None:
         self.is_loaded = False

@@ -20,7 +20,8 @@ import grpc
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.specs import RoleSpec
 from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.runtime import Call, Runtime
@@ -31,7 +32,7 @@ START_TIMEOUT_S = 60.0
 """Importing torch on a busy machine takes a while."""
 
 
-class ToySpec(Spec):
+class ToySpec(RoleSpec):
     """Spec of the toy role."""
 
     behaviour: str = "sum"
@@ -54,7 +55,7 @@ class ToyRole(Role):
         self.is_closed = False
 
     def initialize(
-        self, spec: ToySpec, run_seed: int, progress: ProgressCallback
+        self, spec: ToySpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         progress("load", 1, 1)
         self.spec = spec

@@ -99,7 +99,7 @@ async def test_killed_service_is_named_with_its_signal(tmp_path: Path) -> None:
         await subject.start()
         os.kill(subject.pids["critic"], signal.SIGKILL)
         found = await first_exit(subject)
-    assert (found.role, found.rank, found.signal_number) == ("critic", 0, signal.SIGKILL)
+    assert (found.role, found.num_ranks, found.signal_number) == ("critic", 1, signal.SIGKILL)
     assert f"critic rank 0 (pid {found.pid}) was killed by signal 9 (SIGKILL)" in found.reason
 
 

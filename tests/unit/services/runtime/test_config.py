@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rolemesh.engine.layout import TrainLayout
 from rolemesh.services.runtime.config import ConfigError, ServiceConfig, load_config
 
 
@@ -48,8 +49,12 @@ def test_loopback_needs_no_consent(host: str) -> None:
         (["--port", "-1"], "port is '-1'"),
         (["--threads", "0"], "threads is '0'"),
         (["--experience-capacity-bytes", "many"], "experience_capacity_bytes is 'many'"),
-        (["--rank", "1"], "rank is 1 with world_size 1"),
-        (["--world-size", "2"], "world_size is 2"),
+        (["--rank", "1"], "rank is 1, but the layout has 1 ranks"),
+        (["--layout", "tp=0"], "layout.tp is '0'"),
+        (["--layout", "tp"], "layout is 'tp': give each size once as name=number"),
+        (["--layout", "tp=2,tp=2"], "layout is 'tp=2,tp=2': give each size once"),
+        (["--layout", "ep=2"], "a layout has no 'ep': it has pp, tp, dp, fsdp, order"),
+        (["--layout", "dp=4,fsdp=3"], "fsdp 3 does not divide dp 4"),
         (["--advertise", "a:1"], "advertise is 'a:1' with port 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -67,3 +72,11 @@ def test_peers_reach_the_advertised_address() -> None:
     )
     assert config.peer_address(5) == "actor:5"
     assert ServiceConfig(role="actor").peer_address(7) == "127.0.0.1:7"
+
+
+def test_a_layout_says_how_many_ranks_there_are() -> None:
+    config = load_config("actor", ["--layout", "pp=2,tp=2,dp=2,fsdp=1"], {})
+    assert config.world_size == 8
+    assert config.layout.layout() == TrainLayout(pp=2, tp=2, dp=2, fsdp=1)
+    from_variable = load_config("actor", [], {"ROLEMESH_SERVICE__LAYOUT": "tp=2"})
+    assert from_variable.world_size == 2

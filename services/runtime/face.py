@@ -1,0 +1,217 @@
+"""The face of a service of several ranks: rank 0 passes a call on to all, and joins the answers.
+
+Every rank gets the same message and works out by itself which rows are its own, so the face holds
+no data of the others. Calls go one at a time, so that collective operations have one order on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.errors import InternalError, RolemeshError, UnavailableError
+from rolemesh.rpc.policy import rolemesh_methods
+from rolemesh.services.runtime.rows import join_parts
+from rolemesh.v1 import experience_pb2
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=Message)
+
+SETTLE_S = 10.0
+"""When one rank has failed, the others get this long to end the same call. A rank that waits for
+the failed one inside a collective operation never does."""
+
+
+class Face:
+    """Rank 0's hold of its service's other ranks. Owner: the loop.
+
+    Invariant: at most one call is with the ranks at a time. When ranks end a call differently, what
+    they hold no longer fits together: `on_divergence` is told, and nothing may be computed then.
+
+    Example: with 4 ranks, `await face.everywhere(request, work)` returns 4 answers of the type that
+    `work` returns, rank 0's own first.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        peers: Sequence[MeshChannel],
+        on_divergence: Callable[[str], None],
+    ) -> None:
+        """Prepares.
+
+        Args:
+            role: of the service.
+            peers: channels to ranks 1, 2, ...
+            on_divergence: told why the ranks can no longer work together.
+        """
+        self._role = role
+        self._peers = tuple(peers)
+        self._on_divergence = on_divergence
+        self._turn = asyncio.Lock()
+
+    async def everywhere(
+        self, request: Message, work: Callable[[], Awaitable[Answer]]
+    ) -> list[Answer]:
+        """Has every rank do the work of a request.
+
+        Args:
+            request: passed on as it is.
+            work: this rank's own part.
+
+        Returns:
+            The answers by rank.
+
+        Raises:
+            RolemeshError: of the first rank that failed; a peer's names the rank.
+        """
+        async with self._turn:
+            tasks = [asyncio.ensure_future(work())]
+            tasks += [
+                asyncio.create_task(self._ask(rank, channel, request))
+                for rank, channel in enumerate(self._peers, start=1)
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                failed = [task for task in tasks if task.done() and task.exception() is not None]
+                if failed:
+                    error = cast(BaseException, failed[0].exception())
+                    if isinstance(error, UnavailableError):
+                        self._on_divergence(f"a rank is gone: {error.message}")
+                    else:
+                        await self._settle(tasks)
+                    raise error
+                return [task.result() for task in tasks]
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def tell(self, path: str, request: Message) -> list[Any]:
+        """Calls an unkeyed, unary method of every other rank; returns the answers by rank."""
+        return list(
+            await asyncio.gather(
+                *(
+                    self._call(rank, channel, path, request)
+                    for rank, channel in enumerate(self._peers, start=1)
+                )
+            )
+        )
+
+    async def _settle(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        """Waits for the ranks to end a call that one of them has failed."""
+        _, running = await asyncio.wait(tasks, timeout=SETTLE_S)
+        if running:
+            stuck = [rank for rank, task in enumerate(tasks) if task in running]
+            self._on_divergence(f"ranks {stuck} still wait for the rank that failed")
+        elif any(task.exception() is None for task in tasks):
+            done = [rank for rank, task in enumerate(tasks) if task.exception() is None]
+            self._on_divergence(f"ranks {done} have done what another rank failed to do")
+
+    async def _ask(self, rank: int, channel: MeshChannel, request: Message) -> Any:
+        path, response_type, is_stream = _method_of(request.DESCRIPTOR.full_name)
+        if not is_stream:
+            return await self._call(rank, channel, path, request)
+        result: Any = None
+        call = channel.unary_stream(
+            path,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response_type.FromString,
+        )(request)
+        try:
+            async for message in call:
+                kind = message.WhichOneof("event")
+                if kind != "progress":
+                    result = getattr(message, kind)
+        except RolemeshError as error:
+            raise self._of_rank(rank, error) from error
+        if result is None:
+            raise InternalError(f"{self._role} rank {rank} ended the call without a result")
+        return result
+
+    async def _call(self, rank: int, channel: MeshChannel, path: str, request: Message) -> Any:
+        response_type = _response_type(path)
+        try:
+            return await channel.unary_unary(
+                path,
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=response_type.FromString,
+            )(request)
+        except RolemeshError as error:
+            raise self._of_rank(rank, error) from error
+
+    def _of_rank(self, rank: int, error: RolemeshError) -> RolemeshError:
+        return type(error)(
+            f"{self._role} rank {rank}: {error.message}",
+            reason=error.reason,
+            retryable=error.retryable,
+            metadata={**error.metadata, "rank": str(rank)},
+        )
+
+
+@functools.cache
+def _method_of(request_name: str) -> tuple[str, type[Message], bool]:
+    """Path, response type and kind of the method that takes a request."""
+    for path, method in rolemesh_methods().items():
+        if method.input_type.full_name == request_name:
+            return path, _response_type(path), method.server_streaming
+    raise ValueError(f"no method takes a {request_name}")
+
+
+@functools.cache
+def _response_type(path: str) -> type[Message]:
+    descriptor = rolemesh_methods()[path].output_type
+    return message_factory.GetMessageClass(descriptor)
+
+
+def join_answers(answers: Sequence[Answer]) -> Answer:
+    """One answer from those of all ranks.
+
+    References to experience and reports are joined; everything else is rank 0's, which ranks that
+    work in step agree on.
+    """
+    joined = type(answers[0])()
+    joined.CopyFrom(answers[0])
+    for descriptor in joined.DESCRIPTOR.fields:
+        kind = descriptor.message_type
+        if kind is None or descriptor.is_repeated:
+            continue
+        parts = [getattr(answer, descriptor.name) for answer in answers]
+        if kind is experience_pb2.ExperienceRef.DESCRIPTOR:
+            getattr(joined, descriptor.name).CopyFrom(join_parts(parts))
+        elif kind is experience_pb2.CallReport.DESCRIPTOR:
+            getattr(joined, descriptor.name).CopyFrom(join_reports(parts))
+    return joined
+
+
+def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2.CallReport:
+    """One report: rank 0's metrics, the slowest rank of each phase, all tokens and bytes.
+
+    A rank whose output does not count reports no tokens.
+    """
+    joined = experience_pb2.CallReport(
+        metrics=reports[0].metrics, num_tokens=sum(report.num_tokens for report in reports)
+    )
+    slowest: dict[str, experience_pb2.PhaseTime] = {}
+    for report in reports:
+        for phase in report.phases:
+            known = slowest.setdefault(phase.phase, phase)
+            if _nanoseconds(phase) > _nanoseconds(known):
+                slowest[phase.phase] = phase
+        for transport, num_bytes in report.fetched_bytes.items():
+            joined.fetched_bytes[transport] += num_bytes
+    joined.phases.extend(slowest.values())
+    return joined
+
+
+def _nanoseconds(phase: experience_pb2.PhaseTime) -> int:
+    return phase.duration.ToNanoseconds()

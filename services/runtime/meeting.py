@@ -1,0 +1,71 @@
+"""Where the ranks of a service meet: their addresses once, and the process groups of each run.
+
+They meet through a file in the agent's private folder: torch's TCP store would listen on all
+interfaces without authentication.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import torch
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+from rolemesh.engine.layout import HybridLayout
+from rolemesh.engine.mesh import RankMesh
+
+MEET_TIMEOUT_S = 300.0
+"""Longest wait for a rank to start: it imports torch and vLLM before."""
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""Longest wait inside one collective operation: a rank may still be in a long forward pass. That a
+rank died is noticed by the agent, and much sooner."""
+
+
+class Meeting:
+    """This rank's end of the meeting. Used before the first run, then by the compute thread.
+
+    Invariant: every rank makes the meshes of a service in the same order, since each makes one for
+    each Initialize that its face passes on; so the n-th of one rank meets the n-th of the others.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        """Joins.
+
+        Args:
+            path: file that all ranks were given.
+            rank: this one.
+            world_size: how many there are.
+        """
+        self._rank = rank
+        self._world_size = world_size
+        self._num_meshes = 0
+        # Groups connect over loopback: all ranks of a service are on one host.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._store = FileStore(str(path), world_size)
+        self._store.set_timeout(datetime.timedelta(seconds=MEET_TIMEOUT_S))
+
+    def exchange(self, address: str) -> list[str]:
+        """Tells all ranks this one's address, and waits for theirs.
+
+        Returns:
+            host:port by rank.
+
+        Raises:
+            RuntimeError: a rank did not come within MEET_TIMEOUT_S.
+        """
+        self._store.set(f"address/{self._rank}", address)
+        return [self._store.get(f"address/{rank}").decode() for rank in range(self._world_size)]
+
+    def connect(self, layout: HybridLayout) -> RankMesh:
+        """Makes the process groups of a run, together with all other ranks."""
+        self._num_meshes += 1
+        return RankMesh.connect(
+            layout,
+            rank=self._rank,
+            store=PrefixStore(f"mesh/{self._num_meshes}", self._store),
+            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+        )

@@ -1,0 +1,107 @@
+"""Starts the ranks of a service with torch's elastic launcher, and ends with them.
+
+The agent computes nothing: it starts one process a rank, all from the same command line, and waits.
+When a rank ends by itself, the others are ended too, and the agent says which one it was. Ranks are
+not started again: a rank alone cannot take up the work of the others in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from rolemesh.services.runtime.config import ServiceConfig
+from rolemesh.services.runtime.parent import follow_parent
+
+logger = logging.getLogger(__name__)
+
+MONITOR_INTERVAL_S = 0.1
+"""How often the launcher looks whether its ranks live."""
+
+LAST_GRACE_S = 2
+"""How long ranks may take to leave, beyond the time that their work may take, before SIGKILL."""
+
+STORE_FILE = "ranks"
+"""File in the agent's private folder through which its ranks meet."""
+
+
+def as_rank(config: ServiceConfig, environment: Mapping[str, str]) -> ServiceConfig:
+    """The settings of the rank that this process is.
+
+    All ranks get one command line. Rank 0 is the service's face and keeps the port and the announce
+    file that it asks for; the others take a free port and tell it to rank 0 alone.
+    """
+    rank = int(environment["RANK"])
+    own: dict[str, Any] = {"rank": rank, "parent_pid": os.getppid()}
+    if rank > 0:
+        own |= {"port": 0, "advertise": None, "announce": None}
+        if config.metrics_port:
+            own["metrics_port"] = config.metrics_port + rank
+    return ServiceConfig.model_validate(config.model_dump() | own)
+
+
+def run_ranks(config: ServiceConfig) -> int:
+    """Starts the service's ranks and waits for their end.
+
+    Args:
+        config: of the service; world_size says how many.
+
+    Returns:
+        0 when all ranks ended well; 1 when one failed, which is logged with rank, pid and cause.
+    """
+    # elastic's own messages are about its configuration; ours name the rank and the cause.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    if config.parent_pid is not None:
+        follow_parent(config.parent_pid, config.drain_timeout_s + 2 * LAST_GRACE_S, lambda: None)
+    with tempfile.TemporaryDirectory(prefix=f"rolemesh-{config.role}-") as folder:
+        launch = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.world_size,
+            run_id=f"{config.role}-{os.getpid()}",
+            role=config.role,
+            # Ranks meet through files of this host: torch's TCP store listens on all interfaces
+            # and knows no authentication.
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(Path(folder) / "rendezvous"),
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=MONITOR_INTERVAL_S,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGINT",
+            shutdown_timeout=round(config.drain_timeout_s) + LAST_GRACE_S,
+        )
+        # As this process was started, so that a role of a user's own needs no name here.
+        command = [*sys.orig_argv[1:], "--rank-store", str(Path(folder) / STORE_FILE)]
+        logger.info("starting %d ranks of the %s", config.world_size, config.role)
+        try:
+            elastic_launch(launch, sys.executable)(*command)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            how = (
+                f"was killed by signal {-failure.exitcode} "
+                f"({signal.Signals(-failure.exitcode).name})"
+                if failure.exitcode < 0
+                else f"ended with exit code {failure.exitcode}"
+            )
+            logger.error(
+                "%s rank %d (pid %d) %s; the other %d ranks were ended",
+                *(config.role, rank, failure.pid, how, config.world_size - 1),
+            )
+            return 1
+        except SignalException as stopped:
+            logger.info("told to end by signal %d: all ranks have ended", stopped.sigval)
+            return 0
+    logger.info("all ranks have ended")
+    return 0
