@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -59,6 +59,9 @@ class RolloutBackend(ABC):
     policy_version: int
     """Version of the weights held; -1 before the first update."""
 
+    takes_shards: ClassVar[bool] = False
+    """Whether `update_shard` can be called."""
+
     @abstractmethod
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -80,6 +83,24 @@ class RolloutBackend(ABC):
         Caches computed under the old weights are dropped. Raises WeightsStaleError when a
         parameter is missing or does not fit.
         """
+
+    def update_shard(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Replaces every weight by the part of it that this rank holds.
+
+        Args:
+            tensors: (name of the sampler's own parameter, floating [shape on this rank]), as the
+                sampler's weight layout says. Read once, and one held at a time.
+            policy_version: of the new weights.
+
+        Raises:
+            NotImplementedError: the back end takes whole weights only.
+            WeightsStaleError: a parameter is missing or does not fit.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} takes no parts of weights: call update_weights with whole ones"
+        )
 
     @abstractmethod
     def weight_checksums(self) -> Mapping[str, str]:

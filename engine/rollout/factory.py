@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.specs import RolloutSpec, VllmSpec
 
 
-def make_backend(spec: RolloutSpec, model_path: Path) -> RolloutBackend:
+def make_backend(
+    spec: RolloutSpec, model_path: Path, mesh: RankMesh | None = None
+) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
-    Only the back end asked for is imported; vLLM's import takes many seconds.
+    Only the back end asked for is imported; vLLM's import takes many seconds. All ranks of a mesh
+    call it together.
 
     Args:
         spec: which back end, and its limits.
         model_path: local Hugging Face folder of the policy; its config is read, not its weights.
+        mesh: groups of this rank, whose generation layout the back end takes; None means that the
+            rank is alone.
 
     Raises:
+        LayoutError: the back end cannot generate in that layout.
         ValueError: the folder is missing or does not fit the spec.
     """
     if isinstance(spec, VllmSpec):
         from rolemesh.engine.rollout.vllm import VllmBackend
 
-        return VllmBackend(spec, model_path)
+        return VllmBackend(spec, model_path, mesh)
     from rolemesh.engine.rollout.hf import HfBackend
 
-    return HfBackend(spec, model_path)
+    return HfBackend(spec, model_path, mesh)

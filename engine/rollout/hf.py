@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from rolemesh.engine.layout import LayoutError
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import (
     RolloutBackend,
     RolloutRequest,
@@ -48,10 +50,34 @@ class HfBackend(RolloutBackend):
     """
 
     def __init__(
-        self, spec: HfSpec, model_path: Path, *, device: torch.device | None = None
+        self,
+        spec: HfSpec,
+        model_path: Path,
+        mesh: RankMesh | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
+        """Makes a model without the folder's weights.
+
+        Args:
+            spec: limits of the back end.
+            model_path: local Hugging Face folder.
+            mesh: groups of this rank. Each rank generates with a whole model.
+            device: None takes the GPU if there is one.
+
+        Raises:
+            LayoutError: the layout spreads generation over ranks.
+            ValueError: the folder is missing or does not fit the spec.
+        """
         from transformers import AutoModelForCausalLM
 
+        if mesh is not None:
+            generate = mesh.layout.generate
+            if generate.tp > 1 or generate.pp > 1:
+                raise LayoutError(
+                    f"generate.tp is {generate.tp} and generate.pp is {generate.pp}: rollout type "
+                    "hf samples with whole models; give 1 for both, or rollout type vllm"
+                )
         self.policy_version = -1
         self._stale_reason = "no weights were sent yet"
         self._spec = spec

@@ -2,7 +2,7 @@
 
 vLLM is imported when a back end is made, not before: it takes many seconds, and its environment
 must be set first. What it changes in the process is kept in `vllm_process`, how weights reach it
-in `vllm_weights`.
+in `vllm_weights`, how it starts as one of several ranks in `vllm_ranks`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import (
     RolloutBackend,
     RolloutRequest,
@@ -34,6 +36,13 @@ from rolemesh.engine.rollout.vllm_process import (
     prepare_vllm,
     untouched_process,
 )
+from rolemesh.engine.rollout.vllm_ranks import (
+    check_generate_layout,
+    check_groups,
+    end_engine,
+    engine_start,
+    spare_the_world,
+)
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
 _MIN_TEMPERATURE = 0.01
@@ -48,9 +57,40 @@ class VllmBackend(RolloutBackend):
     runs at a time, and no update during it. Owned by the rank's compute thread.
 
     One engine lives in a process at a time; `close` makes room for the next.
+
+    With several ranks every rank has an engine. Those of all ranks are made together, and closed
+    before the mesh. The ranks of one generation replica (`mesh.generate_tp`) are one sampler:
+    they call `generate` with the same requests in the same order, take the same number of
+    trajectories, and update, sleep and wake together; each gets all trajectories, and the same
+    ones. Replicas depend on nobody: one may finish or begin while another works. A rank that dies
+    leaves the others of its replica waiting in vLLM for ever: whoever started them ends them.
     """
 
-    def __init__(self, spec: VllmSpec, model_path: Path) -> None:
+    takes_shards = True
+
+    def __init__(
+        self,
+        spec: VllmSpec,
+        model_path: Path,
+        mesh: RankMesh | None = None,
+        *,
+        folder_version: int | None = None,
+    ) -> None:
+        """Loads the engine; with several ranks all of the mesh call it together.
+
+        Args:
+            spec: limits of the engine.
+            model_path: local Hugging Face folder; weights are read only with folder_version.
+            mesh: groups of this rank; None means that it is alone.
+            folder_version: policy_version of the folder's own weights, which vLLM then loads in
+                its own way; None starts without weights.
+
+        Raises:
+            LayoutError: generation has pipeline stages.
+            ValueError: the folder is missing or does not fit the spec.
+        """
+        mesh = mesh or RankMesh.single()
+        check_generate_layout(mesh)
         self.policy_version = -1
         self._stale_reason = "no weights were sent yet"
         self._spec = spec
@@ -63,8 +103,13 @@ class VllmBackend(RolloutBackend):
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
         prepare_environment(spec.kv_cache_gib)
-        with untouched_process():
-            self._engine = _make_engine(spec, self._folder)
+        with untouched_process(), engine_start(mesh) as rank_arguments:
+            self._engine = _make_engine(
+                spec, self._folder, rank_arguments, has_weights=folder_version is not None
+            )
+        check_groups(mesh)
+        if folder_version is not None:
+            self.policy_version = folder_version
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -149,7 +194,7 @@ class VllmBackend(RolloutBackend):
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Replaces every weight through vLLM's own weight-transfer path.
+        """Replaces every weight through vLLM's own loaders, which cut them for this rank.
 
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
@@ -157,26 +202,50 @@ class VllmBackend(RolloutBackend):
             RuntimeError: a generation is under way.
             ValueError: policy_version is negative.
         """
+        loaded: set[str] = set()
+        with self._update(policy_version):
+            self._transfer({"weights": self._expected.checked(weights), "loaded": loaded})
+            self._check_loaded(loaded)
+
+    def update_shard(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Replaces every weight by this rank's own parts, in place, nothing cut or gathered.
+
+        Each rank is given its own tensors, those that `engine/weights/layouts.generate_layout`
+        names; no rank waits for another. One tensor is held at a time. Written in place on a GPU,
+        where this is not verified.
+
+        Raises:
+            WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
+                generate until a whole update; other ranks are not told.
+            RuntimeError: a generation is under way.
+            ValueError: policy_version is negative.
+        """
+        with self._update(policy_version):
+            self._transfer({"weights": tensors, "are_shards": True})
+
+    @contextmanager
+    def _update(self, policy_version: int) -> Iterator[None]:
+        """Quarantines the engine while weights come, and after a failure."""
         if policy_version < 0:
             raise ValueError(f"policy_version is {policy_version}: give a number from 0")
         if self._is_generating:
             raise RuntimeError("weights came during a generation: finish or close it first")
         self.policy_version = -1
         self._stale_reason = f"the update to policy_version {policy_version} failed"
-        loaded: set[str] = set()
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc(
-            "update_weights",
-            args=({"weights": self._expected.checked(weights), "loaded": loaded},),
-        )
-        self._engine.collective_rpc("finish_weight_update")
-        self._check_loaded(loaded)
+        yield
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
         # Off by configuration; keys and values of old weights must not outlive them in any case.
         self._engine.reset_prefix_cache()
         self.policy_version = policy_version
+
+    def _transfer(self, update_info: dict[str, Any]) -> None:
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", args=(update_info,))
+        self._engine.collective_rpc("finish_weight_update")
 
     def _check_loaded(self, loaded: set[str]) -> None:
         """Refuses an update of which vLLM dropped a part."""
@@ -190,7 +259,10 @@ class VllmBackend(RolloutBackend):
             )
 
     def weight_checksums(self) -> Mapping[str, str]:
-        """SHA-256 (hex) of each weight as the kernels read it, by Hugging Face name."""
+        """SHA-256 (hex) of each weight as the kernels read it, by Hugging Face name.
+
+        With several slices, of this rank's part of it.
+        """
         from rolemesh.engine.rollout.vllm_weights import model_checksums
 
         checksums: dict[str, str]
@@ -200,7 +272,8 @@ class VllmBackend(RolloutBackend):
     def sleep(self) -> int:
         """Drops weights and KV cache from a device; on a CPU there is nothing to free.
 
-        The engine holds no weights afterwards: wake it, then send them. Not verified on a GPU.
+        The engine holds no weights afterwards: wake it, then send them. All ranks of a replica
+        call it. Not verified on a GPU.
         """
         if not torch.cuda.is_available():
             return 0
@@ -217,7 +290,8 @@ class VllmBackend(RolloutBackend):
     def wake(self) -> int:
         """Takes memory for the weights again; the KV cache follows with the next update.
 
-        Both at once would stand beside the trainer's copies at the peak. Not verified on a GPU.
+        Both at once would stand beside the trainer's copies at the peak. All ranks of a replica
+        call it. Not verified on a GPU.
         """
         if not self._kv_cache_asleep:
             return 0
@@ -226,17 +300,9 @@ class VllmBackend(RolloutBackend):
         return max(0, free_bytes - torch.cuda.mem_get_info()[0])
 
     def close(self) -> None:
-        """Ends the engine and, if vLLM made them, its process groups."""
-        from vllm.distributed.parallel_state import (
-            destroy_distributed_environment,
-            destroy_model_parallel,
-        )
-
-        self._engine.engine_core.shutdown()
+        """Ends the engine and the process groups that vLLM made. Every rank calls it."""
+        end_engine(self._engine, world_is_ours=self._world_is_ours)
         del self._engine
-        destroy_model_parallel()
-        if self._world_is_ours:
-            destroy_distributed_environment()
 
     def _check_ready(self) -> None:
         if self.policy_version < 0:
@@ -248,7 +314,9 @@ class VllmBackend(RolloutBackend):
             raise RuntimeError("a generation is under way: finish or close it first")
 
 
-def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
+def _make_engine(
+    spec: VllmSpec, folder: ModelFolder, rank_arguments: Mapping[str, Any], *, has_weights: bool
+) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -259,8 +327,8 @@ def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
         EngineArgs(
             model=str(folder.path),
             dtype=spec.dtype,
-            # Weights come from the trainer before the first generation.
-            load_format="dummy",
+            # Otherwise weights come from the trainer before the first generation.
+            load_format="safetensors" if has_weights else "dummy",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
             # Tokens in, tokens out.
             skip_tokenizer_init=True,
@@ -283,12 +351,18 @@ def _make_engine(spec: VllmSpec, folder: ModelFolder) -> Any:
             use_tqdm_on_load=False,
             seed=0,
             hf_overrides={} if current_platform.is_cpu() else {"head_dtype": "float32"},
+            **rank_arguments,
         )
     )
     if current_platform.is_cpu() and spec.dtype == "bfloat16":
         from rolemesh.engine.rollout.vllm_precision import widen_residual_stream
 
         engine.apply_model(widen_residual_stream)
+    spare_the_world(engine)
+    if has_weights:
+        from rolemesh.engine.rollout.vllm_weights import finish_heads
+
+        engine.apply_model(finish_heads)
     return engine
 
 

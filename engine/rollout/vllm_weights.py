@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.vllm_precision import widen_logits
+from rolemesh.engine.rollout.vllm_shards import place_shards
 
 # Columns of a packed matrix read back at a time: bounds the extra memory.
 _READ_BACK_COLUMNS = 256
@@ -50,14 +51,16 @@ class InProcessUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     the set is not whole; its exception leaves the update."""
     loaded: set[str] = field(default_factory=set)
     """Receives the names of the sampler's parameters that were written."""
+    are_shards: bool = False
+    """The weights are this rank's parts under vLLM's names instead (see `vllm_shards`)."""
 
 
 class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
     """vLLM's side of an update within one process.
 
-    Owned by the compute thread, like the engine. Tensors are copied, cast to the sampler's type,
-    split by tensor-parallel rank and fused by vLLM's own loaders. A failed update leaves a model
-    that can run and take a next update, but whose weights are of no version.
+    Owned by the compute thread, like the engine. Tensors are copied and cast to the sampler's
+    type; whole ones are split by tensor-parallel rank and fused by vLLM's own loaders. A failed
+    update leaves a model that can run and take a next update, but whose weights are of no version.
     """
 
     init_info_cls = InProcessInitInfo
@@ -67,33 +70,35 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Does nothing: there is nobody to meet."""
 
     def start_weight_update(self) -> None:
-        """Opens the model for weights in checkpoint form."""
-        initialize_layerwise_reload(self.model)
+        """Does nothing: how the model is opened depends on what comes."""
 
     def receive_weights(self, update_info: InProcessUpdateInfo) -> None:
-        """Reads the weights into the model."""
-        try:
-            update_info.loaded |= self.model.load_weights(iter(update_info.weights))
-        except BaseException:
-            # Layers wait on the meta device with their loaders wrapped. Without this a next
-            # update would go on in the middle of this one.
-            self._close_model()
-            raise
+        """Reads the weights into the model and packs them for the kernels."""
+        if update_info.are_shards:
+            place_shards(self.model, update_info.weights, self.model_config.dtype)
+        else:
+            initialize_layerwise_reload(self.model)
+            try:
+                update_info.loaded |= self.model.load_weights(iter(update_info.weights))
+            finally:
+                # Also after a failure: layers wait on the meta device with their loaders wrapped,
+                # and a next update would go on in the middle of this one.
+                finalize_layerwise_reload(self.model, self.model_config)
+        finish_heads(self.model)
 
     def finish_weight_update(self) -> None:
-        """Packs the weights for the kernels."""
-        self._close_model()
+        """Does nothing: an update is one chunk."""
 
     def shutdown(self) -> None:
         """Does nothing: there is nobody to leave."""
 
-    def _close_model(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        for head in _tied_heads(self.model):
-            head.quant_method.process_weights_after_loading(head)
-        if self.device.type == "cpu":
-            for head in _narrow_heads(self.model):
-                widen_logits(head)
+
+def finish_heads(model: nn.Module) -> None:
+    """Packs what vLLM leaves as it was: tied heads, and on a CPU heads of bfloat16 widened."""
+    for head in _tied_heads(model):
+        head.quant_method.process_weights_after_loading(head)
+    for head in _narrow_heads(model):
+        widen_logits(head)
 
 
 def _tied_heads(model: nn.Module) -> list[Any]:
@@ -114,11 +119,13 @@ def _tied_heads(model: nn.Module) -> list[Any]:
 
 
 def _narrow_heads(model: nn.Module) -> list[Any]:
-    """Output heads whose logits vLLM would round to bfloat16."""
+    """Output heads on a CPU whose logits vLLM would round to bfloat16."""
     return [
         module
         for module in model.modules()
-        if isinstance(module, ParallelLMHead) and module.weight.dtype == torch.bfloat16
+        if isinstance(module, ParallelLMHead)
+        and module.weight.dtype == torch.bfloat16
+        and module.weight.device.type == "cpu"
     ]
 
 

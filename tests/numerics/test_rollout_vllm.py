@@ -25,6 +25,7 @@ from support.rollout_checks import (
     tokens_by_row,
     trainer_checksums,
 )
+from support.sampler_shards import rank_shard, shard_tensors
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
@@ -199,6 +200,23 @@ def test_an_update_takes_effect_and_a_missed_one_shows(
         assert logprob_differences(model, requests, trajectories).mean() < FLOAT32_LOGPROB
         assert {trajectory.policy_version for trajectory in trajectories} == {version}
         assert backend.weight_checksums() == expected
+
+
+def test_parts_placed_by_one_rank_are_whole_weights_loaded(
+    backend: VllmBackend, model: PreTrainedModel, folder: Path
+) -> None:
+    requests, sampling = make_requests(8), SamplingSpec(max_new_tokens=24)
+    for version, seed in ((4, 1), (5, 2)):
+        perturb(model, seed=seed)
+        backend.update_shard(shard_tensors(rank_shard(folder), dict(model.state_dict())), version)
+        assert backend.weight_checksums() == trainer_checksums(model, torch.float32)
+        trajectories = list(backend.generate(requests, sampling))
+        assert logprob_differences(model, requests, trajectories).mean() < FLOAT32_LOGPROB
+        assert {trajectory.policy_version for trajectory in trajectories} == {version}
+    # The two ways can follow each other.
+    perturb(model, seed=3)
+    backend.update_weights(model.named_parameters(), 6)
+    assert backend.weight_checksums() == trainer_checksums(model, torch.float32)
 
 
 def test_a_single_missed_linear_layer_shows_in_its_checksum(

@@ -15,6 +15,7 @@ from support.rollout_checks import (
     perturb,
     trainer_checksums,
 )
+from support.sampler_shards import rank_shard, shard_tensors
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
@@ -56,6 +57,21 @@ def test_float32_weights_arrive_rounded_to_bfloat16_once(
         assert backend.weight_checksums() == trainer_checksums(model, torch.bfloat16)
         assert "lm_head.weight" in backend.weight_checksums()
         perturb(model, seed=version)
+
+
+def test_placed_parts_are_rounded_and_their_logits_float32(
+    backend: VllmBackend, model: PreTrainedModel, folder: Path
+) -> None:
+    perturb(model, seed=7)
+    shard, weights = rank_shard(folder), dict(model.state_dict())
+    backend.update_shard(shard_tensors(shard, weights), 3)
+    assert backend.weight_checksums() == trainer_checksums(model, torch.bfloat16)
+    requests, sampling = make_requests(8), SamplingSpec(max_new_tokens=24)
+    placed = list(backend.generate(requests, sampling))
+    backend.update_weights(model.named_parameters(), 4)
+    loaded = list(backend.generate(requests, sampling))
+    # Equal, not near: the head's float32 logits come from the same packs.
+    assert {t.row: list(t.logprobs) for t in placed} == {t.row: list(t.logprobs) for t in loaded}
 
 
 def test_logprobs_are_near_those_of_float32(backend: VllmBackend, model: PreTrainedModel) -> None:

@@ -1,0 +1,120 @@
+"""A rank's own part of the weights, placed straight into its vLLM model.
+
+Imports vLLM, so it is itself imported late. Tensors have vLLM's names and this rank's shapes, as
+`engine/weights/layouts.generate_layout` says; nothing is cut, fused or gathered here. On a CPU
+each weight is packed again for the matrix kernel (vLLM 0.32 leaves a packed linear layer's
+parameter empty); on a GPU it is written in place, which is not verified on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rolemesh.engine.rollout.base import WeightsStaleError
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor goes."""
+
+    module: Any
+    own_name: str
+    shape: tuple[int, ...]
+    """Before packing."""
+    dtype: torch.dtype
+    """Type to which the weight is rounded."""
+
+
+@torch.no_grad()
+def place_shards(
+    model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> None:
+    """Replaces every weight of this rank, one at a time.
+
+    A tensor is let go before the next one is asked for. Padded rows of the vocabulary may hold
+    anything; they become zeros. A head that is tied to the embedding is not packed here.
+
+    Args:
+        model: vLLM's.
+        tensors: (name of vLLM's parameter, floating [shape on this rank]), read once.
+        dtype: of the model.
+
+    Raises:
+        WeightsStaleError: at a tensor that is unknown, repeated or of another shape, and at the
+            end when one is missing. What came before it has been placed.
+    """
+    places = _places(model, dtype)
+    missing = dict.fromkeys(places)
+    for name, tensor in tensors:
+        place = places.get(name)
+        if place is None:
+            raise WeightsStaleError(
+                f"shard update has {name!r}, which vLLM's model does not have: send its own "
+                "parameters under its own names, tied ones once"
+            )
+        if name not in missing:
+            raise WeightsStaleError(
+                f"shard update has {name!r}, which came before: send each parameter once"
+            )
+        del missing[name]
+        if tuple(tensor.shape) != place.shape:
+            raise WeightsStaleError(
+                f"shard update has {name!r} with shape {list(tensor.shape)}, but this rank's is "
+                f"{list(place.shape)}: cut it for the generation layout of the engine"
+            )
+        _place(place, tensor)
+        # Otherwise the loop holds it while the next one is received.
+        del tensor
+    if missing:
+        names = list(missing)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise WeightsStaleError(
+            f"shard update lacks {', '.join(map(repr, names[:3]))}{more} "
+            f"({len(names)} of {len(places)} parameters): send every parameter"
+        )
+
+
+def _places(model: nn.Module, dtype: torch.dtype) -> dict[str, _Place]:
+    places = {}
+    for name, parameter in model.named_parameters():
+        prefix, _, own_name = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        # What vLLM recorded before it packed; of biases it records nothing, and never empties one,
+        # but may hold it wider than the model.
+        recorded = get_layerwise_info(module).restore_metadata[0].get(own_name)
+        places[name] = _Place(
+            module,
+            own_name,
+            tuple(parameter.shape if recorded is None else recorded.shape),
+            dtype if recorded is None else recorded.dtype,
+        )
+    return places
+
+
+def _place(place: _Place, tensor: torch.Tensor) -> None:
+    module, parameter = place.module, getattr(place.module, place.own_name)
+    if parameter.shape != place.shape:
+        # Emptied by packing. The kernel may keep what it is given, so it gets a copy of its own.
+        parameter = nn.Parameter(
+            torch.empty(place.shape, dtype=place.dtype, device=parameter.device),
+            requires_grad=False,
+        )
+        setattr(module, place.own_name, parameter)
+    parameter.copy_(tensor.detach().to(place.dtype))
+    if isinstance(module, VocabParallelEmbedding):
+        parameter[module.shard_indices.num_org_elements :] = 0
+    method = getattr(module, "quant_method", None)
+    if (
+        place.own_name == "weight"
+        and parameter.device.type == "cpu"
+        and isinstance(method, QuantizeMethodBase)
+    ):
+        method.process_weights_after_loading(module)
