@@ -178,6 +178,7 @@ class _Planner:
         # parameter but many ranks.
         self._holders: dict[str, dict[Box, dict[int, Piece]]] = defaultdict(dict)
         self._own: list[dict[str, list[Piece]]] = [defaultdict(list) for _ in range(world_size)]
+        # By target piece: boxes of it that the source has, and who holds them.
         self._overlaps: dict[tuple[str, Box], list[tuple[Box, dict[int, Piece]]]] = {}
         for rank, shard in enumerate(source.ranks):
             for piece in shard.pieces:
@@ -202,35 +203,22 @@ class _Planner:
         # The tensor of the same name first: with a tied embedding in two source tensors, each
         # target tensor then reads its namesake.
         for held in sorted(own, key=lambda held: held.tensor != piece.tensor):
-            taken, missing = _take(missing, held.box)
-            self.local[rank] += [_copy(box, rank, held, rank, piece) for box in taken]
+            taken, missing = take(missing, held.box)
+            self.local[rank] += [copy_between(box, rank, held, rank, piece) for box in taken]
         for copy in received if missing else ():
             at = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
-            taken, missing = _take(missing, copy.box)
-            self.duplicates[rank] += [_copy(box, rank, at, rank, piece) for box in taken]
+            taken, missing = take(missing, copy.box)
+            self.duplicates[rank] += [copy_between(box, rank, at, rank, piece) for box in taken]
         if missing:
             received += self._receive(rank, piece, missing)
 
     def _receive(self, rank: int, piece: Piece, missing: list[Box]) -> list[Copy]:
-        candidates = [
-            (holder, held)
-            for _, holders in self._overlapping(piece)
-            for holder, held in holders.items()
-        ]
-        candidates.sort(
-            key=lambda candidate: (
-                (candidate[0] ^ rank).bit_length(),
-                self._sent[candidate[0]],
-                abs(candidate[0] - rank),
-                candidate[0],
-            )
-        )
         copies = []
-        for holder, held in candidates:
+        for holder, held in self._senders(rank, piece):
             if not missing:
                 break
-            taken, missing = _take(missing, held.box)
-            copies += [_copy(box, holder, held, rank, piece) for box in taken]
+            taken, missing = take(missing, held.box)
+            copies += [copy_between(box, holder, held, rank, piece) for box in taken]
             self._sent[holder] += sum(map(num_elements, taken)) * self.item_bytes[piece.parameter]
         if missing:
             raise ManifestError(
@@ -241,20 +229,37 @@ class _Planner:
         self.remote += copies
         return copies
 
-    def _overlapping(self, piece: Piece) -> list[tuple[Box, dict[int, Piece]]]:
-        """Boxes of the source that share elements with a target piece, and who holds them."""
+    def _senders(self, rank: int, piece: Piece) -> Iterator[tuple[int, Piece]]:
+        """Who may send parts of a piece to a rank, in the order in which they are asked."""
+
+        def nearness(candidate: tuple[int, Piece]) -> tuple[int, int, int, int]:
+            holder, _ = candidate
+            distance = (holder ^ rank).bit_length()
+            return distance, self._sent[holder], abs(holder - rank), holder
+
         key = (piece.parameter, piece.box)
         if key not in self._overlaps:
             self._overlaps[key] = [
-                (box, holders)
+                (common, holders)
                 for box, holders in self._holders[piece.parameter].items()
-                if intersection(box, piece.box)
+                if (common := intersection(box, piece.box))
             ]
-        return self._overlaps[key]
+        overlaps = self._overlaps[key]
+        if sum(num_elements(box) for box, _ in overlaps) <= num_elements(piece.box):
+            # No element is in two boxes, which is usual: each box from its nearest holder, in the
+            # order of the boxes, which breaks what is missing into the fewest parts.
+            for _, holders in overlaps:
+                yield min(holders.items(), key=nearness)
+        else:
+            candidates = (held for _, holders in overlaps for held in holders.items())
+            yield from sorted(candidates, key=nearness)
 
 
-def _take(missing: list[Box], held: Box) -> tuple[list[Box], list[Box]]:
-    """What `held` gives of the missing boxes, and what is then left of them."""
+def take(missing: list[Box], held: Box) -> tuple[list[Box], list[Box]]:
+    """What `held` gives of the missing boxes, and what is then left of them.
+
+    Example: of rows 0 to 8, a holder of rows 6 to 12 gives rows 6 to 8; rows 0 to 6 are left.
+    """
     taken, left = [], []
     for box in missing:
         common = intersection(box, held)
@@ -274,7 +279,8 @@ def _difference(box: Box, inner: Box) -> Iterator[Box]:
                 yield (*inner[:dim], extent, *box[dim + 1 :])
 
 
-def _copy(box: Box, source: int, held: Piece, target: int, wanted: Piece) -> Copy:
+def copy_between(box: Box, source: int, held: Piece, target: int, wanted: Piece) -> Copy:
+    """The copy of a box that lies in both pieces, from rank `source` to rank `target`."""
     return Copy(
         wanted.parameter,
         box,
@@ -306,74 +312,75 @@ def _buckets(
     """
     positions = {name: position for position, name in enumerate(item_bytes)}
     world_size = 1 + max((max(copy.source, copy.target) for copy in copies), default=0)
-    queues: dict[int, dict[int, deque[tuple[int, int, Copy]]]] = {}
-    # Each sender turns to the ranks after it first: not all of them to rank 0 at once.
+    queues: dict[tuple[int, int], deque[tuple[int, Copy]]] = defaultdict(deque)
     for copy in sorted(
-        copies,
-        key=lambda copy: (
-            copy.source,
-            (copy.target - copy.source) % world_size,
-            positions[copy.parameter],
-            copy.target_tensor,
-            copy.box,
-        ),
+        copies, key=lambda copy: (positions[copy.parameter], copy.target_tensor, copy.box)
     ):
-        queue = queues.setdefault(copy.source, {}).setdefault(copy.target, deque())
         item = item_bytes[copy.parameter]
         for part in _parts(copy, max(1, bound // _PARTS_A_ROUND // item)):
-            num_bytes = num_elements(part.box) * item
-            queue.append((positions[copy.parameter], num_bytes, part))
-    while queues:
+            queues[copy.source, copy.target].append((num_elements(part.box) * item, part))
+
+    def lane(source: int, target: int) -> tuple[int, int, int]:
+        """A queue's place among its sender's: the one furthest behind in model order is first."""
+        # Of equal ones, the ranks after the sender: not all senders turn to rank 0 at once.
+        _, copy = queues[source, target][0]
+        return positions[copy.parameter], (target - source) % world_size, target
+
+    lanes: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for source, target in queues:
+        heapq.heappush(lanes[source], lane(source, target))
+    while lanes:
         round_copies = []
         received: dict[int, int] = defaultdict(int)
-        # The sender with the least in this round adds next, to the receiver that is furthest
-        # behind in model order and has room. One that fits nowhere waits for the next round.
-        senders = [(0, source) for source in sorted(queues)]
+        # A lane whose next copy does not fit, on either end, waits for the next round.
+        waiting: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        # The sender with the least in this round adds next.
+        senders = [(0, source) for source in sorted(lanes)]
         while senders:
-            sent, source = heapq.heappop(senders)
-            lane: deque[tuple[int, int, Copy]] | None = None
-            for target, queue in queues[source].items():
-                position, num_bytes, _ = queue[0]
-                fits = max(sent, received[target]) + num_bytes <= bound
-                if fits and (lane is None or position < lane[0][0]):
-                    lane = queue
-            if lane is None:
+            sent, source = senders[0]
+            if not lanes[source]:
+                heapq.heappop(senders)
                 continue
-            _, num_bytes, copy = lane.popleft()
+            target = lanes[source][0][2]
+            queue = queues[source, target]
+            num_bytes, copy = queue[0]
+            if max(sent, received[target]) + num_bytes > bound:
+                waiting[source].append(heapq.heappop(lanes[source]))
+                continue
+            queue.popleft()
             round_copies.append(copy)
-            received[copy.target] += num_bytes
-            if not lane:
-                del queues[source][copy.target]
-            if queues[source]:
-                heapq.heappush(senders, (sent + num_bytes, source))
+            received[target] += num_bytes
+            if queue:
+                heapq.heapreplace(lanes[source], lane(source, target))
             else:
-                del queues[source]
+                heapq.heappop(lanes[source])
+            heapq.heapreplace(senders, (sent + num_bytes, source))
         yield round_copies
+        for blocked in waiting.values():
+            heapq.heapify(blocked)
+        lanes = waiting
 
 
-def _parts(copy: Copy, most: int) -> Iterator[Copy]:
-    """The copy in parts of at most `most` elements: whole rows where one fits."""
-    if num_elements(copy.box) <= most:
-        yield copy
+def split_box(box: Box, most: int) -> Iterator[Box]:
+    """The box in parts of at most `most` elements: whole rows where one fits."""
+    if num_elements(box) <= most:
+        yield box
         return
     # The first dimension of which single entries fit, cut into runs of as many as fit; a dimension
     # before it is taken entry by entry.
-    dim = next(dim for dim, (start, stop) in enumerate(copy.box) if stop - start > 1)
-    start, stop = copy.box[dim]
-    run = max(1, most // (num_elements(copy.box) // (stop - start)))
+    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    run = max(1, most // (num_elements(box) // (stop - start)))
     for at in range(start, stop, run):
-        box = (*copy.box[:dim], (at, min(at + run, stop)), *copy.box[dim + 1 :])
-        part = Copy(
-            copy.parameter,
-            box,
-            copy.source,
-            copy.source_tensor,
-            _origin(box, copy.box, copy.source_origin),
-            copy.target,
-            copy.target_tensor,
-            _origin(box, copy.box, copy.target_origin),
-        )
-        yield from _parts(part, most)
+        yield from split_box((*box[:dim], (at, min(at + run, stop)), *box[dim + 1 :]), most)
+
+
+def _parts(copy: Copy, most: int) -> Iterator[Copy]:
+    """The copy in parts of at most `most` elements."""
+    held = Piece(copy.parameter, copy.box, copy.source_tensor, copy.source_origin)
+    wanted = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
+    for box in split_box(copy.box, most):
+        yield copy_between(box, copy.source, held, copy.target, wanted)
 
 
 def _dtype(layout: WeightLayout, parameter: str) -> DtypeName:
