@@ -2,23 +2,24 @@
 
 Decoder-only families with a plan can be spread over ranks; encoders stay on one.
 
-Shape letters: B rows, T longest row, D width, L labels.
+Shape letters: B rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
-from rolemesh.engine.batching import PAD_TOKEN, PaddedRows, micro_batches
+from rolemesh.engine.batching import micro_batches
+from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
+from rolemesh.engine.models.rank_model import MicroBatch, RankModel
+from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
 from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.train.agreement import prepare_together
 
 
 class Classifier:
@@ -63,7 +64,8 @@ class Classifier:
                 f"{config.num_labels} labels: give 0 to {config.num_labels - 1}"
             )
         self.label = label
-        self.model = SequenceClassifier(spec, config=config, device=device, mesh=mesh)
+        self._model = SequenceClassifier(spec, config=config, device=device, mesh=mesh)
+        self._rank_model = RankModel(self._model) if self._model.is_decoder else None
         self._max_tokens: int | None = getattr(config, "max_position_embeddings", None)
         self._tokenizer = AutoTokenizer.from_pretrained(
             spec.path, local_files_only=True, trust_remote_code=False
@@ -84,16 +86,56 @@ class Classifier:
     ) -> torch.Tensor:
         """Scores rows of token ids.
 
+        With many ranks all of them call it: those of a data-parallel replica with the same rows,
+        replicas with rows of their own (there may be none).
+
         Args:
             token_rows: at least one token each.
             progress: called with ("score", rows done, rows).
 
         Returns:
-            float32 [B], on the CPU.
+            float32 [B], on the CPU: on the last pipeline stage, equal on all its slices. Other
+            stages return no scores.
 
         Raises:
             ValueError: a row is empty, or longer than the model can see.
         """
+        mesh = self._model.mesh
+
+        def prepare() -> tuple[list[list[int]], int]:
+            groups = self._row_groups(token_rows)
+            return groups, len(groups)
+
+        groups, numbers = prepare_together(prepare, mesh.dp, self.device)
+        scores_B = torch.empty(len(token_rows) if mesh.pp.is_last else 0, dtype=torch.float32)
+        num_done = 0
+
+        def keep(number: int, logits_BL: torch.Tensor) -> None:
+            if number < len(groups):
+                scores_B[groups[number]] = logits_BL[:, self.label].float().cpu()
+
+        def done(number: int) -> None:
+            nonlocal num_done
+            if number < len(groups):
+                num_done += len(groups[number])
+                if progress is not None:
+                    progress("score", num_done, len(token_rows))
+
+        passes = [self._micro_batch(token_rows, group) for group in groups]
+        if self._rank_model is None:
+            for number, micro_batch in enumerate(passes):
+                keep(number, self._model(micro_batch.padded))
+                done(number)
+            return scores_B
+        # Gathering weights that replicas cut among them takes all replicas, so all make as many
+        # passes: those with fewer micro-batches run a token that nobody reads.
+        filler = self._micro_batch([[0]], [0])
+        passes += [filler] * (max(numbers) - len(passes))
+        self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
+        return scores_B
+
+    def _row_groups(self, token_rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Rows of each micro-batch; raises ValueError for rows that cannot be scored."""
         lengths = [len(row) for row in token_rows]
         for index, length in enumerate(lengths):
             if length == 0:
@@ -103,89 +145,9 @@ class Classifier:
                     f"row {index} has {length} tokens, but the classifier sees at most "
                     f"{self._max_tokens}: shorten prompts or completions"
                 )
-        scores_B = torch.empty(len(token_rows), dtype=torch.float32)
-        done = 0
-        for group in micro_batches(lengths, self.spec.micro_batch_tokens):
-            rows = pad_token_rows([token_rows[row] for row in group], self.device)
-            scores_B[group] = self.model(rows)[:, self.label].float().cpu()
-            done += len(group)
-            if progress is not None:
-                progress("score", done, len(token_rows))
-        return scores_B
+        return micro_batches(lengths, self.spec.micro_batch_tokens)
 
-
-class SequenceClassifier(Decoder):
-    """Layers and head of a sequence classifier, frozen. Owned by the rank's compute thread.
-
-    Decoder-only families call their head `score` and read it at the last token; encoders read a
-    marker token and need an attention mask.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        config: Any,
-        device: torch.device | str = "cpu",
-        mesh: RankMesh | None = None,
-    ) -> None:
-        """Loads the rank's part; see `Classifier` for arguments and errors."""
-        super().__init__(
-            AutoModelForSequenceClassification,
-            spec,
-            config=config,
-            device=device,
-            mesh=mesh or RankMesh.single(),
-        )
-        self.lm.requires_grad_(False)
-
-    def forward(self, rows: PaddedRows) -> torch.Tensor:
-        """Logits, float [B, L]. For one stage; with more, `stage_forward` and `finish`."""
-        if isinstance(getattr(self.lm, "score", None), nn.Linear):
-            return self.finish(self.stage_forward(rows, None), rows)
-        positions_T = torch.arange(rows.tokens_BT.shape[1], device=rows.tokens_BT.device)
-        is_token_BT = (positions_T < rows.lengths_B[:, None]).long()
-        with torch.autocast(
-            rows.tokens_BT.device.type,
-            torch.bfloat16,
-            enabled=self.spec.compute_dtype == "bfloat16",
-        ):
-            logits_BL: torch.Tensor = self.lm(
-                input_ids=rows.tokens_BT, attention_mask=is_token_BT
-            ).logits
-        return logits_BL
-
-    def finish(self, hidden_BTD: torch.Tensor, rows: PaddedRows) -> torch.Tensor:
-        """Logits, float32 [B, L], from the last stage's result; equal on all its slices.
-
-        Not the model's own pooling: it looks for the last token that is not the pad id, and chat
-        models end their text with exactly that id.
-
-        Args:
-            hidden_BTD: from `stage_forward`, float [B, T, D].
-            rows: the rows it was computed from.
-
-        Raises:
-            ValueError: this is not the last stage.
-        """
-        self._check_last_stage()
-        row_B = torch.arange(len(rows.lengths_B), device=hidden_BTD.device)
-        logits_BL: torch.Tensor = self.lm.score(hidden_BTD[row_B, rows.lengths_B - 1].float())
-        return logits_BL
-
-
-def pad_token_rows(
-    token_rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
-) -> PaddedRows:
-    """Lays rows of token ids, at least one each, out for a forward pass; none is a completion."""
-    lengths_B = torch.tensor([len(row) for row in token_rows])
-    tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
-    for index, row in enumerate(token_rows):
-        tokens_BT[index, : len(row)] = torch.tensor(row)
-    none_N = torch.empty(0, dtype=torch.int64, device=device)
-    return PaddedRows(
-        tokens_BT=tokens_BT.to(device),
-        lengths_B=lengths_B.to(device),
-        state_index_N=none_N,
-        targets_N=none_N,
-    )
+    def _micro_batch(self, token_rows: Sequence[Sequence[int]], group: list[int]) -> MicroBatch:
+        padded = pad_token_rows([token_rows[row] for row in group], self.device)
+        lengths = Column(ColumnKind.ROW, padded.lengths_B.cpu())
+        return MicroBatch(torch.tensor(group), Experience({"lengths": lengths}), padded)

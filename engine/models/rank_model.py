@@ -16,6 +16,7 @@ from rolemesh.engine.batching import PaddedRows, micro_batches, pad_rows
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.sequence_classifier import SequenceClassifier
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.train.data_parallel import cut_over_data, forget_pass, gather_no_longer
 from rolemesh.engine.train.pipeline import Pipeline
@@ -56,7 +57,7 @@ class RankModel(nn.Module):
         compute_logprobs(policy, batch, temperature=1.0)
     """
 
-    def __init__(self, model: CausalLm | ValueModel) -> None:
+    def __init__(self, model: CausalLm | ValueModel | SequenceClassifier) -> None:
         """Connects the stages and cuts the model's weights over the data axis, in place."""
         super().__init__()
         self.model = model

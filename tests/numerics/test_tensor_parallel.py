@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.rank_processes import RankContext, RankFailedError, RankPool
 from support.tiny_families import write_tiny_decoder
+from support.tiny_models import write_tiny_classifier
 from support.token_batches import token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,10 +20,11 @@ from rolemesh.engine.batching import PaddedRows, pad_rows
 from rolemesh.engine.layout import HybridLayout, TrainLayout
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.classifier import SequenceClassifier, pad_token_rows
+from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.families import slice_box
 from rolemesh.engine.models.folder import read_config
+from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
 from rolemesh.engine.models.tensor_parallel import sum_partial_gradients
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import ModelSpec
@@ -230,6 +232,42 @@ def test_replicas_of_a_tensor_end_with_the_same_bits(rank_pool: RankPool, tmp_pa
             assert torch.equal(parts[1].gradients[name], gradient), name
             assert torch.equal(parts[2].gradients[name], parts[3].gradients[name]), name
             assert not torch.equal(parts[2].gradients[name], gradient), name
+
+
+def classifier_scores(
+    at: RankContext, spec: ModelSpec, layout: TrainLayout, rows_of_replica: list[list[list[int]]]
+) -> tuple[list[float], list[tuple[str, int, int]]]:
+    """Scores of this rank's replica's rows, and the progress that was told."""
+    with at.connect(HybridLayout(layout)) as mesh:
+        classifier = Classifier(spec, label=1, mesh=mesh)
+        calls: list[tuple[str, int, int]] = []
+        rows = rows_of_replica[mesh.dp.index]
+        scores = classifier.score(rows, lambda *call: calls.append(call))
+        return scores.tolist(), calls
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TrainLayout(tp=2, pp=2), TrainLayout(dp=2, tp=2, fsdp=2), TrainLayout(dp=2, pp=2)],
+    ids=str,
+)
+def test_a_classifier_over_ranks_scores_as_on_one(
+    rank_pool: RankPool, tmp_path: Path, layout: TrainLayout
+) -> None:
+    spec = _spec(write_tiny_classifier(tmp_path, num_labels=3), micro_batch_tokens=6)
+    # The second replica has fewer micro-batches than the first.
+    rows_of_replica = [TOKEN_ROWS, TOKEN_ROWS[:1]]
+    classifier = Classifier(spec, label=1)
+    expected = [classifier.score(rows).tolist() for rows in rows_of_replica]
+    results = rank_pool.run(classifier_scores, 4, spec, layout, rows_of_replica)
+    for rank, (scores, calls) in enumerate(results):
+        at = layout.coordinates(rank)
+        num_rows = len(rows_of_replica[at.dp])
+        assert calls[-1] == ("score", num_rows, num_rows)
+        if at.pp == layout.pp - 1:
+            assert scores == pytest.approx(expected[at.dp], abs=TOLERANCE)
+        else:
+            assert scores == []
 
 
 # --- size -----------------------------------------------------------------------------------
