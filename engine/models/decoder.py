@@ -68,6 +68,8 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.spec = spec
+        self.config = config
+        """transformers config of the whole model; that of `lm` is its stage's."""
         self.device = torch.device(device)
         self.mesh = mesh
         self.shape: DecoderShape | None = _shape(auto_class, config, mesh)

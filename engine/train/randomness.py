@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rolemesh.engine.seeds import derive_seed
+
 
 def capture_random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Captures the generators of torch (CPU and every CUDA device), numpy and Python.
@@ -51,3 +53,15 @@ def restore_random_state(tensors: dict[str, torch.Tensor], state: dict[str, Any]
             "gauss": numpy["gauss"],
         }
     )
+
+
+def seed_random_state(*parts: int | str) -> None:
+    """Seeds every generator of the process: for a rank of which nothing was captured.
+
+    Args:
+        parts: what the seed is derived from; equal parts give equal generators.
+    """
+    torch.manual_seed(derive_seed("torch", *parts))  # CUDA devices too
+    random.seed(derive_seed("python", *parts))
+    # numpy's legacy generator takes 32 bits.
+    np.random.seed(derive_seed("numpy", *parts) % 2**32)

@@ -1,46 +1,111 @@
-"""What a trainer's checkpoint holds, and how it is put back."""
+"""What a trainer's checkpoint holds, and how it is put back, on one rank or many."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
-from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.train.agreement import gather_facts
+from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
+from rolemesh.engine.train.randomness import (
+    capture_random_state,
+    restore_random_state,
+    seed_random_state,
+)
 from rolemesh.engine.weights.checkpoint import (
+    SHARED_ERRORS,
     CheckpointMismatchError,
     CheckpointReader,
+    RandomState,
+    ShardedTensors,
     open_checkpoint,
+    whole_tensors_layout,
     write_checkpoint,
 )
+from rolemesh.engine.weights.disk_layout import scalar_layout
+from rolemesh.engine.weights.layouts import train_layout
+from rolemesh.engine.weights.manifest import WeightLayout
+from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.weights.plan import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeights:
+    """A trainer's weights, and where this rank's parts of them stand in the model."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """This rank's: float32, by Hugging Face name; some may be empty."""
+    layout: WeightLayout
+    """What each rank holds."""
+    peers: Peers
+    """The ranks."""
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        shape: DecoderShape | None,
+        mesh: RankMesh,
+        device: torch.device,
+    ) -> TrainedWeights:
+        """Works out the layout.
+
+        Args:
+            tensors: this rank's weights; with one rank alone, all of them, of any model.
+            shape: of the model; needed with more than one rank.
+            mesh: the rank's place.
+            device: where messages to other ranks lie.
+        """
+        if mesh.world.size == 1:
+            return cls(tensors, whole_tensors_layout(tensors), Peers.alone())
+        if shape is None:
+            raise ValueError(
+                "shape is None: a model without a plan cannot be spread over ranks; give one rank"
+            )
+        gather = partial(gather_facts, group=mesh.world, device=device)
+        peers = Peers(mesh.rank, mesh.world.size, gather)
+        return cls(tensors, train_layout(shape, mesh.layout.train), peers)
+
+    def moments_layout(self, name: str) -> WeightLayout:
+        """Layout of what the optimizer keeps for each weight: one of STATE_NAMES."""
+        return self.layout if name in MOMENTS else scalar_layout(self.layout)
 
 
 def save(
     directory: Path,
     *,
     kind: str,
-    weights: Mapping[str, torch.Tensor],
+    weights: TrainedWeights,
     optimizer: Optimizer,
     policy_version: int,
     extra: Mapping[str, Any],
 ) -> None:
-    """Writes a trainer's checkpoint.
+    """Writes a trainer's checkpoint. All ranks call it; see `write_checkpoint`.
 
     Args:
         directory: must not exist.
         kind: "policy" or "critic".
-        weights: float32, by Hugging Face name.
+        weights: this rank's.
         optimizer: its moments, step counts and schedule.
         policy_version: version of the weights.
-        extra: JSON-able state of the caller.
+        extra: JSON-able state of the caller; rank 0's is kept.
     """
-    random_tensors, random_state = capture_random_state()
-    groups = {"weights": weights, "random": random_tensors}
+    groups = {"weights": ShardedTensors(weights.layout, weights.tensors)}
     for name in STATE_NAMES:
-        groups[f"optimizer-{name}"] = optimizer.state(name)
+        # A weight of which this rank has no element has nothing that could be stepped.
+        tensors = {
+            tensor: state
+            for tensor, state in optimizer.state(name).items()
+            if weights.tensors[tensor].numel()
+        }
+        groups[f"optimizer-{name}"] = ShardedTensors(weights.moments_layout(name), tensors)
     write_checkpoint(
         directory,
         groups,
@@ -50,9 +115,10 @@ def save(
             # The schedule is a function of the spec and this count.
             "optimizer_steps": optimizer.num_steps,
             "optimizer": optimizer.spec.model_dump(mode="json"),
-            "random": random_state,
             "extra": dict(extra),
         },
+        random=capture_random_state(),
+        peers=weights.peers,
     )
 
 
@@ -60,10 +126,14 @@ def load(
     directory: Path,
     *,
     kind: str,
-    weights: Mapping[str, torch.Tensor],
+    weights: TrainedWeights,
     optimizer: Optimizer,
 ) -> tuple[int, dict[str, Any]]:
     """Puts a checkpoint back, in place; everything is checked before anything changes.
+
+    All ranks call it, of whatever layout: each reads its own parts. Rank r takes the random
+    generators of the rank r that saved; ranks beyond those have new ones, seeded by checkpoint and
+    rank.
 
     Args:
         directory: that `save` wrote.
@@ -75,44 +145,102 @@ def load(
         policy_version and extra.
 
     Raises:
-        ValueError: no checkpoint, or another model's.
+        ValueError: no checkpoint, or another model's. As the next: on all ranks alike.
         CheckpointCorruptError: a file is missing, cut or changed.
     """
-    checkpoint = open_checkpoint(directory)
-    state = checkpoint.state
-    if state["kind"] != kind:
+    checked, digests = weights.peers.agree(
+        lambda: _check(directory, kind, weights), (*SHARED_ERRORS, ValueError)
+    )
+    if len(set(digests)) > 1:
         raise CheckpointMismatchError(
-            f"checkpoint {str(directory)!r} is of a {state['kind']}, not of a {kind}: "
-            "give the one of this role"
+            f"the ranks see {len(set(digests))} different checkpoints under {str(directory)!r}: "
+            "give a directory on a disk that all ranks share"
         )
-    _check_shapes(checkpoint, weights)
-    random_tensors = dict(checkpoint.tensors("random"))
-    optimizer_state = {name: dict(checkpoint.tensors(f"optimizer-{name}")) for name in STATE_NAMES}
-    with torch.no_grad():
-        for name, tensor in checkpoint.tensors("weights"):
-            weights[name].copy_(tensor)
-    optimizer.restore(optimizer_state, state["optimizer_steps"])
-    restore_random_state(random_tensors, state["random"])
+    checkpoint, state = checked.checkpoint, checked.checkpoint.state
+    checkpoint.read("weights", checked.copies, weights.tensors)
+    optimizer.restore(checked.optimizer, state["optimizer_steps"])
+    if checked.random is None:
+        seed_random_state(checkpoint.sha256, weights.peers.rank)
+    else:
+        restore_random_state(dict(checked.random[0]), dict(checked.random[1]))
     return int(state["policy_version"]), dict(state["extra"])
 
 
-def _check_shapes(checkpoint: CheckpointReader, weights: Mapping[str, torch.Tensor]) -> None:
-    own = {name: tuple(weight.shape) for name, weight in weights.items()}
-    saved = checkpoint.shapes("weights")
-    if saved != own:
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """All that a rank needs of a checkpoint that fits."""
+
+    checkpoint: CheckpointReader
+    copies: list[Copy]
+    """Into the weights."""
+    optimizer: dict[str, dict[str, torch.Tensor]]
+    """This rank's state of the optimizer."""
+    random: RandomState | None
+
+
+def _check(directory: Path, kind: str, weights: TrainedWeights) -> tuple[_Checked, str]:
+    """Checks all that this rank will read, and reads all but the weights."""
+    checkpoint = open_checkpoint(directory)
+    if checkpoint.state["kind"] != kind:
+        raise CheckpointMismatchError(
+            f"checkpoint {str(directory)!r} is of a {checkpoint.state['kind']}, not of a {kind}: "
+            "give the one of this role"
+        )
+    _check_parameters(checkpoint, weights)
+    ShardedTensors(weights.layout, weights.tensors).check(weights.peers.rank)
+    copies = _verified_copies(checkpoint, "weights", weights.layout, weights.peers.rank)
+    optimizer = {name: _read_optimizer(checkpoint, name, weights) for name in STATE_NAMES}
+    random = checkpoint.random(weights.peers.rank)
+    return _Checked(checkpoint, copies, optimizer, random), checkpoint.sha256
+
+
+def _verified_copies(
+    checkpoint: CheckpointReader, group: str, layout: WeightLayout, rank: int
+) -> list[Copy]:
+    """What this rank reads of a group, from files whose hashes are right."""
+    present = checkpoint.parameters(group)
+    shard = layout.ranks[rank]
+    tensors = [piece.tensor for piece in shard.pieces if piece.parameter in present]
+    copies = checkpoint.copies(group, shard, tensors)
+    checkpoint.verify(checkpoint.files_of(group, copies))
+    return copies
+
+
+def _read_optimizer(
+    checkpoint: CheckpointReader, name: str, weights: TrainedWeights
+) -> dict[str, torch.Tensor]:
+    """This rank's part of what the optimizer keeps, for each weight that has some."""
+    rank, layout = weights.peers.rank, weights.moments_layout(name)
+    copies = _verified_copies(checkpoint, f"optimizer-{name}", layout, rank)
+    shapes = layout.ranks[rank].shapes
+    tensors = {
+        tensor: torch.empty(shapes[tensor])
+        for tensor in dict.fromkeys(copy.target_tensor for copy in copies)
+    }
+    checkpoint.read(f"optimizer-{name}", copies, tensors)
+    return tensors
+
+
+def _check_parameters(checkpoint: CheckpointReader, weights: TrainedWeights) -> None:
+    own, saved = weights.layout.manifest, checkpoint.parameters("weights")
+    if dict(saved) != dict(own):
         different = sorted(
             name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)
         )
         name = different[0]
         raise CheckpointMismatchError(
-            f"checkpoint {str(checkpoint.directory)!r} is of another model: {name!r} has shape "
+            f"checkpoint {str(checkpoint.directory)!r} is of another model: {name!r} is "
             f"{saved.get(name)}, but the model's is {own.get(name)} ({len(different)} differ): "
             "give the model folder that the run began with"
         )
-    for moment in ("exp_avg", "exp_avg_sq"):
-        for name, shape in checkpoint.shapes(f"optimizer-{moment}").items():
-            if own.get(name) != shape:
+    expected = set(checkpoint.parameters(f"optimizer-{STATE_NAMES[0]}"))
+    for moment in STATE_NAMES:
+        kept = weights.moments_layout(moment).manifest
+        found = checkpoint.parameters(f"optimizer-{moment}")
+        for name in expected | found.keys():
+            if found.get(name) != kept.get(name):
                 raise CheckpointMismatchError(
-                    f"checkpoint {str(checkpoint.directory)!r}: {moment} of {name!r} has shape "
-                    f"{shape}, but the model's is {own.get(name)}: write a new checkpoint"
+                    f"checkpoint {str(checkpoint.directory)!r}: {moment} of {name!r} is "
+                    f"{found.get(name)}, but the model's is {kept.get(name)}: write a new "
+                    "checkpoint"
                 )

@@ -28,6 +28,7 @@ from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer
 from rolemesh.engine.train.rows import HeldRows
+from rolemesh.engine.weights.checkpoint import ShardedTensors
 from rolemesh.engine.weights.export import write_model_folder
 
 __all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
@@ -361,23 +362,26 @@ class Trainer:
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
 
+        With many ranks all of them call it, each writes its part, and any layout can load it.
+
         Args:
-            directory: must not exist; it is on disk and whole when this returns.
-            extra: JSON-able state of the caller, returned by `load`.
+            directory: must not exist; on a disk that all ranks see. It is on disk and whole when
+                this returns.
+            extra: JSON-able state of the caller, returned by `load`; rank 0's is kept.
 
         Raises:
             GradientPendingError: gradients are accumulated, which a checkpoint does not hold.
             FolderExistsError: the directory exists.
+            RuntimeError: another rank failed (its number and cause); nothing has the name.
         """
         if self._has_gradient:
             raise GradientPendingError(
                 "gradients are accumulated: call optim_step or drop_gradients before save"
             )
-        self._check_alone("save")
         trainer_state.save(
             Path(directory),
             kind=self.kind,
-            weights=dict(self.named_weights()),
+            weights=self._trained_weights(),
             optimizer=self._optimizer,
             policy_version=self.policy_version,
             extra=dict(extra or {}),
@@ -386,19 +390,21 @@ class Trainer:
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
 
+        With many ranks all of them call it; the layout need not be the one that saved.
+
         Returns:
             The extra state given to `save`.
 
         Raises:
-            ValueError: there is no checkpoint, or it belongs to another model or role.
+            ValueError: there is no checkpoint, or it belongs to another model or role. As the
+                next, on all ranks alike.
             CheckpointCorruptError: a file is missing, cut or changed; names it.
         """
-        self._check_alone("load")
         self.drop_gradients()
         self.policy_version, extra = trainer_state.load(
             Path(directory),
             kind=self.kind,
-            weights=dict(self.named_weights()),
+            weights=self._trained_weights(),
             optimizer=self._optimizer,
         )
         return extra
@@ -406,19 +412,23 @@ class Trainer:
     def export(self, directory: Path, dtype: ComputeDtype = "bfloat16") -> None:
         """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
 
-        A policy is saved as a causal LM, a critic as a token classifier with one label.
+        A policy is saved as a causal LM, a critic as a token classifier with one label. With many
+        ranks all of them call it, and the files do not depend on the layout.
 
         Args:
-            directory: the folder.
+            directory: the folder, on a disk that all ranks see.
             dtype: type of the saved weights.
         """
-        self._check_alone("export")
+        weights = self._trained_weights()
         write_model_folder(
             Path(directory),
-            self.model.lm,
-            self.named_weights(),
+            config=self.model.config,
+            architecture=type(self.model.lm).__name__,
+            weights=ShardedTensors(weights.layout, weights.tensors),
             source=self.model.spec.path,
             dtype=dtype,
+            mesh=self.mesh,
+            peers=weights.peers,
         )
 
     # --- inside ---------------------------------------------------------------------------
@@ -430,12 +440,10 @@ class Trainer:
                 f"{type(self.model).__name__}: send it to the other role"
             )
 
-    def _check_alone(self, what: str) -> None:
-        if self.mesh.world.size > 1:
-            raise ValueError(
-                f"{what} of a trainer of {self.mesh.world.size} ranks: only one rank alone has "
-                "the whole model; write a sharded checkpoint"
-            )
+    def _trained_weights(self) -> trainer_state.TrainedWeights:
+        return trainer_state.TrainedWeights.of(
+            dict(self.named_weights()), self.model.shape, self.mesh, self.model.device
+        )
 
 
 def _shifted(progress: Progress | None, done_before: int, total: int) -> Progress | None:

@@ -1,15 +1,19 @@
 """Checkpoints as data: safetensors and JSON, whole or absent, every byte hashed.
 
-A folder holds groups of named tensors (`<group>-00001.safetensors` ...), `state.json`, and
-`manifest.json` with size and SHA-256 of every file and its own digest. Nothing in it is ever
-executed: no pickle, no torch.load.
+A checkpoint is a layout on disk. Each rank writes what it holds and no lower rank does
+(`<group>-rank00001-00001.safetensors` ...) and the state of its random generators; rank 0 also
+`state.json` and `manifest.json`, which says what part of which parameter lies in which file, with
+size and SHA-256 of every file and its own digest. Ranks of any other layout read their parts as
+slices. One rank alone is the simplest case. Nothing in a checkpoint is ever executed: no pickle, no
+torch.load.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +22,39 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rolemesh.engine.weights.folders import whole_folder
+from rolemesh.engine.weights.disk_layout import (
+    check_whole,
+    decode_group,
+    element_type,
+    encode_parameters,
+    encode_pieces,
+    read_copies,
+    written_files,
+)
+from rolemesh.engine.weights.folders import FolderExistsError, settle_file, sync_path, whole_folder
+from rolemesh.engine.weights.manifest import (
+    ITEM_BYTES,
+    Box,
+    DtypeName,
+    Manifest,
+    ManifestError,
+    Parameter,
+    Piece,
+    RankShard,
+    WeightLayout,
+)
+from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.weights.plan import Copy
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
-FORMAT = "rolemesh-checkpoint-1"
+FORMAT = "rolemesh-checkpoint-2"
 SHARD_BYTES = 2 * 2**30
-"""A new file begins when the next tensor would make one larger than this."""
+"""No file has more bytes of tensors than this."""
 _HASH_BLOCK_BYTES = 2**22
+
+RandomState = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+"""A rank's generators: tensors, and what json can hold."""
 
 
 class CheckpointCorruptError(RuntimeError):
@@ -36,84 +65,313 @@ class CheckpointMismatchError(ValueError):
     """A whole checkpoint belongs to another model or role."""
 
 
+SHARED_ERRORS = (FolderExistsError, CheckpointMismatchError, ManifestError, CheckpointCorruptError)
+"""Errors that all ranks raise when one of them has found something; see `Peers.agree`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensors:
+    """Tensors that ranks hold in parts, as one of the ranks sees them."""
+
+    layout: WeightLayout
+    """What each rank holds."""
+    tensors: Mapping[str, torch.Tensor]
+    """This rank's, under the layout's names. A parameter that is absent on all ranks is not
+    written."""
+
+    @classmethod
+    def whole(cls, tensors: Mapping[str, torch.Tensor]) -> ShardedTensors:
+        """Those of a rank that is alone."""
+        return cls(whole_tensors_layout(tensors), tensors)
+
+    def check(self, rank: int) -> None:
+        """Raises ManifestError unless the tensors are those of the layout."""
+        shapes = self.layout.ranks[rank].shapes
+        for name, tensor in self.tensors.items():
+            if shapes.get(name) != tuple(tensor.shape):
+                raise ManifestError(
+                    f"rank {rank} has {name!r} of shape {tuple(tensor.shape)}, but its layout says "
+                    f"{shapes.get(name)}: give the layout that the tensors are cut by"
+                )
+        for piece in self.layout.ranks[rank].pieces:
+            expected = element_type(self.layout, piece.parameter)
+            if piece.tensor in self.tensors:
+                found = dtype_name(self.tensors[piece.tensor])
+                if found != expected:
+                    raise ManifestError(
+                        f"rank {rank} has {piece.tensor!r} in {found}, but its layout says "
+                        f"{expected}: give the layout of these tensors"
+                    )
+
+
+def whole_tensors_layout(tensors: Mapping[str, torch.Tensor]) -> WeightLayout:
+    """The layout of one rank that holds these tensors, each a parameter of its own."""
+    manifest = {
+        name: Parameter(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()
+    }
+    pieces = tuple(
+        Piece(name, parameter.box, name, (0,) * len(parameter.shape))
+        for name, parameter in manifest.items()
+        if 0 not in parameter.shape
+    )
+    shapes = {name: parameter.shape for name, parameter in manifest.items()}
+    return WeightLayout(manifest, (RankShard(pieces, shapes),))
+
+
+def dtype_name(tensor: torch.Tensor) -> DtypeName:
+    """The element type as layouts name it; raises ManifestError for one that they do not know."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise ManifestError(f"element type is {name}: only {', '.join(ITEM_BYTES)} can be saved")
+    return name
+
+
+# --- writing ------------------------------------------------------------------------------
+
+
 def write_checkpoint(
     directory: Path,
-    groups: Mapping[str, Mapping[str, torch.Tensor]],
+    groups: Mapping[str, ShardedTensors],
     state: Mapping[str, Any],
+    *,
+    random: RandomState | None = None,
+    peers: Peers | None = None,
 ) -> None:
-    """Writes a checkpoint that is on disk, whole, when this returns.
+    """Writes a checkpoint that is on disk, whole, when this returns. All ranks call it.
+
+    When a rank fails, all raise, and nothing has the directory's name. (When one dies after all
+    files are written, the checkpoint may be there, whole.)
 
     Args:
-        directory: must not exist.
-        groups: tensors by group and name, any dtype and shape, from any device.
-        state: what json can hold.
+        directory: must not exist; on a disk that all ranks see.
+        groups: by group, what the ranks hold, on any device. Layouts are the same on all ranks.
+        state: what json can hold; rank 0's is written.
+        random: this rank's generators.
+        peers: the ranks; None for one alone.
 
     Raises:
         FolderExistsError: the directory exists.
+        ManifestError: tensors are not those of their layout, or parts of one are missing.
         ValueError: the state holds something that JSON has no form for (NaN included).
+        RuntimeError: another rank failed (its number and cause).
     """
-    encoded_state = json.dumps(state, allow_nan=False, indent=1).encode()
-    with whole_folder(directory) as temporary:
-        names: dict[str, list[str]] = {}
-        for group, tensors in groups.items():
-            names[group] = []
-            for index, shard in enumerate(_shards(tensors), start=1):
-                name = f"{group}-{index:05}.safetensors"
-                save_file(shard, temporary / name)
-                names[group].append(name)
-        (temporary / STATE_FILE).write_bytes(encoded_state)
-        files = [STATE_FILE, *(name for group in names.values() for name in group)]
-        content = {
-            "format": FORMAT,
-            "groups": names,
-            "files": {name: _describe(temporary / name) for name in files},
+    ranks = peers or Peers.alone()
+
+    def check() -> tuple[tuple[bytes, bytes], None]:
+        for group in groups.values():
+            group.check(ranks.rank)
+        return (_encode(state), _encode(random[1] if random else {})), None
+
+    (encoded_state, encoded_random), _ = ranks.agree(check, (*SHARED_ERRORS, ValueError))
+    with whole_folder(directory, peers=ranks) as temporary:
+
+        def write() -> tuple[None, dict[str, Any]]:
+            written = {
+                name: _write_group(temporary, name, group, ranks.rank)
+                for name, group in groups.items()
+            }
+            files = [file for contents in written.values() for file in contents]
+            if ranks.is_first:
+                (temporary / STATE_FILE).write_bytes(encoded_state)
+                files.append(STATE_FILE)
+            if random is not None:
+                tensors_file, state_file = _random_files(ranks.rank)
+                save_file(
+                    {name: tensor.cpu() for name, tensor in random[0].items()},
+                    temporary / tensors_file,
+                )
+                (temporary / state_file).write_bytes(encoded_random)
+                files += [tensors_file, state_file]
+            for file in files:
+                settle_file(temporary / file)
+            sync_path(temporary)
+            return None, {
+                "groups": written,
+                "random": random is not None,
+                "files": {file: _describe(temporary / file) for file in files},
+            }
+
+        _, answers = ranks.agree(write, SHARED_ERRORS)
+
+        def describe() -> tuple[None, None]:
+            if ranks.is_first:
+                content = _manifest(groups, answers)
+                manifest = {**content, "sha256": _digest_of(content)}
+                (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1))
+            return None, None
+
+        ranks.agree(describe, SHARED_ERRORS)
+
+
+def _write_group(
+    folder: Path, name: str, group: ShardedTensors, rank: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Writes this rank's files of a group; returns what each holds."""
+    written = {}
+    files = written_files(group.layout, rank, group.tensors, SHARD_BYTES)
+    for number, copies in enumerate(files, start=1):
+        file = f"{name}-rank{rank:05}-{number:05}.safetensors"
+        save_file(
+            {
+                copy.target_tensor: _part(
+                    group.tensors[copy.source_tensor].detach(), copy.source_origin, copy.box
+                )
+                .cpu()
+                .contiguous()
+                for copy in copies
+            },
+            folder / file,
+        )
+        written[file] = encode_pieces(copies)
+    return written
+
+
+def _manifest(
+    groups: Mapping[str, ShardedTensors], answers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The manifest but for its digest; raises ManifestError when parts were not written."""
+    encoded = {}
+    for name, group in groups.items():
+        files = {
+            file: pieces for answer in answers for file, pieces in answer["groups"][name].items()
         }
-        manifest = {**content, "sha256": _digest_of(content)}
-        (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1))
+        present = {piece["parameter"] for pieces in files.values() for piece in pieces}
+        parameters = {
+            parameter: Parameter(entry.shape, element_type(group.layout, parameter))
+            for parameter, entry in group.layout.manifest.items()
+            if parameter in present
+        }
+        encoded[name] = {"parameters": encode_parameters(parameters), "files": files}
+        check_whole(decode_group(encoded[name]))
+    return {
+        "format": FORMAT,
+        "ranks": len(answers),
+        "groups": encoded,
+        "random": [rank for rank, answer in enumerate(answers) if answer["random"]],
+        "files": {file: entry for answer in answers for file, entry in answer["files"].items()},
+    }
+
+
+# --- reading ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """A checkpoint whose every byte has been checked. Made by `open_checkpoint`."""
+    """A checkpoint whose manifest and state have been checked. Made by `open_checkpoint`.
+
+    Tensor files are checked by `verify`: each rank those that it reads.
+    """
 
     directory: Path
     """Where it is."""
-    groups: Mapping[str, tuple[str, ...]]
-    """File names by group."""
     state: Mapping[str, Any]
     """The JSON state."""
+    num_ranks: int
+    """Ranks that wrote it."""
+    sha256: str
+    """The manifest's digest: equal for equal checkpoints."""
+    _manifest: Mapping[str, Any]
+    _layouts: Mapping[str, WeightLayout]
 
-    def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of a group's tensors by name, without loading them."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in self._files(group):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - no iterator of its own
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
-        return shapes
+    def layout(self, group: str) -> WeightLayout:
+        """What lies where: files as ranks.
 
-    def tensors(self, group: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """A group's tensors on the CPU, one at a time."""
-        for file in self._files(group):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - no iterator of its own
-                    yield name, tensors.get_tensor(name)
-
-    def _files(self, group: str) -> list[Path]:
-        if group not in self.groups:
+        Raises:
+            CheckpointMismatchError: there is no such group.
+        """
+        if group not in self._layouts:
             raise CheckpointMismatchError(
-                f"checkpoint {str(self.directory)!r} has no {group!r}, only {sorted(self.groups)}: "
-                "give one that the same role wrote"
+                f"checkpoint {str(self.directory)!r} has no {group!r}, only "
+                f"{sorted(self._layouts)}: give one that the same role wrote"
             )
-        return [self.directory / name for name in self.groups[group]]
+        return self._layouts[group]
+
+    def parameters(self, group: str) -> Manifest:
+        """A group's parameters: global shapes and element types."""
+        return self.layout(group).manifest
+
+    def files(self, group: str) -> list[str]:
+        """A group's file names; their numbers are the sources of `copies`."""
+        self.layout(group)
+        return list(self._manifest["groups"][group]["files"])
+
+    def copies(
+        self, group: str, shard: RankShard, tensors: Iterable[str] | None = None
+    ) -> list[Copy]:
+        """What to read for a rank's tensors; see `read_copies`.
+
+        Raises:
+            CheckpointCorruptError: the files lack an element.
+        """
+        try:
+            return read_copies(self.layout(group), shard, 0, tensors)
+        except ManifestError as error:
+            raise CheckpointCorruptError(f"{self.directory / MANIFEST_FILE}: {error}") from error
+
+    def verify(self, files: Iterable[str]) -> None:
+        """Hashes files; raises CheckpointCorruptError for the first that was changed."""
+        for name in files:
+            if _sha256(self.directory / name) != self._manifest["files"][name]["sha256"]:
+                raise CheckpointCorruptError(
+                    f"{self.directory / name} does not match its SHA-256: go back to an older "
+                    "checkpoint"
+                )
+
+    def files_of(self, group: str, copies: Iterable[Copy]) -> list[str]:
+        """Names of the files that copies read."""
+        files = self.files(group)
+        return [files[number] for number in sorted({copy.source for copy in copies})]
+
+    def read(self, group: str, copies: Iterable[Copy], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads slices of the files into tensors, in place, one slice at a time.
+
+        Args:
+            group: of the files.
+            copies: from `copies`.
+            tensors: where they go, on any device.
+        """
+        files = self.files(group)
+        by_file: dict[int, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            by_file[copy.source].append(copy)
+        with torch.no_grad():
+            for number, wanted in by_file.items():
+                with safe_open(self.directory / files[number], framework="pt") as content:
+                    for copy in wanted:
+                        stored = content.get_slice(copy.source_tensor)
+                        _part(tensors[copy.target_tensor], copy.target_origin, copy.box).copy_(
+                            stored[ranges(copy.source_origin, copy.box)]
+                        )
+
+    def read_whole(self, group: str) -> dict[str, torch.Tensor]:
+        """A group's parameters, whole, on the CPU; its files are verified first."""
+        self.verify(self.files(group))
+        tensors = {
+            name: torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype))
+            for name, parameter in self.parameters(group).items()
+        }
+        shard = whole_tensors_layout(tensors).ranks[0]
+        self.read(group, self.copies(group, shard), tensors)
+        return tensors
+
+    def random(self, rank: int) -> RandomState | None:
+        """The generators of a rank, verified; None where it has none here."""
+        if rank not in self._manifest["random"]:
+            return None
+        tensors_file, state_file = _random_files(rank)
+        self.verify((tensors_file, state_file))
+        with safe_open(self.directory / tensors_file, framework="pt") as content:
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        return tensors, json.loads((self.directory / state_file).read_bytes())
 
 
 def open_checkpoint(directory: Path) -> CheckpointReader:
-    """Checks size and hash of every file, then reads the state.
+    """Checks the manifest, the presence and size of every file, and the state.
 
     Raises:
         ValueError: there is no checkpoint.
         CheckpointCorruptError: a file is missing, cut or changed; names it.
+        CheckpointMismatchError: it has another format.
     """
     directory = Path(directory)
     manifest_path = directory / MANIFEST_FILE
@@ -134,27 +392,41 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
             f"{manifest_path} has format {manifest['format']!r}: this version reads {FORMAT!r}"
         )
     for name, expected in manifest["files"].items():
-        _check_file(directory / name, expected)
-    return CheckpointReader(
-        directory,
-        {group: tuple(names) for group, names in manifest["groups"].items()},
-        json.loads((directory / STATE_FILE).read_bytes()),
-    )
+        _check_size(directory / name, expected["bytes"])
+    layouts = {name: decode_group(group) for name, group in manifest["groups"].items()}
+    reader = CheckpointReader(directory, {}, manifest["ranks"], digest, manifest, layouts)
+    reader.verify([STATE_FILE])
+    state = json.loads((directory / STATE_FILE).read_bytes())
+    return CheckpointReader(directory, state, manifest["ranks"], digest, manifest, layouts)
 
 
-def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
+def _check_size(path: Path, expected: int) -> None:
     if not path.is_file():
         raise CheckpointCorruptError(f"{path} is missing: go back to an older checkpoint")
     size = path.stat().st_size
-    if size != expected["bytes"]:
+    if size != expected:
         raise CheckpointCorruptError(
-            f"{path} has {size} bytes, but {expected['bytes']} were written: "
-            "go back to an older checkpoint"
+            f"{path} has {size} bytes, but {expected} were written: go back to an older checkpoint"
         )
-    if _sha256(path) != expected["sha256"]:
-        raise CheckpointCorruptError(
-            f"{path} does not match its SHA-256: go back to an older checkpoint"
-        )
+
+
+def _random_files(rank: int) -> tuple[str, str]:
+    return f"random-rank{rank:05}-00001.safetensors", f"random-rank{rank:05}.json"
+
+
+def ranges(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
+    """Where a box lies in a tensor in which it begins at `origin`."""
+    return tuple(
+        slice(at, at + stop - start) for at, (start, stop) in zip(origin, box, strict=True)
+    )
+
+
+def _part(tensor: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
+    return tensor[ranges(origin, box)]
+
+
+def _encode(state: Mapping[str, Any]) -> bytes:
+    return json.dumps(state, allow_nan=False, indent=1).encode()
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -171,17 +443,3 @@ def _sha256(path: Path) -> str:
 
 def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _shards(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Cuts a group into files; a group without tensors has none."""
-    shard: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if shard and num_bytes + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, num_bytes = {}, 0
-        shard[name] = tensor.detach().cpu().contiguous()
-        num_bytes += tensor.nbytes
-    if shard:
-        yield shard

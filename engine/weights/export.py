@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
+import torch.distributed as dist
+from safetensors.torch import save_file
 
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
+from rolemesh.engine.weights.checkpoint import ShardedTensors, ranges
+from rolemesh.engine.weights.disk_layout import written_pieces
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.engine.weights.manifest import ITEM_BYTES, Manifest, Piece
+from rolemesh.engine.weights.peers import Peers
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -29,46 +35,170 @@ COMPANION_FILES = (
 )
 """Files of a model folder that training leaves as they are."""
 
+FILE_BYTES = 5 * 10**9
+"""A new file begins when the next parameter would make one larger: the Hub's own default."""
+MESSAGE_BYTES = 256 * 2**20
+"""Weights (float32) that a rank sends to rank 0 at once."""
+
 
 def write_model_folder(
     directory: Path,
-    lm: Any,
-    weights: Iterable[tuple[str, torch.Tensor]],
     *,
+    config: Any,
+    architecture: str,
+    weights: ShardedTensors,
     source: Path,
     dtype: ComputeDtype = "bfloat16",
+    mesh: RankMesh | None = None,
+    peers: Peers | None = None,
 ) -> None:
     """Writes config, weights and tokenizer; replaces an older folder of that name whole.
 
+    With many ranks all of them call it. Rank 0 gathers one parameter after another and writes a
+    file as soon as it is full: it holds one file's weights, in the type they are saved in. The
+    files are the same, byte by byte, whatever the layout.
+
     Args:
         directory: the folder to write.
-        lm: the transformers model: its config and class are saved.
-        weights: by Hugging Face name, tied ones once.
+        config: transformers config of the whole model.
+        architecture: name of the transformers class.
+        weights: what each rank holds, by Hugging Face name, tied ones once.
         source: folder that the model came from; tokenizer and generation config are copied.
         dtype: type of the saved weights.
+        mesh: the rank's place; None for one alone.
+        peers: the ranks of the mesh; None for one alone.
 
     Raises:
         FolderExistsError: something is there that is not an older export.
+        RuntimeError: another rank failed (its number and cause).
     """
-    _check_replaceable(directory)
-    saved_dtype: torch.dtype = getattr(torch, dtype)
-    with whole_folder(directory, replace=True) as temporary:
-        save_torch_state_dict(
-            {name: tensor.detach().to("cpu", saved_dtype) for name, tensor in weights},
-            temporary,
-            metadata={"format": "pt"},
-        )
-        config = copy.deepcopy(lm.config)
-        config.architectures = [type(lm).__name__]
-        config.save_pretrained(temporary)
-        # transformers writes the type that the weights were loaded with, which is our float32;
-        # samplers allocate by this entry.
-        path = temporary / "config.json"
-        entries = json.loads(path.read_text())
-        path.write_text(json.dumps({**entries, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
-        for name in COMPANION_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, temporary / name)
+    ranks = peers or Peers.alone()
+
+    def check() -> tuple[None, None]:
+        if ranks.is_first:
+            _check_replaceable(directory)
+        weights.check(ranks.rank)
+        return None, None
+
+    ranks.agree(check, (FolderExistsError, ValueError))
+    with whole_folder(directory, replace=True, peers=ranks) as temporary:
+        writer = _WeightFiles(temporary, weights.layout.manifest, dtype)
+        failure: Exception | None = None
+        for name, tensor in _gathered(weights, getattr(torch, dtype), mesh or RankMesh.single()):
+            if failure is None:
+                try:
+                    writer.add(name, tensor)
+                except Exception as error:
+                    # The others send all the same: told only at the end, they need not ask first.
+                    failure = error
+
+        def finish() -> tuple[None, None]:
+            if failure is not None:
+                raise failure
+            if ranks.is_first:
+                writer.close()
+                _write_companions(temporary, config, architecture, source, dtype)
+            return None, None
+
+        ranks.agree(finish)
+
+
+class _WeightFiles:
+    """Writes parameters that come in the manifest's order to files of bounded size."""
+
+    def __init__(self, folder: Path, manifest: Manifest, dtype: ComputeDtype) -> None:
+        self._folder = folder
+        item_bytes = ITEM_BYTES[dtype]
+        self._file_of: dict[str, str] = {}
+        sizes = {
+            name: parameter.num_bytes // ITEM_BYTES[parameter.dtype] * item_bytes
+            for name, parameter in manifest.items()
+        }
+        self._total_bytes = sum(sizes.values())
+        numbers: dict[str, int] = {}
+        number = size = 0
+        for name, num_bytes in sizes.items():
+            if size and size + num_bytes > FILE_BYTES:
+                number, size = number + 1, 0
+            numbers[name] = number
+            size += num_bytes
+        self._num_files = number + 1
+        self._file_of = {name: self._file_name(number) for name, number in numbers.items()}
+        self._file = self._file_name(0)
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a parameter; writes the file before it, if that is full."""
+        if self._file_of[name] != self._file:
+            self._write()
+            self._file = self._file_of[name]
+        self._tensors[name] = tensor
+
+    def close(self) -> None:
+        """Writes what is left, and the index where there is more than one file."""
+        self._write()
+        if self._num_files > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._file_of}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self._folder / "model.safetensors.index.json").write_text(text)
+
+    def _write(self) -> None:
+        # transformers refuses files without this entry.
+        save_file(self._tensors, self._folder / self._file, metadata={"format": "pt"})
+        self._tensors = {}
+
+    def _file_name(self, number: int) -> str:
+        if self._num_files == 1:
+            return "model.safetensors"
+        return f"model-{number + 1:05}-of-{self._num_files:05}.safetensors"
+
+
+def _gathered(
+    weights: ShardedTensors, dtype: torch.dtype, mesh: RankMesh
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole parameters on the CPU, in the manifest's order, on rank 0; elsewhere nothing.
+
+    Ranks send and rank 0 receives in one order that all work out: by parameter, then by rank.
+    """
+    layout = weights.layout
+    parts: dict[str, list[tuple[int, Piece]]] = {name: [] for name in layout.manifest}
+    for rank, shard in enumerate(layout.ranks):
+        for piece in written_pieces(layout, rank, shard.shapes, MESSAGE_BYTES):
+            parts[piece.parameter].append((rank, piece))
+    device = next(iter(weights.tensors.values())).device
+    for name, parameter in layout.manifest.items():
+        whole = torch.empty(parameter.shape if mesh.rank == 0 else 0, dtype=dtype)
+        for rank, piece in parts[name]:
+            sizes = [stop - start for start, stop in piece.box]
+            if rank == mesh.rank:
+                held = weights.tensors[piece.tensor].detach()[ranges(piece.origin, piece.box)]
+                part = held.to(dtype).contiguous()
+                if rank != 0:
+                    dist.send(part, mesh.torch_rank(0), group=mesh.world.process_group)
+            elif mesh.rank == 0:
+                part = torch.empty(sizes, dtype=dtype, device=device)
+                dist.recv(part, mesh.torch_rank(rank), group=mesh.world.process_group)
+            if mesh.rank == 0:
+                whole[tuple(slice(start, stop) for start, stop in piece.box)] = part.cpu()
+        if mesh.rank == 0:
+            yield name, whole
+
+
+def _write_companions(
+    folder: Path, config: Any, architecture: str, source: Path, dtype: ComputeDtype
+) -> None:
+    """Writes the config and copies the tokenizer."""
+    config = copy.deepcopy(config)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    # transformers writes the type that the weights were loaded with, which is our float32;
+    # samplers allocate by this entry.
+    path = folder / "config.json"
+    entries = json.loads(path.read_text())
+    path.write_text(json.dumps({**entries, "dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    for name in COMPANION_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _check_replaceable(directory: Path) -> None:

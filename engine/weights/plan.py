@@ -279,6 +279,12 @@ def _difference(box: Box, inner: Box) -> Iterator[Box]:
                 yield (*inner[:dim], extent, *box[dim + 1 :])
 
 
+def part_of(piece: Piece, box: Box) -> Piece:
+    """The part of a piece that is a box inside it."""
+    origin = _origin(box, piece.box, piece.origin)
+    return Piece(piece.parameter, box, piece.tensor, origin)
+
+
 def copy_between(box: Box, source: int, held: Piece, target: int, wanted: Piece) -> Copy:
     """The copy of a box that lies in both pieces, from rank `source` to rank `target`."""
     return Copy(

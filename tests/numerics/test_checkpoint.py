@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
@@ -25,6 +26,7 @@ from rolemesh.engine.weights import checkpoint as checkpoint_module
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
     CheckpointMismatchError,
+    ShardedTensors,
     open_checkpoint,
     write_checkpoint,
 )
@@ -107,26 +109,38 @@ def test_a_checkpoint_before_the_first_step_can_be_loaded(folder: Path, tmp_path
     assert _train(other, seed=4) == _train(trainer, seed=4)
 
 
-def test_large_groups_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_and_groups_are_cut_into_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 100)
-    tensors = {f"t{index}": torch.full((10,), float(index)) for index in range(7)}
-    write_checkpoint(tmp_path / "c", {"weights": tensors, "none": {}}, {})
+    tensors = {f"t{index}": torch.full((5,), float(index)) for index in range(7)}
+    tensors["large"] = torch.arange(90.0).view(9, 10)
+    groups = {"weights": ShardedTensors.whole(tensors), "none": ShardedTensors.whole({})}
+    write_checkpoint(tmp_path / "c", groups, {})
     reader = open_checkpoint(tmp_path / "c")
-    assert len(reader.groups["weights"]) == 4
-    assert {name: tensor.tolist() for name, tensor in reader.tensors("weights")} == {
+    for name in reader.files("weights"):
+        with safe_open(tmp_path / "c" / name, framework="pt") as content:
+            assert sum(content.get_tensor(key).nbytes for key in content.keys()) <= 100  # noqa: SIM118
+    assert len(reader.files("weights")) == 2 + 5  # 5 tensors a file; 2 of 9 rows of 40 bytes
+    read = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    shard = ShardedTensors.whole(read).layout.ranks[0]
+    reader.read("weights", reader.copies("weights", shard), read)
+    assert {name: tensor.tolist() for name, tensor in read.items()} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }
-    assert list(reader.tensors("none")) == []
+    assert reader.files("none") == []
     with pytest.raises(CheckpointMismatchError, match="has no 'moments'"):
-        reader.shapes("moments")
+        reader.parameters("moments")
 
 
 FILES = (
     "manifest.json",
     "state.json",
-    "weights-00001.safetensors",
-    "optimizer-exp_avg-00001.safetensors",
-    "random-00001.safetensors",
+    "weights-rank00000-00001.safetensors",
+    "optimizer-exp_avg-rank00000-00001.safetensors",
+    "optimizer-step-rank00000-00001.safetensors",
+    "random-rank00000-00001.safetensors",
+    "random-rank00000.json",
 )
 
 
@@ -193,7 +207,8 @@ from rolemesh.engine.weights import checkpoint, folders
 
 # Everything is written; the process dies just before the rename.
 folders._move_into_place = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-checkpoint.write_checkpoint(sys.argv[1], {"weights": {"a": torch.ones(1000)}}, {"step": 1})
+weights = checkpoint.ShardedTensors.whole({"a": torch.ones(1000)})
+checkpoint.write_checkpoint(sys.argv[1], {"weights": weights}, {"step": 1})
 """
 
 
@@ -208,7 +223,7 @@ def test_a_process_killed_before_the_rename_leaves_no_checkpoint(tmp_path: Path)
     assert leftover.name.startswith("checkpoint.tmp-")
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         open_checkpoint(target)
-    write_checkpoint(target, {"weights": {"a": torch.ones(3)}}, {"step": 2})
+    write_checkpoint(target, {"weights": ShardedTensors.whole({"a": torch.ones(3)})}, {"step": 2})
     assert open_checkpoint(target).state == {"step": 2}
 
 

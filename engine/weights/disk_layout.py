@@ -1,0 +1,214 @@
+"""A checkpoint's files as a layout: who writes which part of what, and what a rank reads of it.
+
+Pure: no torch. Files stand where ranks stand in a WeightLayout; keys in a file are its tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rolemesh.engine.weights.manifest import (
+    ITEM_BYTES,
+    Box,
+    DtypeName,
+    Manifest,
+    ManifestError,
+    Parameter,
+    Piece,
+    RankShard,
+    WeightLayout,
+    num_elements,
+)
+from rolemesh.engine.weights.plan import Copy, copy_between, part_of, split_box, take
+
+
+def written_pieces(
+    layout: WeightLayout, rank: int, tensors: Iterable[str], max_bytes: int
+) -> list[Piece]:
+    """What a rank writes: what it holds and no lower rank does. No element is written twice.
+
+    Args:
+        layout: of all ranks.
+        rank: this one.
+        tensors: those of its tensors that are to be written.
+        max_bytes: of a piece; a larger one comes in parts.
+
+    Returns:
+        Parts of the rank's pieces, in their order.
+    """
+    wanted = set(tensors)
+    taken_by_lower: dict[str, list[Box]] = defaultdict(list)
+    own_parameters = {piece.parameter for piece in layout.ranks[rank].pieces}
+    # Replicas share one RankShard object in the layouts that this package makes.
+    for shard in {id(shard): shard for shard in layout.ranks[:rank]}.values():
+        for piece in shard.pieces:
+            boxes = taken_by_lower[piece.parameter]
+            if piece.parameter in own_parameters and piece.box not in boxes:
+                boxes.append(piece.box)
+    written = []
+    for piece in layout.ranks[rank].pieces:
+        missing = [piece.box]
+        for box in taken_by_lower[piece.parameter]:
+            _, missing = take(missing, box)
+        if piece.tensor not in wanted:
+            continue
+        # The rank may hold the same part in a second tensor.
+        taken_by_lower[piece.parameter].append(piece.box)
+        most = max(1, max_bytes // ITEM_BYTES[element_type(layout, piece.parameter)])
+        for box in missing:
+            for part in split_box(box, most):
+                written.append(part_of(piece, part))
+    return written
+
+
+def written_files(
+    layout: WeightLayout, rank: int, tensors: Iterable[str], file_bytes: int
+) -> list[list[Copy]]:
+    """A rank's `written_pieces`, by file.
+
+    Args:
+        layout: of all ranks.
+        rank: this one.
+        tensors: those of its tensors that are to be written.
+        file_bytes: no file gets more bytes of tensors than this.
+
+    Returns:
+        For each file, copies from the rank's tensors into it. Their target_tensor is a key that no
+        other file of any rank has.
+    """
+    files: list[list[Copy]] = []
+    size = 0
+    for piece in written_pieces(layout, rank, tensors, file_bytes):
+        num_bytes = num_elements(piece.box) * ITEM_BYTES[element_type(layout, piece.parameter)]
+        if not files or size + num_bytes > file_bytes:
+            files.append([])
+            size = 0
+        key = _key(piece.parameter, piece.box, layout.manifest[piece.parameter])
+        stored = Piece(piece.parameter, piece.box, key, (0,) * len(piece.box))
+        files[-1].append(copy_between(piece.box, rank, piece, len(files) - 1, stored))
+        size += num_bytes
+    return files
+
+
+def read_copies(
+    disk: WeightLayout, shard: RankShard, rank: int, tensors: Iterable[str] | None = None
+) -> list[Copy]:
+    """What a rank reads of the files to fill its tensors: each element once, and nothing else.
+
+    Args:
+        disk: files as ranks.
+        shard: what the rank holds.
+        rank: its number, for the copies.
+        tensors: those of its tensors that are to be filled; None for all.
+
+    Returns:
+        Copies whose source is the number of a file.
+
+    Raises:
+        ManifestError: the files lack an element.
+    """
+    wanted = None if tensors is None else set(tensors)
+    pieces = [piece for piece in shard.pieces if wanted is None or piece.tensor in wanted]
+    stored: dict[str, list[tuple[int, Piece]]] = {piece.parameter: [] for piece in pieces}
+    for file, content in enumerate(disk.ranks):
+        for held in content.pieces:
+            if held.parameter in stored:
+                stored[held.parameter].append((file, held))
+    copies = []
+    for piece in pieces:
+        missing = [piece.box]
+        for file, held in stored[piece.parameter]:
+            taken, missing = take(missing, held.box)
+            copies += [copy_between(box, file, held, rank, piece) for box in taken]
+        if missing:
+            raise ManifestError(
+                f"no file holds {missing[0]} of {piece.parameter!r}: the save that wrote them was "
+                "not whole; go back to an older checkpoint"
+            )
+    return copies
+
+
+def check_whole(disk: WeightLayout) -> None:
+    """Raises ManifestError unless the files hold every element of every parameter once."""
+    counts: dict[str, int] = dict.fromkeys(disk.manifest, 0)
+    for content in disk.ranks:
+        for piece in content.pieces:
+            counts[piece.parameter] += num_elements(piece.box)
+    for name, parameter in disk.manifest.items():
+        if counts[name] != num_elements(parameter.box):
+            raise ManifestError(
+                f"{counts[name]} elements of {name!r} were written, but it has "
+                f"{num_elements(parameter.box)}: give layouts of the same model on all ranks, and "
+                "every rank's tensors"
+            )
+
+
+def scalar_layout(layout: WeightLayout) -> WeightLayout:
+    """The layout of one float32 number a tensor, wherever a tensor has elements.
+
+    Made for counts that an optimizer keeps for each parameter.
+    """
+    shards: dict[int, RankShard] = {}
+    for shard in layout.ranks:
+        if id(shard) not in shards:
+            held = {piece.tensor: piece.parameter for piece in shard.pieces}
+            shards[id(shard)] = RankShard(
+                tuple(Piece(parameter, (), tensor, ()) for tensor, parameter in held.items()),
+                dict.fromkeys(held, ()),
+            )
+    return WeightLayout(
+        dict.fromkeys(layout.manifest, Parameter((), "float32")),
+        tuple(shards[id(shard)] for shard in layout.ranks),
+        "float32",
+    )
+
+
+def element_type(layout: WeightLayout, parameter: str) -> DtypeName:
+    """Name of the element type in which a parameter is held."""
+    return layout.dtype or layout.manifest[parameter].dtype
+
+
+# --- as JSON ------------------------------------------------------------------------------
+
+
+def encode_pieces(copies: Sequence[Copy]) -> list[dict[str, Any]]:
+    """What a file holds, for the manifest."""
+    return [
+        {"key": copy.target_tensor, "parameter": copy.parameter, "box": copy.box} for copy in copies
+    ]
+
+
+def encode_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Global shapes and element types, for the manifest."""
+    return {
+        name: {"shape": parameter.shape, "dtype": parameter.dtype}
+        for name, parameter in parameters.items()
+    }
+
+
+def decode_group(encoded: Mapping[str, Any]) -> WeightLayout:
+    """A group of the manifest as a layout: files as ranks, in the manifest's order."""
+    manifest: Manifest = {
+        name: Parameter(tuple(parameter["shape"]), parameter["dtype"])
+        for name, parameter in encoded["parameters"].items()
+    }
+    files = []
+    for content in encoded["files"].values():
+        pieces = []
+        for entry in content:
+            box = tuple((start, stop) for start, stop in entry["box"])
+            pieces.append(Piece(entry["parameter"], box, entry["key"], (0,) * len(box)))
+        shapes = {
+            piece.tensor: tuple(stop - start for start, stop in piece.box) for piece in pieces
+        }
+        files.append(RankShard(tuple(pieces), shapes))
+    return WeightLayout(manifest, tuple(files))
+
+
+def _key(name: str, box: Box, parameter: Parameter) -> str:
+    """The parameter's name, and which part of it where it is not all."""
+    if box == parameter.box:
+        return name
+    return f"{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
