@@ -126,3 +126,22 @@ def test_the_scan_of_gae_agrees_across_devices():
     on_cpu = decayed_sums(values, lengths, 0.95)
     on_gpu = decayed_sums(values.cuda(), lengths, 0.95).cpu()
     torch.testing.assert_close(on_cpu, on_gpu, rtol=1e-12, atol=1e-12)
+
+
+def test_moments_in_host_memory_change_no_bit_and_leave_the_device(model):
+    def trained(offload):
+        trainer = Trainer.policy(
+            spec(model), OptimizerSpec(learning_rate=1e-3, offload=offload), device="cuda"
+        )
+        trainer.update(ppo_batch(), PpoPolicyLossSpec(), epochs=3, mini_batch_rows=2, seed=0)
+        return trainer
+
+    here, there = trained(False), trained(True)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        expected, found = here.optimizer_state(moment), there.optimizer_state(moment)
+        for name, tensor in found.items():
+            assert tensor.device.type == "cpu"
+            assert tensor.is_pinned()
+            assert torch.equal(tensor, expected[name].cpu()), name
+    for (name, left), (_, right) in zip(here.named_weights(), there.named_weights(), strict=True):
+        assert torch.equal(left, right), name

@@ -179,6 +179,47 @@ def test_bfloat16_products_work_on_cut_weights(
     assert (distance / size) ** 0.5 < BFLOAT16_TOLERANCE
 
 
+# --- memory ------------------------------------------------------------------------------
+
+
+def held_bytes(at: RankContext, job: Job) -> tuple[list[int], int, int]:
+    """Bytes of weights after loading, scoring and a step; of moments; and of the whole model."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        trainer = make_trainer(job, at, mesh)
+        weights = []
+
+        def note() -> None:
+            # A gathered parameter would be a plain tensor here, of full size.
+            local = [getattr(p, "_local_tensor", p) for p in trainer.model.parameters()]
+            weights.append(sum(tensor.untyped_storage().nbytes() for tensor in local))
+
+        note()
+        trainer.compute_logprobs(job.batch, temperature=1.0)
+        note()
+        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        note()
+        moments = sum(tensor.nbytes for tensor in trainer.optimizer_state("exp_avg").values())
+        assert trainer.model.shape is not None
+        manifest = trainer.model.shape.manifest("float32")
+        return weights, moments, sum(parameter.num_bytes for parameter in manifest.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [(FSDP2, 2), (TrainLayout(dp=4, fsdp=4), 4), (TrainLayout(dp=4, fsdp=2), 2)],
+    ids=str,
+)
+def test_between_passes_a_rank_holds_its_part_of_weights_and_moments_alone(
+    rank_pool: RankPool, job: Job, layout: TrainLayout, share: int
+) -> None:
+    # All dimensions of the tiny model divide by 4, so every part is equal.
+    for weights, moments, whole_bytes in rank_pool.run(
+        held_bytes, layout.world_size, replace(job, layout=layout)
+    ):
+        assert weights == [whole_bytes // share] * 3
+        assert moments == whole_bytes // share
+
+
 # --- what fails on one rank ---------------------------------------------------------------
 
 

@@ -20,7 +20,8 @@ from rolemesh.engine.specs import (
     PpoPolicyLossSpec,
     PpoValueLossSpec,
 )
-from rolemesh.engine.train.optimizer import warmed_up
+from rolemesh.engine.train import optimizer
+from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer, warmed_up
 from rolemesh.engine.train.trainer import (
     GradientPendingError,
     LossNotFiniteError,
@@ -354,3 +355,38 @@ def test_a_checkpoint_is_refused_while_gradients_are_pending(folder: Path, tmp_p
         trainer.save(tmp_path / "checkpoint")
     trainer.drop_gradients()
     trainer.save(tmp_path / "checkpoint")
+
+
+def test_stepping_parameters_in_groups_changes_no_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What offload does on a GPU, without the moves: pinned memory needs one.
+    once = _trainer(folder, optimizer={"max_grad_norm": 0.05})
+    monkeypatch.setattr(Optimizer, "is_offloaded", property(lambda self: self.spec.offload))
+    monkeypatch.setattr(Optimizer, "_place_state", lambda self, adamw, *, to_host: None)
+    monkeypatch.setattr(optimizer, "OFFLOAD_BYTES", 40_000)
+    grouped = _trainer(folder, optimizer={"max_grad_norm": 0.05, "offload": True})
+    assert len(grouped._optimizer._adamws) > 3
+    resumed = _trainer(folder, optimizer={"max_grad_norm": 0.05, "offload": True})
+    batch = _batch(once)
+    for step in range(3):
+        for trainer in (once, grouped, resumed):
+            trainer.forward_backward(batch, POLICY_LOSS)
+            trainer.optim_step()
+        states = {name: grouped._optimizer.state(name) for name in STATE_NAMES}
+        resumed._optimizer.restore(states, step + 1)
+    for trainer in (grouped, resumed):
+        for name, weight in trainer.named_weights():
+            assert torch.equal(weight, _weights(once)[name]), name
+        for moment in STATE_NAMES:
+            found, expected = trainer.optimizer_state(moment), once.optimizer_state(moment)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_offload_changes_nothing_on_a_cpu(folder: Path) -> None:
+    trainer = _trainer(folder, optimizer={"offload": True})
+    assert not trainer._optimizer.is_offloaded
+    trainer.forward_backward(_batch(trainer), POLICY_LOSS)
+    trainer.optim_step()
+    assert len(trainer._optimizer._adamws) == 1
