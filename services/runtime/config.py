@@ -54,7 +54,8 @@ class ServiceConfig(BaseModel):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of /metrics for Prometheus; 0 takes a free one, None serves none."""
     log_directory: Path | None = None
-    """Folder for <role>.log (or <role>-<rank>.log); None logs to standard error only."""
+    """Folder for <role>.log and, with several ranks, <role>-<rank>.log; None logs to standard error
+    only."""
     log_level: LogLevel = "info"
     """Lowest level that is logged."""
     log_format: LogFormat = "text"

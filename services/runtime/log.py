@@ -15,10 +15,14 @@ from rolemesh.rpc.channel import current_call
 from rolemesh.services.runtime.config import ServiceConfig
 
 
+AGENT = "agent"
+"""Stands in the place of the rank in lines of the process that starts the ranks."""
+
+
 class _TextFormatter(logging.Formatter):
     """`2026-11-21T03:45:33.123Z INFO actor[0] rolemesh.x: message (request 1f..)`."""
 
-    def __init__(self, role: str, rank: int) -> None:
+    def __init__(self, role: str, rank: int | str) -> None:
         super().__init__()
         self._who = f"{role}[{rank}]"
 
@@ -38,7 +42,7 @@ class _TextFormatter(logging.Formatter):
 class _JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
-    def __init__(self, role: str, rank: int) -> None:
+    def __init__(self, role: str, rank: int | str) -> None:
         super().__init__()
         self._role = role
         self._rank = rank
@@ -77,7 +81,7 @@ def log_path(config: ServiceConfig) -> Path | None:
     """The process's own log file, None when it logs to standard error only."""
     if config.log_directory is None:
         return None
-    suffix = f"-{config.rank}" if config.world_size > 1 else ""
+    suffix = "" if config.rank_store is None else f"-{config.rank}"
     return config.log_directory / f"{config.role}{suffix}.log"
 
 
@@ -87,10 +91,12 @@ def set_up_logging(config: ServiceConfig) -> None:
     Uncaught exceptions of any thread are logged too, and a crash in native code leaves a traceback
     of every thread in the file.
     """
+    is_agent = config.world_size > 1 and config.rank_store is None
+    writer: int | str = AGENT if is_agent else config.rank
     formatter: logging.Formatter = (
-        _JsonFormatter(config.role, config.rank)
+        _JsonFormatter(config.role, writer)
         if config.log_format == "json"
-        else _TextFormatter(config.role, config.rank)
+        else _TextFormatter(config.role, writer)
     )
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     path = log_path(config)

@@ -20,10 +20,12 @@ import grpc
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout import HybridLayout
 from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.specs import RoleSpec
+from rolemesh.engine.specs import LayoutSpec, RoleSpec
 from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Runtime
 from rolemesh.services.runtime.server import ServiceServer, run_service
 from rolemesh.v1 import experience_pb2, operation_pb2, value_pb2, value_pb2_grpc
@@ -36,11 +38,18 @@ class ToySpec(RoleSpec):
     """Spec of the toy role."""
 
     behaviour: str = "sum"
-    """ "sum", "raise", "slow", "deaf" (slow, without progress), "nan" or "produce"."""
+    """ "sum", "raise", "slow", "deaf" (slow, without progress), "nan", "produce" or "meet" (ranks
+    wait for each other)."""
     num_rows: int = 4
     """Rows that "produce" makes."""
     seconds: float = 0.2
     """How long "slow" and "deaf" work."""
+    failing_rank: int = -1
+    """Raises instead of what the others do."""
+    layout: LayoutSpec = LayoutSpec()
+
+    def rank_layout(self) -> HybridLayout:
+        return HybridLayout(self.layout.layout())
 
 
 class ToyRole(Role):
@@ -53,12 +62,14 @@ class ToyRole(Role):
         self.spec = ToySpec()
         self.num_runs = 0
         self.is_closed = False
+        self.mesh = RankMesh.single()
 
     def initialize(
         self, spec: ToySpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         progress("load", 1, 1)
         self.spec = spec
+        self.mesh = mesh
         return InitializeResult(policy_version=7, num_parameters=3, facts={"seed": str(run_seed)})
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
@@ -79,11 +90,13 @@ class ToyRole(Role):
 
     def work(self, batch: Experience | None, progress: ProgressCallback) -> Experience:
         self.num_runs += 1
-        if self.spec.behaviour == "raise":
+        if self.spec.behaviour == "raise" or self.spec.failing_rank == self.mesh.rank:
             try:
                 _ = 1 / 0
             except ZeroDivisionError as error:
                 raise RuntimeError("the model is broken") from error
+        if self.spec.behaviour == "meet":
+            torch.distributed.barrier(self.mesh.world.process_group)
         if self.spec.behaviour == "deaf":
             time.sleep(self.spec.seconds)
         if self.spec.behaviour == "slow":
@@ -112,12 +125,21 @@ class ToyValues(value_pb2_grpc.ValueServiceServicer):
         async def work(call: Call) -> experience_pb2.ExperienceResult:
             batch = None
             if request.HasField("experience"):
-                batch = await self._runtime.pull(request.experience, ["tokens"], call)
+                share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
+                batch = await self._runtime.pull(
+                    request.experience, ["tokens"], call, rows=share.rows
+                )
+            else:
+                share = self._runtime.share("3D_ALL_MICRO_DP", [1] * self._role.spec.num_rows)
             produced = await call.compute(self._role.work, batch, call.progress)
+            if batch is None:
+                produced = produced.select(torch.tensor(share.rows, dtype=torch.int64))
             metric = float("nan") if self._role.spec.behaviour == "nan" else 1.5
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, produced),
-                report=call.report({"toy": metric}, produced.num_tokens),
+                experience=self._runtime.publish(request.key, produced, share=share),
+                report=call.report(
+                    {"toy": metric}, (batch or produced).num_tokens if share.counts else 0
+                ),
             )
 
         return self._runtime.keyed(request, context, value_pb2.ComputeValuesResponse, work)
