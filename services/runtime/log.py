@@ -14,7 +14,6 @@ from pathlib import Path
 from rolemesh.rpc.channel import current_call
 from rolemesh.services.runtime.config import ServiceConfig
 
-
 AGENT = "agent"
 """Stands in the place of the rank in lines of the process that starts the ranks."""
 
