@@ -67,14 +67,15 @@ def test_manifest_has_the_parameters_of_transformers(
 ) -> None:
     raw = {**SIZES, **VARIANTS[variant], "tie_word_embeddings": is_tied, "num_labels": 3}
     config = AutoConfig.for_model(**raw)
-    auto_class, options = {
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {
         "lm": (AutoModelForCausalLM, {}),
         "tokens": (
             AutoModelForTokenClassification,
             {"head": "score", "num_labels": 3, "has_head_bias": True},
         ),
         "sequence": (AutoModelForSequenceClassification, {"head": "score", "num_labels": 3}),
-    }[kind]
+    }
+    auto_class, options = ways[kind]
     expected = parameters(auto_class, config)
     for given in (raw, config.to_dict()):
         manifest = DecoderShape.from_config(given, **options).manifest("bfloat16")

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.weight_shards import assert_same, carry_out, missing_elements, numbered, shards
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, RankOrder, TrainLayout
 from rolemesh.engine.models.families import EMBEDDING, LM_HEAD, NORM, DecoderShape, cut_of
 from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
 from rolemesh.engine.weights.manifest import (
     Box,
+    DtypeName,
     Manifest,
     ManifestError,
     Parameter,
@@ -159,9 +160,13 @@ REAL_SHAPES = [
 ]
 
 
+DTYPES: list[DtypeName] = ["float32", "bfloat16"]
+ORDERS: list[RankOrder] = ["tp-pp-dp", "tp-dp-pp"]
+
+
 def real_layout(shape: DecoderShape, ranks: int, draw: random.Random) -> WeightLayout:
     """A layout of exactly `ranks` ranks that fits the shape."""
-    dtype = draw.choice(["float32", "bfloat16"])
+    dtype: DtypeName = draw.choice(DTYPES)
     kind = draw.choice(["train", "train", "generate", "generate", "whole"])
     if kind == "whole":
         return whole_layout(shape, ranks, dtype)
@@ -169,7 +174,7 @@ def real_layout(shape: DecoderShape, ranks: int, draw: random.Random) -> WeightL
         tp = draw.choice([size for size in divisors(ranks) if 8 % size == 0])
         pp = draw.choice([size for size in divisors(ranks // tp) if size <= shape.num_layers])
         dp = ranks // (tp * pp)
-        order = draw.choice(["tp-pp-dp", "tp-dp-pp"])
+        order: RankOrder = draw.choice(ORDERS)
         train = TrainLayout(pp=pp, tp=tp, dp=dp, fsdp=draw.choice(divisors(dp)), order=order)
         if kind == "train":
             return train_layout(shape, train, dtype)
@@ -506,9 +511,9 @@ def test_a_piece_that_is_no_part_of_its_parameter_is_refused(
 ) -> None:
     whole = whole_layout(decoder())
     bad = edited(whole, lambda piece: replace(piece, **change) if piece.tensor == NORM else piece)
-    sides = {"source": whole, "target": whole, side: bad}
+    source, target = (bad, whole) if side == "source" else (whole, bad)
     with pytest.raises(ManifestError, match=rf"(?s)rank 0 of the {side}.*{words}"):
-        make_plan(**sides)
+        make_plan(source, target)
 
 
 def test_a_bucket_that_holds_nothing_is_refused() -> None:
