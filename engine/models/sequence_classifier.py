@@ -32,14 +32,16 @@ class SequenceClassifier(Decoder):
         config: Any,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
+        may_miss: tuple[str, ...] = (),
     ) -> None:
-        """Loads the rank's part; see `classifier.Classifier` for arguments and errors."""
+        """Loads the rank's part; see `Decoder` for arguments and errors."""
         super().__init__(
             AutoModelForSequenceClassification,
             spec,
             config=config,
             device=device,
             mesh=mesh or RankMesh.single(),
+            may_miss=may_miss,
         )
         self.lm.requires_grad_(False)
 

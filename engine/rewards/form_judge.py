@@ -21,17 +21,18 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from rolemesh.engine.batching import PAD_TOKEN
 from rolemesh.engine.data.prompts import PromptSet, load_rows
 from rolemesh.engine.models.classifier import Classifier
-from rolemesh.engine.models.decoder import backbone_states
-from rolemesh.engine.models.folder import WEIGHTS_FILE, load_model, read_config
+from rolemesh.engine.models.folder import WEIGHTS_FILE, read_config
+from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
 from rolemesh.engine.rewards.form_examples import KINDS, NUMBER_KINDS, Kind, completion
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, ReasoningGymSpec
+from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.optimizer import Optimizer, warmed_up
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
 
@@ -132,21 +133,18 @@ def write_judge(
     with torch.random.fork_rng(devices=[]):
         # The loader draws the head's weights from the global generator.
         torch.manual_seed(derive_seed("form_judge", seed))
-        judge, _ = load_model(
-            AutoModelForSequenceClassification, spec, config=config, may_miss=("score",)
-        )
+        judge = SequenceClassifier(spec, config=config, may_miss=("score",))
     # Entered before the training: a folder that may not be written is told at once.
     with whole_folder(directory) as temporary:
         _train(
             judge,
             tokenizer,
             train_prompts,
-            spec=spec,
             training=training,
             seed=seed,
             report=report,
         )
-        judge.to(torch.bfloat16).save_pretrained(temporary)
+        judge.lm.to(torch.bfloat16).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         # Examined as the reward service will load it, from the folder itself.
         accuracy = accuracy_by_kind(
@@ -184,19 +182,19 @@ def _prompts(tokenizer: Any) -> tuple[list[str], list[str]]:
 
 
 def _train(
-    judge: Any,
+    judge: SequenceClassifier,
     tokenizer: Any,
     prompts: Sequence[str],
     *,
-    spec: ModelSpec,
     training: JudgeTraining,
     seed: int,
     report: Callable[[str], None],
 ) -> None:
+    judge.lm.requires_grad_(True)
     # The words are known already, and they are most of the weights.
-    judge.get_input_embeddings().requires_grad_(False)
+    judge.lm.get_input_embeddings().requires_grad_(False)
     peak = training.learning_rate
-    optimizer = Optimizer(OptimizerSpec(learning_rate=peak), judge.named_parameters())
+    optimizer = Optimizer(OptimizerSpec(learning_rate=peak), Gradients(RankModel(judge)))
     draw = random.Random(derive_seed("draws", seed))
     other_kinds = [kind for kind in KINDS if kind not in NUMBER_KINDS]
     for step in range(training.steps):
@@ -205,7 +203,8 @@ def _train(
             for row in range(training.rows_per_step)
         ]
         texts = [draw.choice(prompts) + completion(kind, draw, held_out=False) for kind in kinds]
-        scores_B = _scores(judge, tokenizer(texts)["input_ids"], spec)
+        # What Classifier computes, with gradients.
+        scores_B = judge(pad_token_rows(tokenizer(texts)["input_ids"]))[:, 0]
         target_B = torch.tensor([float(kind in NUMBER_KINDS) for kind in kinds])
         # Squared error on the logit itself: cross-entropy would push the two apart without end,
         # and a reward's scale should not depend on how long its judge was trained.
@@ -215,18 +214,6 @@ def _train(
         if (step + 1) % 20 == 0 or step + 1 == training.steps:
             right = ((scores_B > THRESHOLD) == (target_B > THRESHOLD)).float().mean()
             report(f"step {step + 1}/{training.steps}: loss {loss.item():.4f}, {right:.2f} right")
-
-
-def _scores(judge: Any, token_rows: Sequence[Sequence[int]], spec: ModelSpec) -> torch.Tensor:
-    """float32 [B], the head at each row's last token: what Classifier computes, with gradients."""
-    lengths_B = torch.tensor([len(row) for row in token_rows])
-    tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
-    for index, row in enumerate(token_rows):
-        tokens_BT[index, : len(row)] = torch.tensor(row)
-    hidden_BTD = backbone_states(judge, tokens_BT, spec)
-    last_BD = hidden_BTD[torch.arange(len(token_rows)), lengths_B - 1]
-    scores_B: torch.Tensor = judge.score(last_BD.float())[:, 0]
-    return scores_B
 
 
 def accuracy_by_kind(
