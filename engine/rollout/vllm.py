@@ -41,6 +41,7 @@ from rolemesh.engine.rollout.vllm_ranks import (
     check_groups,
     end_engine,
     engine_start,
+    leave_groups,
     spare_the_world,
 )
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
@@ -103,11 +104,17 @@ class VllmBackend(RolloutBackend):
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
         prepare_environment(spec.kv_cache_gib)
-        with untouched_process(), engine_start(mesh) as rank_arguments:
-            self._engine = _make_engine(
-                spec, self._folder, rank_arguments, has_weights=folder_version is not None
-            )
-        check_groups(mesh)
+        try:
+            with untouched_process(), engine_start(mesh) as rank_arguments:
+                self._engine = _make_engine(
+                    spec, self._folder, rank_arguments, has_weights=folder_version is not None
+                )
+            check_groups(mesh)
+        except BaseException:
+            leave_groups(world_is_ours=self._world_is_ours)
+            raise
+        if not self._world_is_ours:
+            spare_the_world(self._engine)
         if folder_version is not None:
             self.policy_version = folder_version
 
@@ -358,7 +365,6 @@ def _make_engine(
         from rolemesh.engine.rollout.vllm_precision import widen_residual_stream
 
         engine.apply_model(widen_residual_stream)
-    spare_the_world(engine)
     if has_weights:
         from rolemesh.engine.rollout.vllm_weights import finish_heads
 

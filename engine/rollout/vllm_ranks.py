@@ -74,7 +74,7 @@ def check_groups(mesh: RankMesh) -> None:
 
 
 def spare_the_world(engine: Any) -> None:
-    """Takes from vLLM the right to end torch's world, which the trainer needs.
+    """Takes from vLLM the right to end torch's world where a mesh made it.
 
     vLLM 0.32 ends it in every shutdown, whoever made it, and shuts an engine down when the last
     reference to it goes. From here on only `end_engine` does.
@@ -86,19 +86,30 @@ def end_engine(engine: Any, *, world_is_ours: bool) -> None:
     """Shuts an engine down and destroys its process groups.
 
     Args:
-        engine: vLLM's LLMEngine, which `spare_the_world` has had.
-        world_is_ours: vLLM made torch's world, and it goes too. Otherwise a mesh did, which is
-            still in use.
+        engine: vLLM's LLMEngine.
+        world_is_ours: see `leave_groups`.
     """
-    from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
+    spare_the_world(engine)
     clean_up = core.cleanup_dist_env_and_memory
     core.cleanup_dist_env_and_memory = lambda: None
     try:
         engine.engine_core.engine_core.shutdown()
     finally:
         core.cleanup_dist_env_and_memory = clean_up
+    leave_groups(world_is_ours=world_is_ours)
+
+
+def leave_groups(*, world_is_ours: bool) -> None:
+    """Destroys vLLM's process groups, so that a next engine can make its own.
+
+    Args:
+        world_is_ours: vLLM made torch's world, and it goes too. Otherwise a mesh did, which is
+            still in use.
+    """
+    from vllm.distributed import parallel_state
+
     parallel_state.destroy_model_parallel()
     if world_is_ours:
         parallel_state.destroy_distributed_environment()

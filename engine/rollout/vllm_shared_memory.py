@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 
 from rolemesh.engine.mesh import RankGroup
-from rolemesh.engine.transport.shm import SEGMENT_NAME, SHM_DIRECTORY, Segment, host_identity
+from rolemesh.engine.transport.shm import (
+    SEGMENT_NAME,
+    SHM_DIRECTORY,
+    Segment,
+    host_identity,
+    remove_leftovers,
+)
 
 _FILE_NAME = re.compile(rf"(?P<owner>{SEGMENT_NAME.pattern})-[a-z]+:[0-9]+-\[[-0-9]+\]-cpushm.*")
 """What vLLM makes of our name: group, members, and a number."""
@@ -41,6 +47,7 @@ def shared_memory_name(group: RankGroup, first: int) -> Iterator[str]:
         first: torch's number of the group's first rank.
     """
     remove_dead_files()
+    remove_leftovers()
     # Locked while this process lives, so that others can tell our files from leftovers.
     owner = Segment.create(1)
     name = owner.name

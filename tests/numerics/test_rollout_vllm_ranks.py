@@ -24,16 +24,19 @@ from support.rollout_checks import (
 from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory, WeightsStaleError
+from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.vllm import VllmBackend
-from rolemesh.engine.specs import SamplingSpec, VllmSpec
+from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
 
 FLOAT32_LOGPROB = 5e-4
 """Mean abs difference promised between sampler and trainer. Measured: 1e-6 with two slices, as with
 one; a missed update of this model's weights gives 1."""
+BFLOAT16_LOGPROB = 3e-2
+"""Mean abs difference from float32, as with one rank (test_rollout_vllm_bfloat16)."""
 SPEC = VllmSpec(dtype="float32", max_model_len=64, max_num_seqs=16)
 GREEDY = SamplingSpec(greedy=True, max_new_tokens=24)
 SAMPLED = SamplingSpec(max_new_tokens=24)
@@ -139,22 +142,38 @@ def whole_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
     return story
 
 
-def short_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
-    """One load, parts placed, and each replica samples what only it was asked for."""
-    with at.connect(layout) as mesh:
-        backend = VllmBackend(SPEC, folder, mesh)
+def short_story(
+    at: RankContext, folder: Path, layout: HybridLayout, spec: VllmSpec = SPEC
+) -> Story:
+    """One load, parts placed, and each replica samples what only it was asked for.
+
+    Where there are more ranks than the layout has, they are services of their own.
+    """
+    service, rank = divmod(at.rank, layout.world_size)
+    store = at.store(f"service {service}")
+    mesh = RankMesh.connect(layout, rank=rank, store=store, backend="gloo", timeout_s=120)
+    try:
+        backend = VllmBackend(spec, folder, mesh)
         place(backend, mesh, folder, 3)
         # A collective over all ranks would hang: replicas have different numbers of rows.
-        chunk = layout.chunk(mesh.rank)
-        requests = prompts(4 * (chunk + 1), seed=chunk)
+        requests = chunk_prompts(layout.chunk(rank))
         story = Story(
             greedy=list(backend.generate(requests, GREEDY)),
             sampled=list(backend.generate(requests, SAMPLED)),
             checksums=dict(backend.weight_checksums()),
             groups=vllm_group(),
         )
+        backend.update_weights(folder_weights(folder).items(), 4)
+        story.whole_checksums = dict(backend.weight_checksums())
         backend.close()
+    finally:
+        mesh.close()
     return story
+
+
+def chunk_prompts(chunk: int) -> list[RolloutRequest]:
+    """What a replica is asked for."""
+    return prompts(4 * (chunk + 1), seed=chunk)
 
 
 def one_rank_greedy(at: RankContext, folder: Path) -> list[RolloutTrajectory]:
@@ -250,3 +269,92 @@ def test_a_start_leaves_no_shared_memory_and_no_environment(two_slices: list[Sto
     for story in two_slices:
         assert story.files == []
         assert set(story.environment.values()) == {None}
+
+
+def assert_replicas_sample(stories: Sequence[Story], folder: Path, layout: HybridLayout) -> None:
+    """Each replica sampled its own rows as one sampler, with the folder's weights."""
+    model = load_trainer_model(folder)
+    numbers = layout.torch_ranks()
+    for ranks in layout.tp_groups():
+        first = stories[ranks[0]]
+        for rank in ranks:
+            assert stories[rank].groups == tuple(numbers[member] for member in ranks)
+            assert stories[rank].checksums == stories[rank].whole_checksums
+            assert_same_trajectories(stories[rank].greedy, first.greedy)
+            assert_same_trajectories(stories[rank].sampled, first.sampled)
+        requests = chunk_prompts(layout.chunk(ranks[0]))
+        assert len(first.sampled) == len(requests)
+        differences = logprob_differences(model, requests, first.sampled)
+        assert differences.mean() < FLOAT32_LOGPROB
+
+
+@pytest.mark.slow
+def test_replicas_of_whole_models_sample_by_themselves(vllm_pool: RankPool, folder: Path) -> None:
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=1))
+    stories = vllm_pool.run(short_story, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
+    assert [story.groups for story in stories] == [(0,), (1,)]
+    assert_replicas_sample(stories, folder, layout)
+
+
+@pytest.mark.slow
+def test_vllm_takes_the_interval_groups_of_the_layout(vllm_pool: RankPool, folder: Path) -> None:
+    layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
+    assert layout.tp_groups() == ((0, 2), (1, 3))
+    stories = vllm_pool.run(short_story, 4, folder, layout, timeout_s=LOAD_TIMEOUT_S)
+    assert_replicas_sample(stories, folder, layout)
+    # The layout's ranks 0 and 2 are one sampler, not 0 and 1.
+    assert len(stories[0].greedy) == len(stories[2].greedy) == 4
+    assert len(stories[1].greedy) == len(stories[3].greedy) == 8
+    assert stories[0].checksums == stories[1].checksums
+    assert stories[0].checksums != stories[2].checksums
+
+
+@pytest.mark.slow
+def test_more_slices_than_key_value_heads_share_them(vllm_pool: RankPool, folder: Path) -> None:
+    layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=4))
+    stories = vllm_pool.run(short_story, 4, folder, layout, timeout_s=LOAD_TIMEOUT_S)
+    assert_replicas_sample(stories, folder, layout)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    held = [story.checksums[name] for story in stories]
+    assert held[0] == held[1] != held[2] == held[3]
+
+
+@pytest.mark.slow
+def test_two_services_start_at_once_on_one_host(vllm_pool: RankPool, folder: Path) -> None:
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
+    stories = vllm_pool.run(short_story, 4, folder, layout, timeout_s=LOAD_TIMEOUT_S)
+    assert_replicas_sample(stories[:2], folder, layout)
+    assert_replicas_sample(stories[2:], folder, layout)
+
+
+@pytest.mark.slow
+def test_two_slices_of_bfloat16_agree(vllm_pool: RankPool, folder: Path) -> None:
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
+    spec = SPEC.model_copy(update={"dtype": "bfloat16"})
+    first, second = vllm_pool.run(short_story, 2, folder, layout, spec, timeout_s=LOAD_TIMEOUT_S)
+    assert_same_trajectories(first.sampled, second.sampled)
+    assert first.checksums == first.whole_checksums
+    requests, model = chunk_prompts(0), load_trainer_model(folder)
+    differences = logprob_differences(model, requests, first.sampled)
+    assert differences.mean() < BFLOAT16_LOGPROB
+
+
+def test_pipelines_of_vllm_are_refused() -> None:
+    alone = RankMesh.single()
+    mesh = replace(alone, layout=HybridLayout(TrainLayout(pp=2), GenerateLayout(pp=2)))
+    with pytest.raises(LayoutError, match=r"generate\.pp is 2: .* give generate\.pp 1"):
+        VllmBackend(SPEC, Path("nowhere"), mesh)
+
+
+@pytest.mark.parametrize("generate", [GenerateLayout(tp=2), GenerateLayout(pp=2)])
+def test_hf_samples_with_whole_models_only(generate: GenerateLayout) -> None:
+    mesh = replace(RankMesh.single(), layout=HybridLayout(TrainLayout(tp=2, pp=2), generate))
+    with pytest.raises(LayoutError, match="rollout type hf samples with whole models"):
+        make_backend(HfSpec(), Path("nowhere"), mesh)
+
+
+def test_hf_takes_no_parts_of_weights(folder: Path) -> None:
+    backend = make_backend(HfSpec(max_model_len=64), folder)
+    assert not backend.takes_shards
+    with pytest.raises(NotImplementedError, match="HfBackend takes no parts of weights"):
+        backend.update_shard([], 0)
