@@ -451,6 +451,7 @@ def _shard(layout: WeightLayout, rank: int) -> RankShard:
 
 
 def _tensor_dtypes(layout: WeightLayout, shard: RankShard) -> dict[str, torch.dtype]:
+    """Element type of each tensor of a rank."""
     dtypes: dict[str, torch.dtype] = {}
     for piece in shard.pieces:
         dtype = TORCH_DTYPES[layout.dtype or layout.manifest[piece.parameter].dtype]
@@ -459,6 +460,17 @@ def _tensor_dtypes(layout: WeightLayout, shard: RankShard) -> dict[str, torch.dt
                 f"tensor {piece.tensor!r} would hold {dtypes[piece.tensor]} and, with "
                 f"{piece.parameter!r}, {dtype}: give the layout one dtype"
             )
+    for name in shard.shapes:
+        # The last rank of an FSDP group may hold no rows of a parameter.
+        if name not in dtypes:
+            known = layout.dtype or (
+                layout.manifest[name].dtype if name in layout.manifest else None
+            )
+            if known is None:
+                raise ManifestError(
+                    f"tensor {name!r} holds no parameter: give the layout a dtype, or leave it out"
+                )
+            dtypes[name] = TORCH_DTYPES[known]
     return dtypes
 
 

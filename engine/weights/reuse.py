@@ -1,0 +1,117 @@
+"""Generation weights that hold the training shard inside them, instead of beside them.
+
+For plain parameters (no DTensor) of which training and generation agree on element type and place.
+The extra memory of the transition is then what was received, and no copy of the own shard
+(arXiv 2409.19256, Table 2: zero redundancy).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from rolemesh.engine.weights.manifest import ManifestError
+from rolemesh.engine.weights.plan import Copy, Plan
+
+
+class SharedWeights:
+    """Moves this rank's training parameters into its generation tensors, and back.
+
+    Invariant: between `enter` and `leave` a moved parameter is a view of its own part of a
+    generation tensor (contiguous for a cut of rows, strided for one of columns): writing to one
+    writes to both. A parameter that is no single part of one generation tensor stays where it is.
+    Owned by one thread.
+
+    Example::
+
+        shared = SharedWeights(plan, rank, parameters)
+        for name, tensor in shared.enter(transfer.run(parameters)):
+            sampler.place(name, tensor)  # without a copy of its own
+        ...  # generate
+        sampler.drop_weights()
+        shared.leave()  # the parameters are compact again; generation tensors are freed
+    """
+
+    def __init__(self, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Finds out which parameters can move.
+
+        Args:
+            plan: from training to generation.
+            rank: this rank.
+            parameters: the training tensors themselves, by their names in the source layout. Give
+                the same mapping to `WeightTransfer.run`: whoever holds on to their old storage
+                keeps it from being freed.
+
+        Raises:
+            ManifestError: a parameter of the layout is missing.
+        """
+        self._parameters = parameters
+        self._homes = _homes(plan.local[rank], parameters)
+        self._moved: list[str] = []
+
+    @property
+    def movable(self) -> tuple[str, ...]:
+        """Names of the parameters that lie whole in one generation tensor."""
+        return tuple(home.source_tensor for homes in self._homes.values() for home in homes)
+
+    def enter(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Passes generation tensors on; each takes its parameters in and frees their old storage.
+
+        Args:
+            tensors: names and tensors of the target layout, as `WeightTransfer.run` yields them.
+
+        Yields:
+            The same. Whoever takes them must keep them as they are, not copy them.
+
+        Raises:
+            RuntimeError: the parameters are in generation tensors already: call `leave` first.
+        """
+        if self._moved:
+            raise RuntimeError("parameters are in generation tensors already: call leave first")
+        for name, tensor in tensors:
+            for home in self._homes.get(name, ()):
+                self._move(home, tensor)
+            yield name, tensor
+
+    def leave(self) -> None:
+        """Gives each moved parameter compact storage of its own again, one after the other.
+
+        A generation tensor is freed with its last parameter, where nobody else holds it. Nothing
+        happens when no parameter was moved.
+        """
+        while self._moved:
+            parameter = self._parameters[self._moved.pop()]
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+    def _move(self, home: Copy, tensor: torch.Tensor) -> None:
+        parameter = self._parameters[home.source_tensor]
+        if parameter.dtype != tensor.dtype or parameter.device != tensor.device:
+            return
+        part = tensor[
+            tuple(
+                slice(at, at + size)
+                for at, size in zip(home.target_origin, parameter.shape, strict=True)
+            )
+        ]
+        parameter.data = part
+        self._moved.append(home.source_tensor)
+
+
+def _homes(copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Copy]]:
+    """By generation tensor: the copies that take a whole training tensor along."""
+    homes: defaultdict[str, list[Copy]] = defaultdict(list)
+    housed = set()
+    for copy in copies:
+        name = copy.source_tensor
+        if name not in parameters:
+            raise ManifestError(f"parameter {name!r} of the layout is missing: give all of them")
+        shape = tuple(stop - start for start, stop in copy.box)
+        # A tied embedding is copied into two tensors: it lives in the first.
+        if shape == tuple(parameters[name].shape) and name not in housed:
+            housed.add(name)
+            homes[copy.target_tensor].append(copy)
+    return dict(homes)

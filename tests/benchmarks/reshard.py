@@ -1,0 +1,208 @@
+"""Resharding of an actor, against a plain copy of the same bytes and against full gather and slice.
+
+    python tests/benchmarks/reshard.py [--transport shm] [--repetitions 7] [--train 1-4-1]
+        [--generate 1-2]
+
+Four processes, one decoder of some 40 MB in float32, from the training layout to vLLM's fused
+generation layout:
+    reshard  WeightTransfer: local reuse, and each missing element once
+    full     what verl's FSDP path does: every rank gathers every parameter whole, one bucket after
+             the other, and slices its generation tensors out of it
+    vanilla  the paper's HybridFlow-V: the ranks of each training replica gather the whole model
+    copy     the bytes that reshard receives are copied inside each process, without any transport
+    build    the generation tensors are copied from memory: what any way has to write at least
+Ways alternate, so that a slow moment of the machine meets all; a barrier stands before and after
+each, and the slowest rank counts. Every way's tensors are compared with the weights first. Bytes
+are counted at the transport. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.rank_processes import RankContext, RankPool
+from support.transport_ranks import process_transport
+from support.weight_ranks import assert_equal, cut, random_weights
+
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.transport.base import Transport
+from rolemesh.engine.transport.gloo import GlooTransport
+from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
+from rolemesh.engine.weights.plan import make_plan
+from rolemesh.engine.weights.transfer import WeightTransfer
+
+TIMEOUT_S = 120.0
+WARM_UP = 1
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 48,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def measure(
+    context: RankContext,
+    kind: str,
+    train: TrainLayout,
+    generate: GenerateLayout,
+    repetitions: int,
+    bucket_bytes: int,
+) -> dict[str, Any]:
+    """Seconds of each way by repetition, and bytes that this rank received."""
+    torch.set_num_threads(1)
+    layout = HybridLayout(train, generate)
+    shape = DecoderShape.from_config(CONFIG)
+    source = train_layout(shape, train)
+    target = generate_layout(shape, layout, "float32")
+    whole = whole_layout(shape, context.world_size)
+    weights = random_weights(source.manifest)
+    held = cut(source, context.rank, weights)
+    expected = cut(target, context.rank, weights)
+    direct = make_plan(source, target, bucket_bytes=bucket_bytes)
+    # verl's FSDP actor: every parameter cut over all ranks, gathered from all of them.
+    sharded = train_layout(shape, TrainLayout(dp=context.world_size, fsdp=context.world_size))
+    gather = make_plan(sharded, whole, bucket_bytes=bucket_bytes)
+    vanilla = make_plan(source, whole, bucket_bytes=bucket_bytes)
+    sharded_held = cut(sharded, context.rank, weights)
+    wanted = direct.received_bytes(context.rank)
+    received = torch.ones(max(1, wanted), dtype=torch.uint8)
+
+    with ExitStack() as stack:
+        # Torch's world is there for barriers, also where the transport does without it.
+        mesh = stack.enter_context(
+            context.connect(HybridLayout(TrainLayout(dp=context.world_size)), name="barrier")
+        )
+        transport: Transport = stack.enter_context(
+            process_transport(context, "shm") if kind == "shm" else GlooTransport(mesh)
+        )
+
+        def run(plan: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            transfer = transfers.setdefault(
+                id(plan),
+                WeightTransfer(plan, context.rank, transport, timeout_s=TIMEOUT_S),
+            )
+            return dict(transfer.run(tensors))
+
+        transfers: dict[int, WeightTransfer] = {}
+
+        ways: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+            "reshard": lambda: run(direct, held),
+            "full": lambda: cut(target, context.rank, run(gather, sharded_held)),
+            "vanilla": lambda: cut(target, context.rank, run(vanilla, held)),
+            "copy": lambda: {"": received.clone()},
+            "build": lambda: {name: tensor.clone() for name, tensor in expected.items()},
+        }
+        moved = {}
+        for name, way in ways.items():
+            before = transport.received_bytes
+            tensors = way()
+            moved[name] = transport.received_bytes - before
+            if name != "copy":
+                assert_equal(tensors, expected)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for repetition in range(WARM_UP + repetitions):
+            for name, way in ways.items():
+                dist.barrier()
+                started = time.perf_counter()
+                way()
+                dist.barrier()
+                if repetition >= WARM_UP:
+                    seconds[name].append(time.perf_counter() - started)
+        return {"seconds": seconds, "received": moved, "planned": wanted}
+
+
+def sizes(text: str, count: int) -> list[int]:
+    numbers = [int(part) for part in text.split("-")]
+    if len(numbers) != count:
+        raise SystemExit(f"{text!r}: give {count} numbers, as 1-4-1")
+    return numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--transport", choices=["shm", "gloo"], default="shm")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--train", default="1-4-1", help="p-t-d")
+    parser.add_argument("--generate", default="1-2", help="p_g-t_g")
+    parser.add_argument("--bucket-kib", type=int, default=2048)
+    options = parser.parse_args()
+    pp, tp, dp = sizes(options.train, 3)
+    pp_g, tp_g = sizes(options.generate, 2)
+    train, generate = TrainLayout(pp=pp, tp=tp, dp=dp), GenerateLayout(pp=pp_g, tp=tp_g)
+    layout = HybridLayout(train, generate)
+    shape = DecoderShape.from_config(CONFIG)
+    with RankPool(layout.world_size) as pool:
+        ranks = pool.run(
+            measure,
+            layout.world_size,
+            options.transport,
+            train,
+            generate,
+            options.repetitions,
+            options.bucket_kib << 10,
+            timeout_s=600,
+        )
+    names = list(ranks[0]["seconds"])
+    slowest = {
+        name: [max(times) for times in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+        for name in names
+    }
+    median = {name: statistics.median(times) for name, times in slowest.items()}
+    received = {
+        name: max(rank["received"][name] for rank in ranks)
+        for name in ("reshard", "full", "vanilla")
+    }
+    whole = sum(parameter.num_bytes for parameter in shape.manifest("float32").values())
+    print(
+        json.dumps(
+            {
+                "benchmark": "reshard",
+                "config": {
+                    "transport": options.transport,
+                    "train": options.train,
+                    "generate": options.generate,
+                    "d_g": layout.micro_dp,
+                    "model_bytes": whole,
+                    "bucket_bytes": options.bucket_kib << 10,
+                    "repetitions": options.repetitions,
+                },
+                "received_bytes": received,
+                "share_of_model": {name: each / whole for name, each in received.items()},
+                "median_s": median,
+                "spread_s": {name: [min(times), max(times)] for name, times in slowest.items()},
+                "bytes_full_to_reshard": received["full"] / received["reshard"],
+                "bytes_vanilla_to_reshard": received["vanilla"] / received["reshard"],
+                "time_full_to_reshard": median["full"] / median["reshard"],
+                "time_vanilla_to_reshard": median["vanilla"] / median["reshard"],
+                "time_reshard_to_copy": median["reshard"] / median["copy"],
+                "time_reshard_to_build": median["reshard"] / median["build"],
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,459 @@
+"""Weights that change layout over real transports: every bit, and no byte more than needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing
+from fractions import Fraction
+
+import pytest
+import torch
+from support.rank_processes import RankContext, RankPool
+from support.transport_ranks import THREADED, cluster, process_transport
+from support.weight_ranks import (
+    WAIT_S,
+    assert_equal,
+    cut,
+    decoder,
+    even_generate,
+    even_manifest,
+    even_train,
+    even_whole,
+    even_zero,
+    hybrids,
+    label,
+    missing_bytes,
+    model_bytes,
+    random_weights,
+    transfer_once,
+)
+
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.transport.base import Exchange, Message, TransferFailedError, Transport
+from rolemesh.engine.transport.local import LocalTransport
+from rolemesh.engine.weights import transfer as transfer_module
+from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
+from rolemesh.engine.weights.manifest import ManifestError, WeightLayout
+from rolemesh.engine.weights.plan import Plan, make_plan
+from rolemesh.engine.weights.transfer import TransferMismatchError, WeightTransfer
+
+BUCKET_BYTES = 60_000
+"""Small enough for several buckets a model."""
+ALL_CONFIGURATIONS = [layout for layout in hybrids(8) if layout.world_size > 1]
+VANILLA = [layout for layout in hybrids(8, "consecutive") if layout.world_size > 1]
+
+
+def move(kind: str, source: WeightLayout, target: WeightLayout) -> tuple[Plan, list[Transport]]:
+    """Moves random weights, checks every tensor of every rank, returns the counted transports."""
+    plan = make_plan(source, target, bucket_bytes=BUCKET_BYTES)
+    weights = random_weights(source.manifest)
+    if source.dtype == "bfloat16":
+        weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    with cluster(kind, plan.world_size) as ranks:
+        arrived = ranks.run(
+            lambda transport: transfer_once(transport, plan, cut(source, transport.rank, weights))
+        )
+        ranks.fabric.check_pairing()
+    for rank, tensors in enumerate(arrived):
+        assert_equal(tensors, cut(target, rank, weights))
+    for transport in ranks.transports:
+        assert transport.received_bytes == plan.received_bytes(transport.rank)
+        assert transport.sent_bytes == plan.sent_bytes(transport.rank)
+    return plan, ranks.transports
+
+
+# --- bytes, counted at the transport (arXiv 2409.19256, Table 2) ------------------------------
+
+
+@pytest.mark.parametrize("layout", ALL_CONFIGURATIONS, ids=label)
+def test_received_bytes_equal_table_2(layout: HybridLayout) -> None:
+    size = model_bytes(even_manifest(layout))
+    parts = layout.train.pp * layout.train.tp
+    _, transports = move("local", even_train(layout), even_generate(layout))
+    for transport in transports:
+        assert transport.received_bytes == Fraction(layout.micro_dp - 1, parts) * size
+
+
+@pytest.mark.parametrize("layout", ALL_CONFIGURATIONS, ids=label)
+def test_fused_and_tied_weights_of_a_decoder_receive_only_what_is_missing(
+    layout: HybridLayout,
+) -> None:
+    shape = decoder()
+    plan, transports = move(
+        "local", train_layout(shape, layout.train), generate_layout(shape, layout, "float32")
+    )
+    for transport in transports:
+        assert transport.received_bytes == missing_bytes(plan, transport.rank)
+
+
+@pytest.mark.parametrize("layout", VANILLA, ids=label)
+def test_the_vanilla_grouping_receives_what_its_shards_lack(layout: HybridLayout) -> None:
+    plan, transports = move("local", even_train(layout), even_generate(layout))
+    interval = HybridLayout(
+        layout.train, GenerateLayout(pp=layout.generate.pp, tp=layout.generate.tp)
+    )
+    bound = make_plan(even_train(interval), even_generate(interval))
+    total = 0
+    for transport in transports:
+        assert transport.received_bytes == missing_bytes(plan, transport.rank)
+        total += transport.received_bytes
+    assert total >= sum(bound.received_bytes(rank) for rank in range(layout.world_size))
+
+
+def test_the_vanilla_grouping_moves_more_than_the_interval_one_in_the_papers_figure_8() -> None:
+    received = {}
+    for grouping in ("interval", "consecutive"):
+        layout = HybridLayout(TrainLayout(tp=4, dp=2), GenerateLayout(tp=2, grouping=grouping))
+        size = model_bytes(even_manifest(layout))
+        _, transports = move("local", even_train(layout), even_generate(layout))
+        received[grouping] = [Fraction(each.received_bytes, size) for each in transports]
+    assert received["interval"] == [Fraction(1, 4)] * 8
+    # Of each four ranks, the middle two train a slice that they do not generate with.
+    assert received["consecutive"] == [Fraction(quarters, 4) for quarters in (1, 2, 2, 1)] * 2
+
+
+@pytest.mark.parametrize("layout", [at for at in hybrids(8) if at.micro_dp > 1], ids=label)
+def test_gathering_whole_models_receives_table_2s_other_columns(layout: HybridLayout) -> None:
+    manifest = even_manifest(layout)
+    size, world_size = model_bytes(manifest), layout.world_size
+    parts = layout.train.pp * layout.train.tp
+    whole = even_whole(manifest, world_size)
+    _, transports = move("local", even_train(layout), whole)
+    assert {each.received_bytes for each in transports} == {Fraction(parts - 1, parts) * size}
+    _, transports = move("local", even_zero(manifest, world_size), whole)
+    assert {each.received_bytes for each in transports} == {
+        Fraction(world_size - 1, world_size) * size
+    }
+
+
+# --- every bit, over every transport ----------------------------------------------------------
+
+SOME_LAYOUTS = [
+    HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2)),
+    HybridLayout(TrainLayout(pp=2, tp=2), GenerateLayout(tp=1)),
+    HybridLayout(TrainLayout(pp=2, dp=2, fsdp=2), GenerateLayout(pp=1)),
+    HybridLayout(TrainLayout(dp=4, fsdp=4)),
+]
+
+
+@pytest.mark.parametrize("kind", THREADED)
+@pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=label)
+def test_there_and_back_is_bit_exact(kind: str, layout: HybridLayout) -> None:
+    shape = decoder()
+    train = train_layout(shape, layout.train)
+    generate = generate_layout(shape, layout, "float32")
+    there = make_plan(train, generate, bucket_bytes=BUCKET_BYTES)
+    back = make_plan(generate, train, bucket_bytes=BUCKET_BYTES)
+    weights = random_weights(train.manifest)
+
+    def there_and_back(transport: Transport) -> dict[str, torch.Tensor]:
+        held = cut(train, transport.rank, weights)
+        return transfer_once(transport, back, transfer_once(transport, there, held))
+
+    with cluster(kind, layout.world_size) as ranks:
+        for rank, tensors in enumerate(ranks.run(there_and_back)):
+            assert_equal(tensors, cut(train, rank, weights))
+        ranks.fabric.check_pairing()
+
+
+def in_processes(context: RankContext, kind: str, layouts: list[HybridLayout]) -> list[int]:
+    """Trains' weights to vLLM's and back over one transport; received bytes of each way there."""
+    shape = decoder()
+    received = []
+    with process_transport(context, kind) as transport:
+        for version, layout in enumerate(layouts):
+            train = train_layout(shape, layout.train)
+            generate = generate_layout(shape, layout, "float32")
+            there = make_plan(train, generate, bucket_bytes=BUCKET_BYTES)
+            back = make_plan(generate, train, bucket_bytes=BUCKET_BYTES)
+            weights = random_weights(train.manifest)
+            held = cut(train, context.rank, weights)
+            before = transport.received_bytes
+            moved = transfer_once(transport, there, held, version)
+            received.append(transport.received_bytes - before)
+            assert received[-1] == missing_bytes(there, context.rank)
+            assert_equal(moved, cut(generate, context.rank, weights))
+            assert_equal(transfer_once(transport, back, moved, version), held)
+    return received
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_four_processes_reshard_there_and_back(kind: str, rank_pool: RankPool) -> None:
+    received = rank_pool.run(in_processes, 4, kind, SOME_LAYOUTS)
+    assert all(sum(each) > 0 for each in received)
+
+
+def test_eight_processes_reshard_there_and_back(rank_pool: RankPool) -> None:
+    layouts = [
+        HybridLayout(TrainLayout(tp=4, dp=2), GenerateLayout(tp=2)),
+        HybridLayout(TrainLayout(pp=2, tp=2, dp=2), GenerateLayout(tp=1)),
+    ]
+    received = rank_pool.run(in_processes, 8, "gloo", layouts)
+    assert all(min(each) > 0 for each in received)
+
+
+@pytest.mark.parametrize("kind", ["local", "nccl"])
+def test_narrower_targets_are_cast_before_the_way_and_wider_ones_after(kind: str) -> None:
+    layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
+    exact, _ = move(kind, even_train(layout), even_generate(layout))
+    narrow, _ = move(kind, even_train(layout), even_generate(layout, "bfloat16"))
+    assert [narrow.received_bytes(rank) * 2 for rank in range(4)] == [
+        exact.received_bytes(rank) for rank in range(4)
+    ]
+    wide, _ = move(kind, even_generate(layout, "bfloat16"), even_train(layout))
+    back, _ = move(kind, even_generate(layout), even_train(layout))
+    assert [wide.received_bytes(rank) * 2 for rank in range(4)] == [
+        back.received_bytes(rank) for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_whole_model_on_one_rank_reaches_eight_and_comes_back(tied: bool) -> None:
+    shape = decoder(tie_word_embeddings=tied)
+    spread = train_layout(shape, TrainLayout(pp=2, tp=2, dp=2, fsdp=2))
+    move("local", whole_layout(shape), spread)
+    move("local", spread, whole_layout(shape))
+
+
+# --- order of work ------------------------------------------------------------------------------
+
+
+class NotedExchange(Exchange):
+    def __init__(self, exchange: Exchange, label: str, notes: list[str]) -> None:
+        self._exchange = exchange
+        self._label = label
+        self._notes = notes
+
+    def wait(self, timeout_s: float) -> None:
+        self._exchange.wait(timeout_s)
+        self._notes.append(f"{self._label} is there")
+
+
+def note_rounds(transport: Transport, notes: list[str]) -> None:
+    """Notes when rounds start and end."""
+    start = transport._start
+
+    def noted(
+        sends: list[Message], receives: list[Message], label: str, is_control: bool
+    ) -> Exchange:
+        notes.append(f"{label} leaves")
+        return NotedExchange(start(sends, receives, label, is_control), label, notes)
+
+    transport._start = noted  # type: ignore[method-assign, assignment]
+
+
+def test_a_bucket_is_packed_while_the_last_one_travels_and_travels_while_it_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=1))
+    source, target = even_train(layout), even_generate(layout)
+    plan = make_plan(source, target, bucket_bytes=100)
+    count = len(plan.buckets)
+    assert count >= 3
+    weights = random_weights(source.manifest)
+    notes: list[str] = []
+    pack = transfer_module._pack
+
+    def run(transport: Transport) -> None:
+        transfer = WeightTransfer(plan, transport.rank, transport, timeout_s=WAIT_S)
+        if transport.rank == 0:
+            note_rounds(transport, notes)
+            own = cut(source, 0, weights)
+
+            def noted(parcels: object, outgoing: object, tensors: object) -> None:
+                if tensors is own:
+                    notes.append("packed")
+                pack(parcels, outgoing, tensors)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(transfer_module, "_pack", noted)
+            for name, _ in transfer.run(own):
+                notes.append(name)
+        else:
+            for _ in transfer.run(cut(source, 1, weights)):
+                pass
+
+    with cluster("local", 2) as ranks:
+        ranks.run(run)
+    steps = [note for note in notes if "bucket" in note or note == "packed"]
+    expected = ["packed", f"bucket 1 of {count} leaves"]
+    for number in range(1, count):
+        expected += [
+            "packed",
+            f"bucket {number} of {count} is there",
+            f"bucket {number + 1} of {count} leaves",
+        ]
+    assert steps == [*expected, f"bucket {count} of {count} is there"]
+    first = min(notes.index(name) for name in target.ranks[0].shapes)
+    assert notes.index(f"bucket {count} of {count} leaves") > first
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+PAIR = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=1))
+
+
+def pair_plan(bucket_bytes: int = BUCKET_BYTES) -> Plan:
+    return make_plan(even_train(PAIR), even_generate(PAIR), bucket_bytes=bucket_bytes)
+
+
+def pair_weights(rank: int) -> dict[str, torch.Tensor]:
+    source = even_train(PAIR)
+    return cut(source, rank, random_weights(source.manifest))
+
+
+def test_different_policy_versions_are_refused_on_all_ranks_before_anything_moves() -> None:
+    def rank(transport: Transport) -> str:
+        with pytest.raises(TransferMismatchError) as caught:
+            transfer_once(transport, pair_plan(), pair_weights(transport.rank), transport.rank)
+        assert transport.received_bytes == transport.sent_bytes == 0
+        # Nothing was moved: the transport goes on.
+        transfer_once(transport, pair_plan(), pair_weights(transport.rank), 7)
+        return str(caught.value)
+
+    with cluster("local", 2) as ranks:
+        messages = ranks.run(rank)
+    assert "rank 1 has policy_version 1, rank 0 0" in messages[0]
+    assert "rank 0 has policy_version 0, rank 1 1" in messages[1]
+
+
+def test_different_plans_are_refused_before_anything_moves() -> None:
+    def rank(transport: Transport) -> None:
+        plan = pair_plan(bucket_bytes=100 + 100 * transport.rank)
+        with pytest.raises(TransferMismatchError, match="has plan"):
+            transfer_once(transport, plan, pair_weights(transport.rank))
+        assert transport.received_bytes == 0
+
+    with cluster("local", 2) as ranks:
+        ranks.run(rank)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "dtype"])
+def test_tensors_that_are_not_the_layouts_are_refused(damage: str) -> None:
+    tensors = pair_weights(0)
+    name = "layer.0.b"
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "shape":
+        tensors[name] = tensors[name][1:]
+    else:
+        tensors[name] = tensors[name].double()
+    with (
+        cluster("local", 2) as ranks,
+        pytest.raises(ManifestError, match=r"layer\.0\.b"),
+    ):
+        transfer_once(ranks.transports[0], pair_plan(), tensors)
+
+
+def test_a_transport_of_another_rank_or_too_few_ranks_is_refused() -> None:
+    with cluster("local", 2) as ranks:
+        with pytest.raises(ValueError, match="the plan is for rank 1 of 2"):
+            WeightTransfer(pair_plan(), 1, ranks.transports[0], timeout_s=WAIT_S)
+        with pytest.raises(ValueError, match="rank 0 of 1"):
+            WeightTransfer(pair_plan(), 0, LocalTransport.alone(), timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("kind", ["local", "shm"])
+def test_a_rank_that_stops_half_way_ends_the_others_at_once(kind: str) -> None:
+    # A dozen rounds: the one that is under way when rank 1 stops is not the last.
+    plan = pair_plan(bucket_bytes=16)
+
+    def rank(transport: Transport) -> str:
+        transfer = WeightTransfer(plan, transport.rank, transport, timeout_s=WAIT_S)
+        run = transfer.run(pair_weights(transport.rank))
+        if transport.rank == 1:
+            with closing(run):  # type: ignore[type-var]
+                next(run)
+            return ""
+        with pytest.raises(TransferFailedError, match="bucket") as caught:
+            list(run)
+        assert caught.value.peer == 1
+        assert list(run) == []
+        return str(caught.value)
+
+    with cluster(kind, 2) as ranks:
+        assert "with rank 1" in ranks.run(rank)[0]
+
+
+def test_changed_bytes_are_noticed_when_they_are_checked() -> None:
+    plan = pair_plan()
+
+    def damage(transport: Transport) -> None:
+        start = transport._start
+
+        def damaged(
+            sends: list[Message], receives: list[Message], label: str, is_control: bool
+        ) -> Exchange:
+            exchange = start(sends, receives, label, is_control)
+            if label.startswith("bucket"):
+                exchange.wait(WAIT_S)
+                receives[0].buffer[17] ^= 4
+            return exchange
+
+        transport._start = damaged  # type: ignore[method-assign, assignment]
+
+    def rank(transport: Transport) -> TransferFailedError | None:
+        if transport.rank == 0:
+            damage(transport)
+        transfer = WeightTransfer(
+            plan, transport.rank, transport, timeout_s=WAIT_S, checks_bytes=True
+        )
+        try:
+            for _ in transfer.run(pair_weights(transport.rank)):
+                pass
+        except TransferFailedError as error:
+            return error
+        return None
+
+    with cluster("shm", 2) as ranks:
+        errors = ranks.run(rank)
+    assert "arrived with other bytes than were sent" in str(errors[0])
+    assert errors[0].peer == 1
+
+
+def test_checked_bytes_that_are_right_arrive_and_do_not_count_as_payload() -> None:
+    plan = pair_plan(bucket_bytes=100)
+    weights = random_weights(plan.source.manifest)
+
+    def rank(transport: Transport) -> None:
+        transfer = WeightTransfer(
+            plan, transport.rank, transport, timeout_s=WAIT_S, checks_bytes=True
+        )
+        arrived = dict(transfer.run(pair_weights(transport.rank)))
+        assert_equal(arrived, cut(plan.target, transport.rank, weights))
+        assert transport.received_bytes == plan.received_bytes(transport.rank)
+
+    for kind in THREADED:
+        with cluster(kind, 2) as ranks:
+            ranks.run(rank)
+
+
+def lose_a_rank(context: RankContext, kind: str) -> str:
+    """Rank 3 is killed when it holds its first tensor; how the transfer ends for the others."""
+    layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=1))
+    shape = decoder()
+    train = train_layout(shape, layout.train)
+    plan = make_plan(train, generate_layout(shape, layout, "float32"), bucket_bytes=BUCKET_BYTES)
+    held = cut(train, context.rank, random_weights(train.manifest))
+    with process_transport(context, kind) as transport:
+        transfer = WeightTransfer(plan, context.rank, transport, timeout_s=WAIT_S)
+        run = transfer.run(held)
+        if context.rank == 3:
+            next(name for name, _ in run if "qkv" in name)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(TransferFailedError, match="bucket") as caught:
+            list(run)
+        assert caught.value.seconds < WAIT_S / 2
+        return f"{caught.value.peer} {caught.value}"
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_rank_killed_mid_transfer_ends_it_everywhere_and_is_named(
+    kind: str, rank_pool: RankPool
+) -> None:
+    outcomes = rank_pool.outcomes(lose_a_rank, 4, kind)
+    assert "died" in str(outcomes[3].failure)
+    reports = [outcomes[rank].value for rank in range(3)]
+    # Whoever notices first gives up, and the rest may see that first: one names the dead rank.
+    assert any(report.startswith("3 ") for report in reports), (reports, outcomes)
+    assert all(outcomes[rank].failure is None for rank in range(3)), outcomes
