@@ -37,7 +37,7 @@ def keep_stage(lm: Any, shape: DecoderShape, group: RankGroup) -> None:
         group: the stages; this rank's is `group.index`.
     """
     if not group.is_first:
-        # The embedding itself, so that a tied head (which stays on the last stage) keeps it.
+        # Only the module goes: a tied head, on the last stage, keeps the weight.
         lm.base_model.embed_tokens = None
     if not group.is_last:
         lm.base_model.norm = nn.Identity()

@@ -58,25 +58,22 @@ def _rows(spec: ModelSpec) -> PaddedRows:
     return pad_rows(token_batch(vocab_size=read_config(spec).vocab_size), "cpu")
 
 
-def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None, double: bool = False) -> Pass:
+def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None) -> Pass:
     """Loads a model, scores a batch, and sends a gradient back that differs for each token."""
     model: Decoder
     outputs: dict[str, torch.Tensor]
     if head == "lm_head":
-        lm = CausalLm(spec, mesh=mesh)
-        model = lm.double() if double else lm
+        model = lm = CausalLm(spec, mesh=mesh)
         logprobs, entropy = lm.score(_rows(spec), temperature=0.8, with_entropy=True)
         assert entropy is not None
         outputs = {"logprobs": logprobs, "entropy": entropy}
     elif head == "values":
-        critic = ValueModel(spec, mesh=mesh)
-        model = critic.double() if double else critic
+        model = critic = ValueModel(spec, mesh=mesh)
         outputs = {"values": critic(_rows(spec))}
     else:
         config = read_config(spec)
-        classifier = SequenceClassifier(spec, config=config, mesh=mesh)
+        model = classifier = SequenceClassifier(spec, config=config, mesh=mesh)
         classifier.lm.requires_grad_(True)
-        model = classifier
         outputs = {"logits": classifier(pad_token_rows(TOKEN_ROWS)).flatten()}
     generator = torch.Generator().manual_seed(11)
     loss = sum(
@@ -96,12 +93,10 @@ def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None, double: bool = F
     )
 
 
-def pass_of_rank(
-    at: RankContext, spec: ModelSpec, head: str, layout: TrainLayout, double: bool = False
-) -> Pass:
+def pass_of_rank(at: RankContext, spec: ModelSpec, head: str, layout: TrainLayout) -> Pass:
     """`run_pass` on a rank of a mesh."""
     with at.connect(HybridLayout(layout)) as mesh:
-        return run_pass(spec, head, mesh, double)
+        return run_pass(spec, head, mesh)
 
 
 def check_against_one_rank(
