@@ -152,6 +152,11 @@ def _in_micro_batches(
     progress: Progress | None,
     arguments: dict[str, Any],
 ) -> Experience:
+    if not isinstance(model, RankModel) and model.mesh.world.size > 1:
+        raise ValueError(
+            f"model is one of {model.mesh.world.size} ranks: make a RankModel of it once, and give "
+            "that, because it cuts the weights"
+        )
     rank_model = model if isinstance(model, RankModel) else RankModel(model)
     spec, device = rank_model.model.spec, rank_model.device
     mesh = rank_model.mesh

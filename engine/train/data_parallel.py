@@ -49,8 +49,10 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh) -> None:
     layers = [
         module for module in stage.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
+    # A vocabulary slice may be empty, and torch 2.13 cannot reduce the gradient of nothing.
+    empty = {parameter for parameter in stage.parameters() if not parameter.numel()}
     for module in (*layers, stage):
-        fully_shard(module, mesh=axis)
+        fully_shard(module, mesh=axis, ignored_params=empty)
         cut = cast(FSDPModule, module)
         # FSDP2 averages by default. Gloo has no scaled sum, so the scaling (by 1) is asked for
         # apart from the sum.
@@ -87,7 +89,7 @@ def sum_over(tensors: Iterable[torch.Tensor], group: RankGroup) -> None:
     """
     if group.process_group is None:
         return
-    for bucket in buckets(tensors, BUCKET_BYTES):
+    for bucket in buckets((tensor for tensor in tensors if tensor.numel()), BUCKET_BYTES):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             dist.all_reduce(bucket[0], group=group.process_group)
             continue

@@ -110,6 +110,8 @@ LAYOUTS = {
     "hsdp2x2": TrainLayout(dp=4, fsdp=2),
     "tp2-dp2": TrainLayout(tp=2, dp=2),
     "tp2-fsdp2": TrainLayout(tp=2, dp=2, fsdp=2),
+    "tp4-fsdp2 (2 kv heads)": TrainLayout(tp=4, dp=2, fsdp=2),
+    "tp2-hsdp2x2": TrainLayout(tp=2, dp=4, fsdp=2),
     "pp2-fsdp2": TrainLayout(pp=2, dp=2, fsdp=2),
     "pp2-dp2": TrainLayout(pp=2, dp=2),
     "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
@@ -162,6 +164,21 @@ def test_families_with_biases_and_norms_of_heads_agree_with_one_rank(
         ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec()
     ).compute_logprobs(batch, temperature=1.0)["logprobs"]
     job = Job(folder, near_policy(batch, scored), POLICY_LOSS, layout=LAYOUTS[name])
+    _assert_agree(_spread(rank_pool, job), alone(job))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", [TrainLayout(tp=4), TrainLayout(tp=4, dp=2, fsdp=2)], ids=str)
+def test_a_slice_without_vocabulary_takes_part(
+    tmp_path: Path, rank_pool: RankPool, alone: Any, layout: TrainLayout, tied: bool
+) -> None:
+    # 130 tokens are padded to 192, 48 a slice: the last one has none.
+    folder = write_tiny_decoder(tmp_path, "qwen2", vocab_size=130, tie_word_embeddings=tied)
+    batch = token_batch(vocab_size=130)
+    scored = Trainer.policy(
+        ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec()
+    ).compute_logprobs(batch, temperature=1.0)["logprobs"]
+    job = Job(folder, near_policy(batch, scored), POLICY_LOSS, layout=layout)
     _assert_agree(_spread(rank_pool, job), alone(job))
 
 
