@@ -248,7 +248,7 @@ def test_a_bucket_is_packed_while_the_last_one_travels_and_travels_while_it_is_u
 ) -> None:
     layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=1))
     source, target = even_train(layout), even_generate(layout)
-    plan = make_plan(source, target, bucket_bytes=100)
+    plan = make_plan(source, target, bucket_bytes=40)
     count = len(plan.buckets)
     assert count >= 3
     weights = random_weights(source.manifest)
