@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,13 @@ from rolemesh.engine.weights.checkpoint import (
     whole_tensors_layout,
     write_checkpoint,
 )
-from rolemesh.engine.weights.disk_layout import scalar_layout
+from rolemesh.engine.weights.disk_layout import (
+    scalar_layout,
+    scalar_shard,
+    tensor_parameters,
+)
 from rolemesh.engine.weights.layouts import train_layout
-from rolemesh.engine.weights.manifest import WeightLayout
+from rolemesh.engine.weights.manifest import RankShard, WeightLayout
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
 
@@ -188,19 +192,17 @@ def _check(directory: Path, kind: str, weights: TrainedWeights) -> tuple[_Checke
         )
     _check_parameters(checkpoint, weights)
     ShardedTensors(weights.layout, weights.tensors).check(weights.peers.rank)
-    copies = _verified_copies(checkpoint, "weights", weights.layout, weights.peers.rank)
+    shard = weights.layout.ranks[weights.peers.rank]
+    copies = _verified_copies(checkpoint, "weights", shard, weights.tensors)
     optimizer = {name: _read_optimizer(checkpoint, name, weights) for name in STATE_NAMES}
     random = checkpoint.random(weights.peers.rank)
     return _Checked(checkpoint, copies, optimizer, random), checkpoint.sha256
 
 
 def _verified_copies(
-    checkpoint: CheckpointReader, group: str, layout: WeightLayout, rank: int
+    checkpoint: CheckpointReader, group: str, shard: RankShard, tensors: Iterable[str]
 ) -> list[Copy]:
     """What this rank reads of a group, from files whose hashes are right."""
-    present = checkpoint.parameters(group)
-    shard = layout.ranks[rank]
-    tensors = [piece.tensor for piece in shard.pieces if piece.parameter in present]
     copies = checkpoint.copies(group, shard, tensors)
     checkpoint.verify(checkpoint.files_of(group, copies))
     return copies
@@ -210,14 +212,16 @@ def _read_optimizer(
     checkpoint: CheckpointReader, name: str, weights: TrainedWeights
 ) -> dict[str, torch.Tensor]:
     """This rank's part of what the optimizer keeps, for each weight that has some."""
-    rank, layout = weights.peers.rank, weights.moments_layout(name)
-    copies = _verified_copies(checkpoint, f"optimizer-{name}", layout, rank)
-    shapes = layout.ranks[rank].shapes
-    tensors = {
-        tensor: torch.empty(shapes[tensor])
-        for tensor in dict.fromkeys(copy.target_tensor for copy in copies)
+    group, rank = f"optimizer-{name}", weights.peers.rank
+    present = checkpoint.parameters(group)
+    parameters = {
+        tensor: parameter
+        for tensor, parameter in tensor_parameters(weights.layout, rank).items()
+        if parameter in present
     }
-    checkpoint.read(f"optimizer-{name}", copies, tensors)
+    shard = weights.layout.ranks[rank] if name in MOMENTS else scalar_shard(parameters)
+    tensors = {tensor: torch.empty(shard.shapes[tensor]) for tensor in parameters}
+    checkpoint.read(group, _verified_copies(checkpoint, group, shard, tensors), tensors)
     return tensors
 
 

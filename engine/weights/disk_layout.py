@@ -145,19 +145,36 @@ def check_whole(disk: WeightLayout) -> None:
             )
 
 
+def tensor_parameters(layout: WeightLayout, rank: int) -> dict[str, str]:
+    """Which parameter each tensor of a rank belongs to.
+
+    Of a tensor without elements, other ranks' pieces tell.
+    """
+    known = {
+        piece.tensor: piece.parameter
+        for shard in {id(shard): shard for shard in layout.ranks}.values()
+        for piece in shard.pieces
+    }
+    return {tensor: known.get(tensor, tensor) for tensor in layout.ranks[rank].shapes}
+
+
+def scalar_shard(parameters: Mapping[str, str]) -> RankShard:
+    """One number for each tensor: of the parameter that it belongs to."""
+    return RankShard(
+        tuple(Piece(parameter, (), tensor, ()) for tensor, parameter in parameters.items()),
+        dict.fromkeys(parameters, ()),
+    )
+
+
 def scalar_layout(layout: WeightLayout) -> WeightLayout:
-    """The layout of one float32 number a tensor, wherever a tensor has elements.
+    """The layout of one float32 number a tensor, held by those who have elements of it.
 
     Made for counts that an optimizer keeps for each parameter.
     """
-    shards: dict[int, RankShard] = {}
-    for shard in layout.ranks:
-        if id(shard) not in shards:
-            held = {piece.tensor: piece.parameter for piece in shard.pieces}
-            shards[id(shard)] = RankShard(
-                tuple(Piece(parameter, (), tensor, ()) for tensor, parameter in held.items()),
-                dict.fromkeys(held, ()),
-            )
+    shards = {
+        id(shard): scalar_shard({piece.tensor: piece.parameter for piece in shard.pieces})
+        for shard in {id(shard): shard for shard in layout.ranks}.values()
+    }
     return WeightLayout(
         dict.fromkeys(layout.manifest, Parameter((), "float32")),
         tuple(shards[id(shard)] for shard in layout.ranks),
