@@ -1,6 +1,6 @@
 """An optimizer step over two data-parallel ranks, with and without balance by length.
 
-    python tests/benchmarks/length_balance.py [--rows 32] [--longest 512] [--repetitions 5]
+    python tests/benchmarks/length_balance.py [--rows 64] [--longest 512] [--repetitions 5]
 
 The batch is skewed, as completions are: most rows short, a few long, the long ones next to each
 other (samples of one hard prompt). Three ways to give each of two ranks its rows:
@@ -105,7 +105,7 @@ def mesh_is_ready(mesh: Any) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--repetitions", type=int, default=5)
     options = parser.parse_args()

@@ -96,6 +96,15 @@ def test_scale_needs_a_boolean_mask_a_token() -> None:
         LossScale.of(Experience({"loss_mask": Column(ColumnKind.ROW, torch.ones(2).bool())}))
 
 
+def test_scales_of_parts_add_up_to_the_whole_ones() -> None:
+    masks = [[True, True, True], [False, False], [True, False, False], [True]]
+    batch = random_batch(masks, {}, 0).experience(torch.float32)
+    cut = [[2, 0], [1], [], [3]]
+    parts = [batch.select(torch.tensor(rows, dtype=torch.int64)) for rows in cut]
+    assert LossScale.total(LossScale.of(part) for part in parts) == LossScale.of(batch)
+    assert LossScale.total([]) == LossScale(0.0, 0.0)
+
+
 def test_unknown_mode_and_missing_norm_length_are_refused() -> None:
     experience = random_batch([[True]], {}, 0).experience(torch.float32)
     scale, like = LossScale.of(experience), torch.zeros(1)
