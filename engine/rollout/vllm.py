@@ -113,8 +113,6 @@ class VllmBackend(RolloutBackend):
         except BaseException:
             leave_groups(world_is_ours=self._world_is_ours)
             raise
-        if not self._world_is_ours:
-            spare_the_world(self._engine)
         if folder_version is not None:
             self.policy_version = folder_version
 
@@ -361,6 +359,8 @@ def _make_engine(
             **rank_arguments,
         )
     )
+    if rank_arguments:
+        spare_the_world(engine)
     if current_platform.is_cpu() and spec.dtype == "bfloat16":
         from rolemesh.engine.rollout.vllm_precision import widen_residual_stream
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import (
     load_trainer_model,
@@ -26,6 +27,7 @@ from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.rollout import vllm
 from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory, WeightsStaleError
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.vllm import VllmBackend
@@ -184,6 +186,25 @@ def one_rank_greedy(at: RankContext, folder: Path) -> list[RolloutTrajectory]:
         backend.close()
 
 
+def fails_then_starts(at: RankContext, folder: Path, layout: HybridLayout) -> list[float]:
+    """A start that fails at its end, another one, and a collective of the trainer's."""
+
+    def refuse(mesh: RankMesh) -> None:
+        raise RuntimeError("vLLM's order of ranks has changed")
+
+    with at.connect(layout) as mesh:
+        check_groups, vllm.check_groups = vllm.check_groups, refuse
+        try:
+            with pytest.raises(RuntimeError, match="order of ranks has changed"):
+                VllmBackend(SPEC, folder, mesh)
+        finally:
+            vllm.check_groups = check_groups
+        VllmBackend(SPEC, folder, mesh, folder_version=0).close()
+        value = torch.tensor([float(at.rank + 1)])
+        dist.all_reduce(value, group=mesh.tp.process_group)
+        return value.tolist()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_tiny_llama(
@@ -337,6 +358,15 @@ def test_two_slices_of_bfloat16_agree(vllm_pool: RankPool, folder: Path) -> None
     requests, model = chunk_prompts(0), load_trainer_model(folder)
     differences = logprob_differences(model, requests, first.sampled)
     assert differences.mean() < BFLOAT16_LOGPROB
+
+
+@pytest.mark.slow
+def test_a_failed_start_spoils_neither_the_next_nor_the_trainers_groups(
+    vllm_pool: RankPool, folder: Path
+) -> None:
+    layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
+    sums = vllm_pool.run(fails_then_starts, 2, folder, layout, timeout_s=LOAD_TIMEOUT_S)
+    assert sums == [[3.0], [3.0]]
 
 
 def test_pipelines_of_vllm_are_refused() -> None:
