@@ -114,8 +114,11 @@ class RankModel(nn.Module):
             arguments: of the model's `finish`.
             done: called with a micro-batch's number when this rank is done with it.
         """
+        has_begun = False
 
         def forward(number: int, hidden_BTD: torch.Tensor | None) -> torch.Tensor | None:
+            nonlocal has_begun
+            has_begun = True
             outputs = self(passes[number].padded, hidden_BTD, arguments)
             if not self.pipeline.is_last:
                 hidden: torch.Tensor = outputs
@@ -124,12 +127,13 @@ class RankModel(nn.Module):
 
         shapes = [micro_batch.shape for micro_batch in passes]
         make_pass = self.pipeline.train if trains else self.pipeline.score
-        make_pass(shapes, forward, done)
+        try:
+            make_pass(shapes, forward, done)
+        except BaseException:
+            if has_begun:
+                forget_pass(self)
+            raise
         gather_no_longer(self)
-
-    def forget_pass(self) -> None:
-        """Makes the model usable again after a pass was broken off by an exception."""
-        forget_pass(self)
 
 
 def cut_into_micro_batches(

@@ -70,8 +70,15 @@ def gather_no_longer(stage: nn.Module) -> None:
 
 
 def forget_pass(stage: nn.Module) -> None:
-    """Makes a cut stage usable again after its forward or backward was broken off."""
+    """Makes a cut stage usable again after a pass was broken off; drops all gradients.
+
+    Its first forward must have begun: torch sets up what is reset here with it.
+    """
     if isinstance(stage, FSDPModule):
+        # A layer whose backward stopped half way still has whole weights, with gradients that
+        # the next backward would add to.
+        for parameter in stage.parameters():
+            parameter.grad = None
         stage.reset_iter_state()
 
 

@@ -207,18 +207,14 @@ class Trainer:
     ) -> tuple[dict[str, float], Experience]:
         loss = make_loss(loss_spec)
         self._check_model(*_TRAINED_BY[loss.needs])
-        try:
-            metrics, outputs = accumulate(
-                self.rank_model,
-                batch,
-                places,
-                loss,
-                temperature=getattr(loss_spec, "temperature", 1.0),
-                progress=progress,
-            )
-        except BaseException:
-            self.rank_model.forget_pass()
-            raise
+        metrics, outputs = accumulate(
+            self.rank_model,
+            batch,
+            places,
+            loss,
+            temperature=getattr(loss_spec, "temperature", 1.0),
+            progress=progress,
+        )
         self._has_gradient = True
         return metrics, outputs
 

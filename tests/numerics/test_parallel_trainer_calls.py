@@ -13,7 +13,7 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
 from rolemesh.engine.batching import balanced_partition, update_assignment
-from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
 from rolemesh.engine.layout import HybridLayout, TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import LossNotFiniteError, NoGradientError, Trainer
@@ -345,3 +345,40 @@ def test_rows_that_one_rank_cannot_use_are_refused_on_all(
     assert first[0] == f"rank 1 cannot use its rows: {second[0]}"
     assert "prompt_lengths of row" in second[1]
     assert first[1] == f"rank 1 cannot use its rows: {second[1]}"
+
+
+def break_off(at: RankContext, job: Job) -> tuple[dict[str, float], dict[str, float]]:
+    """Passes that every rank breaks off, before the first layer and in the middle; then a step."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        trainer = make_trainer(job, at, mesh)
+        bare = job.batch.require(["tokens", "prompt_lengths", "loss_mask"])
+        with pytest.raises(ColumnMissingError, match="'logprobs'"):
+            trainer.forward_backward(bare, job.loss)
+
+        def leave(_stage: str, _done: int, _rows: int) -> None:
+            raise ConnectionError("the caller left")
+
+        with pytest.raises(ConnectionError):
+            trainer.forward_backward(job.batch, job.loss, leave)
+        with pytest.raises(NoGradientError):
+            trainer.optim_step()
+
+        def fail(*_: object) -> None:
+            raise OverflowError("no memory")
+
+        # The backward pass gets through the last layer and stops within the first.
+        hook = trainer.model.lm.model.layers[0].mlp.register_full_backward_hook(fail)
+        with pytest.raises(OverflowError):
+            trainer.forward_backward(job.batch, job.loss)
+        hook.remove()
+        after = trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        fresh = make_trainer(job, at, mesh)
+        return after, fresh.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+
+
+@pytest.mark.parametrize("layout", [FSDP2, TrainLayout(dp=2), TrainLayout(tp=2)], ids=str)
+def test_a_pass_that_was_broken_off_leaves_nothing_behind(
+    rank_pool: RankPool, job: Job, layout: TrainLayout
+) -> None:
+    for after, fresh in rank_pool.run(break_off, 2, replace(job, layout=layout)):
+        assert after == fresh
