@@ -10,15 +10,23 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from rolemesh.engine.specs import ComputeDtype, ModelSpec, OptimizerSpec
-from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import CheckpointCorruptError
+import torch
+from transformers import AutoModelForCausalLM
+
+from rolemesh.engine.models.folder import read_config
+from rolemesh.engine.specs import ComputeDtype, ModelSpec
+from rolemesh.engine.train.state import check_fits
+from rolemesh.engine.weights.checkpoint import CheckpointCorruptError, open_checkpoint
+from rolemesh.engine.weights.export import write_model_folder
+from rolemesh.engine.weights.manifest import Parameter
 
 
 def export_policy(
     checkpoint: Path, model: Path, directory: Path, dtype: ComputeDtype = "bfloat16"
 ) -> int:
     """Writes the folder and returns the checkpoint's policy_version.
+
+    Reads one parameter after another, whatever layout wrote them: it takes the memory of one file.
 
     Args:
         checkpoint: folder that the actor wrote.
@@ -30,10 +38,24 @@ def export_policy(
         ValueError: a folder cannot be used, or they do not belong together.
         CheckpointCorruptError: a file of the checkpoint is missing, cut or changed.
     """
-    trainer = Trainer.policy(ModelSpec(path=model), OptimizerSpec())
-    trainer.load(checkpoint)
-    trainer.export(directory, dtype)
-    return trainer.policy_version
+    reader = open_checkpoint(checkpoint)
+    config = read_config(ModelSpec(path=model))
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    manifest = {
+        name: Parameter(tuple(weight.shape), "float32") for name, weight in lm.named_parameters()
+    }
+    check_fits(reader, "policy", manifest)
+    write_model_folder(
+        directory,
+        config=config,
+        architecture=type(lm).__name__,
+        manifest=manifest,
+        parameters=reader.whole("weights", manifest),
+        source=model,
+        dtype=dtype,
+    )
+    return int(reader.state["policy_version"])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,9 +24,7 @@ from rolemesh.engine.weights.checkpoint import (
     CheckpointMismatchError,
     CheckpointReader,
     RandomState,
-    ShardedTensors,
     open_checkpoint,
-    whole_tensors_layout,
     write_checkpoint,
 )
 from rolemesh.engine.weights.disk_layout import (
@@ -35,9 +33,10 @@ from rolemesh.engine.weights.disk_layout import (
     tensor_parameters,
 )
 from rolemesh.engine.weights.layouts import train_layout
-from rolemesh.engine.weights.manifest import RankShard, WeightLayout
+from rolemesh.engine.weights.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors, whole_tensors_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +169,33 @@ def load(
     return int(state["policy_version"]), dict(state["extra"])
 
 
+def check_fits(checkpoint: CheckpointReader, kind: str, own: Manifest) -> None:
+    """Raises CheckpointMismatchError unless the checkpoint is of this role and this model.
+
+    Args:
+        checkpoint: the one to load.
+        kind: "policy" or "critic".
+        own: the model's parameters.
+    """
+    directory, state = str(checkpoint.directory), checkpoint.state
+    if state["kind"] != kind:
+        raise CheckpointMismatchError(
+            f"checkpoint {directory!r} is of a {state['kind']}, not of a {kind}: give the one of "
+            "this role"
+        )
+    saved = checkpoint.parameters("weights")
+    if dict(saved) != dict(own):
+        different = sorted(
+            name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)
+        )
+        name = different[0]
+        raise CheckpointMismatchError(
+            f"checkpoint {directory!r} is of another model: {name!r} is {saved.get(name)}, but the "
+            f"model's is {own.get(name)} ({len(different)} differ): give the model folder that the "
+            "run began with"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """All that a rank needs of a checkpoint that fits."""
@@ -185,12 +211,8 @@ class _Checked:
 def _check(directory: Path, kind: str, weights: TrainedWeights) -> tuple[_Checked, str]:
     """Checks all that this rank will read, and reads all but the weights."""
     checkpoint = open_checkpoint(directory)
-    if checkpoint.state["kind"] != kind:
-        raise CheckpointMismatchError(
-            f"checkpoint {str(directory)!r} is of a {checkpoint.state['kind']}, not of a {kind}: "
-            "give the one of this role"
-        )
-    _check_parameters(checkpoint, weights)
+    check_fits(checkpoint, kind, weights.layout.manifest)
+    _check_optimizer(checkpoint, weights)
     ShardedTensors(weights.layout, weights.tensors).check(weights.peers.rank)
     shard = weights.layout.ranks[weights.peers.rank]
     copies = _verified_copies(checkpoint, "weights", shard, weights.tensors)
@@ -225,18 +247,7 @@ def _read_optimizer(
     return tensors
 
 
-def _check_parameters(checkpoint: CheckpointReader, weights: TrainedWeights) -> None:
-    own, saved = weights.layout.manifest, checkpoint.parameters("weights")
-    if dict(saved) != dict(own):
-        different = sorted(
-            name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)
-        )
-        name = different[0]
-        raise CheckpointMismatchError(
-            f"checkpoint {str(checkpoint.directory)!r} is of another model: {name!r} is "
-            f"{saved.get(name)}, but the model's is {own.get(name)} ({len(different)} differ): "
-            "give the model folder that the run began with"
-        )
+def _check_optimizer(checkpoint: CheckpointReader, weights: TrainedWeights) -> None:
     expected = set(checkpoint.parameters(f"optimizer-{STATE_NAMES[0]}"))
     for moment in STATE_NAMES:
         kept = weights.moments_layout(moment).manifest

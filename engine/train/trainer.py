@@ -28,8 +28,8 @@ from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer
 from rolemesh.engine.train.rows import HeldRows
-from rolemesh.engine.weights.checkpoint import ShardedTensors
-from rolemesh.engine.weights.export import write_model_folder
+from rolemesh.engine.weights.export import gathered, write_model_folder
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 __all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
 
@@ -420,10 +420,10 @@ class Trainer:
             Path(directory),
             config=self.model.config,
             architecture=type(self.model.lm).__name__,
-            weights=ShardedTensors(weights.layout, weights.tensors),
+            manifest=weights.layout.manifest,
+            parameters=gathered(ShardedTensors(weights.layout, weights.tensors), dtype, self.mesh),
             source=self.model.spec.path,
             dtype=dtype,
-            mesh=self.mesh,
             peers=weights.peers,
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,20 @@ from rolemesh.engine.weights.disk_layout import (
 )
 from rolemesh.engine.weights.folders import FolderExistsError, settle_file, sync_path, whole_folder
 from rolemesh.engine.weights.manifest import (
-    ITEM_BYTES,
-    Box,
-    DtypeName,
     Manifest,
     ManifestError,
     Parameter,
-    Piece,
     RankShard,
     WeightLayout,
 )
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
+from rolemesh.engine.weights.sharded_tensors import (
+    ShardedTensors,
+    part,
+    ranges,
+    whole_tensors_layout,
+)
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -67,63 +69,6 @@ class CheckpointMismatchError(ValueError):
 
 SHARED_ERRORS = (FolderExistsError, CheckpointMismatchError, ManifestError, CheckpointCorruptError)
 """Errors that all ranks raise when one of them has found something; see `Peers.agree`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedTensors:
-    """Tensors that ranks hold in parts, as one of the ranks sees them."""
-
-    layout: WeightLayout
-    """What each rank holds."""
-    tensors: Mapping[str, torch.Tensor]
-    """This rank's, under the layout's names. A parameter that is absent on all ranks is not
-    written."""
-
-    @classmethod
-    def whole(cls, tensors: Mapping[str, torch.Tensor]) -> ShardedTensors:
-        """Those of a rank that is alone."""
-        return cls(whole_tensors_layout(tensors), tensors)
-
-    def check(self, rank: int) -> None:
-        """Raises ManifestError unless the tensors are those of the layout."""
-        shapes = self.layout.ranks[rank].shapes
-        for name, tensor in self.tensors.items():
-            if shapes.get(name) != tuple(tensor.shape):
-                raise ManifestError(
-                    f"rank {rank} has {name!r} of shape {tuple(tensor.shape)}, but its layout says "
-                    f"{shapes.get(name)}: give the layout that the tensors are cut by"
-                )
-        for piece in self.layout.ranks[rank].pieces:
-            expected = element_type(self.layout, piece.parameter)
-            if piece.tensor in self.tensors:
-                found = dtype_name(self.tensors[piece.tensor])
-                if found != expected:
-                    raise ManifestError(
-                        f"rank {rank} has {piece.tensor!r} in {found}, but its layout says "
-                        f"{expected}: give the layout of these tensors"
-                    )
-
-
-def whole_tensors_layout(tensors: Mapping[str, torch.Tensor]) -> WeightLayout:
-    """The layout of one rank that holds these tensors, each a parameter of its own."""
-    manifest = {
-        name: Parameter(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()
-    }
-    pieces = tuple(
-        Piece(name, parameter.box, name, (0,) * len(parameter.shape))
-        for name, parameter in manifest.items()
-        if 0 not in parameter.shape
-    )
-    shapes = {name: parameter.shape for name, parameter in manifest.items()}
-    return WeightLayout(manifest, (RankShard(pieces, shapes),))
-
-
-def dtype_name(tensor: torch.Tensor) -> DtypeName:
-    """The element type as layouts name it; raises ManifestError for one that they do not know."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
-        raise ManifestError(f"element type is {name}: only {', '.join(ITEM_BYTES)} can be saved")
-    return name
 
 
 # --- writing ------------------------------------------------------------------------------
@@ -213,7 +158,7 @@ def _write_group(
         file = f"{name}-rank{rank:05}-{number:05}.safetensors"
         save_file(
             {
-                copy.target_tensor: _part(
+                copy.target_tensor: part(
                     group.tensors[copy.source_tensor].detach(), copy.source_origin, copy.box
                 )
                 .cpu()
@@ -339,20 +284,19 @@ class CheckpointReader:
                 with safe_open(self.directory / files[number], framework="pt") as content:
                     for copy in wanted:
                         stored = content.get_slice(copy.source_tensor)
-                        _part(tensors[copy.target_tensor], copy.target_origin, copy.box).copy_(
+                        part(tensors[copy.target_tensor], copy.target_origin, copy.box).copy_(
                             stored[ranges(copy.source_origin, copy.box)]
                         )
 
-    def read_whole(self, group: str) -> dict[str, torch.Tensor]:
-        """A group's parameters, whole, on the CPU; its files are verified first."""
+    def whole(self, group: str, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of a group, one after another, on the CPU; its files are verified first."""
         self.verify(self.files(group))
-        tensors = {
-            name: torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype))
-            for name, parameter in self.parameters(group).items()
-        }
-        shard = whole_tensors_layout(tensors).ranks[0]
-        self.read(group, self.copies(group, shard), tensors)
-        return tensors
+        for name in names:
+            parameter = self.parameters(group)[name]
+            tensor = torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype))
+            shard = whole_tensors_layout({name: tensor}).ranks[0]
+            self.read(group, self.copies(group, shard), {name: tensor})
+            yield name, tensor
 
     def random(self, rank: int) -> RandomState | None:
         """The generators of a rank, verified; None where it has none here."""
@@ -412,17 +356,6 @@ def _check_size(path: Path, expected: int) -> None:
 
 def _random_files(rank: int) -> tuple[str, str]:
     return f"random-rank{rank:05}-00001.safetensors", f"random-rank{rank:05}.json"
-
-
-def ranges(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor in which it begins at `origin`."""
-    return tuple(
-        slice(at, at + stop - start) for at, (start, stop) in zip(origin, box, strict=True)
-    )
-
-
-def _part(tensor: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
-    return tensor[ranges(origin, box)]
 
 
 def _encode(state: Mapping[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
-from rolemesh.engine.weights.checkpoint import ShardedTensors, ranges
 from rolemesh.engine.weights.disk_layout import written_pieces
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
 from rolemesh.engine.weights.manifest import ITEM_BYTES, Manifest, Piece
 from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -46,27 +46,28 @@ def write_model_folder(
     *,
     config: Any,
     architecture: str,
-    weights: ShardedTensors,
+    manifest: Manifest,
+    parameters: Iterable[tuple[str, torch.Tensor]],
     source: Path,
     dtype: ComputeDtype = "bfloat16",
-    mesh: RankMesh | None = None,
     peers: Peers | None = None,
 ) -> None:
     """Writes config, weights and tokenizer; replaces an older folder of that name whole.
 
-    With many ranks all of them call it. Rank 0 gathers one parameter after another and writes a
-    file as soon as it is full: it holds one file's weights, in the type they are saved in. The
-    files are the same, byte by byte, whatever the layout.
+    With many ranks all of them call it, and rank 0 writes. A file is written as soon as it is
+    full: rank 0 holds one file's weights, in the type they are saved in. The files depend on the
+    weights alone.
 
     Args:
         directory: the folder to write.
         config: transformers config of the whole model.
         architecture: name of the transformers class.
-        weights: what each rank holds, by Hugging Face name, tied ones once.
+        manifest: the model's parameters by Hugging Face name, tied ones once.
+        parameters: all of them, whole, in the manifest's order: `gathered`. All ranks go through
+            it; those but rank 0 get nothing.
         source: folder that the model came from; tokenizer and generation config are copied.
         dtype: type of the saved weights.
-        mesh: the rank's place; None for one alone.
-        peers: the ranks of the mesh; None for one alone.
+        peers: the ranks; None for one alone.
 
     Raises:
         FolderExistsError: something is there that is not an older export.
@@ -77,14 +78,13 @@ def write_model_folder(
     def check() -> tuple[None, None]:
         if ranks.is_first:
             _check_replaceable(directory)
-        weights.check(ranks.rank)
         return None, None
 
     ranks.agree(check, (FolderExistsError, ValueError))
     with whole_folder(directory, replace=True, peers=ranks) as temporary:
-        writer = _WeightFiles(temporary, weights.layout.manifest, dtype)
+        writer = _WeightFiles(temporary, manifest, dtype)
         failure: Exception | None = None
-        for name, tensor in _gathered(weights, getattr(torch, dtype), mesh or RankMesh.single()):
+        for name, tensor in parameters:
             if failure is None:
                 try:
                     writer.add(name, tensor)
@@ -103,13 +103,52 @@ def write_model_folder(
         ranks.agree(finish)
 
 
+def gathered(
+    weights: ShardedTensors, dtype: ComputeDtype, mesh: RankMesh
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole parameters on the CPU, in the manifest's order, on rank 0; elsewhere nothing.
+
+    Ranks send and rank 0 receives in one order that all work out: by parameter, then by rank. So
+    rank 0 holds one parameter, and whoever takes it decides what becomes of it.
+
+    Args:
+        weights: what each rank holds.
+        dtype: type that the weights are cast to before they travel.
+        mesh: this rank's place.
+    """
+    weights.check(mesh.rank)
+    layout = weights.layout
+    parts: dict[str, list[tuple[int, Piece]]] = {name: [] for name in layout.manifest}
+    for rank, shard in enumerate(layout.ranks):
+        for piece in written_pieces(layout, rank, shard.shapes, MESSAGE_BYTES):
+            parts[piece.parameter].append((rank, piece))
+    device = next(iter(weights.tensors.values())).device
+    element_type: torch.dtype = getattr(torch, dtype)
+    for name, parameter in layout.manifest.items():
+        whole = torch.empty(parameter.shape if mesh.rank == 0 else 0, dtype=element_type)
+        for rank, piece in parts[name]:
+            sizes = [stop - start for start, stop in piece.box]
+            if rank == mesh.rank:
+                held = part(weights.tensors[piece.tensor].detach(), piece.origin, piece.box)
+                message = held.to(element_type).contiguous()
+                if rank != 0:
+                    dist.send(message, mesh.torch_rank(0), group=mesh.world.process_group)
+            elif mesh.rank == 0:
+                message = torch.empty(sizes, dtype=element_type, device=device)
+                dist.recv(message, mesh.torch_rank(rank), group=mesh.world.process_group)
+            if mesh.rank == 0:
+                whole[tuple(slice(start, stop) for start, stop in piece.box)] = message.cpu()
+        if mesh.rank == 0:
+            yield name, whole
+
+
 class _WeightFiles:
     """Writes parameters that come in the manifest's order to files of bounded size."""
 
     def __init__(self, folder: Path, manifest: Manifest, dtype: ComputeDtype) -> None:
         self._folder = folder
+        self._dtype: torch.dtype = getattr(torch, dtype)
         item_bytes = ITEM_BYTES[dtype]
-        self._file_of: dict[str, str] = {}
         sizes = {
             name: parameter.num_bytes // ITEM_BYTES[parameter.dtype] * item_bytes
             for name, parameter in manifest.items()
@@ -132,7 +171,7 @@ class _WeightFiles:
         if self._file_of[name] != self._file:
             self._write()
             self._file = self._file_of[name]
-        self._tensors[name] = tensor
+        self._tensors[name] = tensor.to(self._dtype)
 
     def close(self) -> None:
         """Writes what is left, and the index where there is more than one file."""
@@ -151,37 +190,6 @@ class _WeightFiles:
         if self._num_files == 1:
             return "model.safetensors"
         return f"model-{number + 1:05}-of-{self._num_files:05}.safetensors"
-
-
-def _gathered(
-    weights: ShardedTensors, dtype: torch.dtype, mesh: RankMesh
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole parameters on the CPU, in the manifest's order, on rank 0; elsewhere nothing.
-
-    Ranks send and rank 0 receives in one order that all work out: by parameter, then by rank.
-    """
-    layout = weights.layout
-    parts: dict[str, list[tuple[int, Piece]]] = {name: [] for name in layout.manifest}
-    for rank, shard in enumerate(layout.ranks):
-        for piece in written_pieces(layout, rank, shard.shapes, MESSAGE_BYTES):
-            parts[piece.parameter].append((rank, piece))
-    device = next(iter(weights.tensors.values())).device
-    for name, parameter in layout.manifest.items():
-        whole = torch.empty(parameter.shape if mesh.rank == 0 else 0, dtype=dtype)
-        for rank, piece in parts[name]:
-            sizes = [stop - start for start, stop in piece.box]
-            if rank == mesh.rank:
-                held = weights.tensors[piece.tensor].detach()[ranges(piece.origin, piece.box)]
-                part = held.to(dtype).contiguous()
-                if rank != 0:
-                    dist.send(part, mesh.torch_rank(0), group=mesh.world.process_group)
-            elif mesh.rank == 0:
-                part = torch.empty(sizes, dtype=dtype, device=device)
-                dist.recv(part, mesh.torch_rank(rank), group=mesh.world.process_group)
-            if mesh.rank == 0:
-                whole[tuple(slice(start, stop) for start, stop in piece.box)] = part.cpu()
-        if mesh.rank == 0:
-            yield name, whole
 
 
 def _write_companions(

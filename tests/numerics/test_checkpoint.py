@@ -26,11 +26,11 @@ from rolemesh.engine.weights import checkpoint as checkpoint_module
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
     CheckpointMismatchError,
-    ShardedTensors,
     open_checkpoint,
     write_checkpoint,
 )
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -203,11 +203,11 @@ def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_pat
 KILLED_SAVE = """
 import os, signal, sys
 import torch
-from rolemesh.engine.weights import checkpoint, folders
+from rolemesh.engine.weights import checkpoint, folders, sharded_tensors
 
 # Everything is written; the process dies just before the rename.
 folders._move_into_place = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-weights = checkpoint.ShardedTensors.whole({"a": torch.ones(1000)})
+weights = sharded_tensors.ShardedTensors.whole({"a": torch.ones(1000)})
 checkpoint.write_checkpoint(sys.argv[1], {"weights": weights}, {"step": 1})
 """
 

@@ -30,9 +30,10 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.layout import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.train.export import export_policy
 from rolemesh.engine.train.optimizer import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.checkpoint import open_checkpoint
+from rolemesh.engine.weights.checkpoint import CheckpointMismatchError, open_checkpoint
 
 TENSOR_FSDP = TrainLayout(tp=2, dp=2, fsdp=2)
 PIPELINE_TENSOR = TrainLayout(pp=2, tp=2)
@@ -223,7 +224,11 @@ def test_what_is_wrong_with_a_checkpoint_all_ranks_say_and_nobody_changes(
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_an_export_is_the_same_in_every_layout(
-    rank_pool: RankPool, jobs: dict[str, Job], tmp_path: Path, kind: str
+    rank_pool: RankPool,
+    jobs: dict[str, Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     job = replace(jobs[kind], layout=UNEVEN_FSDP)
     saved = _joined(_run(rank_pool, save, job, tmp_path / "checkpoint"), UNEVEN_FSDP)
@@ -247,6 +252,16 @@ def test_an_export_is_the_same_in_every_layout(
     assert len(files) > 3
     assert set(index["weight_map"].values()) == set(files)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in saved.weights.values())
+
+
+def test_files_of_another_role_or_model_are_not_exported(
+    rank_pool: RankPool, jobs: dict[str, Job], tmp_path: Path
+) -> None:
+    for kind, text in (("critic", "is of a critic, not of a policy"), ("other", "another model")):
+        _run(rank_pool, save, jobs[kind], tmp_path / kind)
+        with pytest.raises(CheckpointMismatchError, match=text):
+            export_policy(tmp_path / kind, jobs["policy"].folder, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_an_export_narrows_weights_before_they_travel(

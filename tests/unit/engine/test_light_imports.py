@@ -9,11 +9,14 @@ import sys
 PURE = (
     "balance",
     "layout",
+    "memory",
     "models.families",
     "specs",
     "transfer_protocols",
+    "weights.disk_layout",
     "weights.layouts",
     "weights.manifest",
+    "weights.peers",
     "weights.plan",
 )
 HEAVY = ("torch", "numpy", "vllm", "transformers", "safetensors", "cupy")

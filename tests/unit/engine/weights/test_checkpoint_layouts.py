@@ -28,7 +28,6 @@ from rolemesh.engine.weights import checkpoint as checkpoint_module
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
     CheckpointReader,
-    ShardedTensors,
     open_checkpoint,
     write_checkpoint,
 )
@@ -44,6 +43,7 @@ from rolemesh.engine.weights.manifest import (
     num_elements,
 )
 from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 Tensors = dict[str, torch.Tensor]
 
