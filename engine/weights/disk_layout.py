@@ -39,23 +39,26 @@ def written_pieces(
         Parts of the rank's pieces, in their order.
     """
     wanted = set(tensors)
-    taken_by_lower: dict[str, list[Box]] = defaultdict(list)
+    # Boxes as keys: ordered, and each once.
+    taken_by_lower: dict[str, dict[Box, None]] = defaultdict(dict)
     own_parameters = {piece.parameter for piece in layout.ranks[rank].pieces}
     # Replicas share one RankShard object in the layouts that this package makes.
     for shard in {id(shard): shard for shard in layout.ranks[:rank]}.values():
         for piece in shard.pieces:
-            boxes = taken_by_lower[piece.parameter]
-            if piece.parameter in own_parameters and piece.box not in boxes:
-                boxes.append(piece.box)
+            if piece.parameter in own_parameters:
+                taken_by_lower[piece.parameter][piece.box] = None
     written = []
     for piece in layout.ranks[rank].pieces:
-        missing = [piece.box]
-        for box in taken_by_lower[piece.parameter]:
-            _, missing = take(missing, box)
         if piece.tensor not in wanted:
             continue
+        taken = taken_by_lower[piece.parameter]
+        missing = [] if piece.box in taken else [piece.box]
+        for box in taken:
+            if not missing:
+                break
+            _, missing = take(missing, box)
         # The rank may hold the same part in a second tensor.
-        taken_by_lower[piece.parameter].append(piece.box)
+        taken[piece.box] = None
         most = max(1, max_bytes // ITEM_BYTES[element_type(layout, piece.parameter)])
         for box in missing:
             for part in split_box(box, most):

@@ -108,7 +108,7 @@ def gathered(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields whole parameters on the CPU, in the manifest's order, on rank 0; elsewhere nothing.
 
-    Ranks send and rank 0 receives in one order that all work out: by parameter, then by rank. So
+    Ranks send and rank 0 receives in one order: by parameter, then by rank, then as pieces lie. So
     rank 0 holds one parameter, and whoever takes it decides what becomes of it.
 
     Args:
@@ -119,8 +119,8 @@ def gathered(
     weights.check(mesh.rank)
     layout = weights.layout
     parts: dict[str, list[tuple[int, Piece]]] = {name: [] for name in layout.manifest}
-    for rank, shard in enumerate(layout.ranks):
-        for piece in written_pieces(layout, rank, shard.shapes, MESSAGE_BYTES):
+    for rank in range(len(layout.ranks)) if mesh.rank == 0 else (mesh.rank,):
+        for piece in written_pieces(layout, rank, layout.ranks[rank].shapes, MESSAGE_BYTES):
             parts[piece.parameter].append((rank, piece))
     device = next(iter(weights.tensors.values())).device
     element_type: torch.dtype = getattr(torch, dtype)
