@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
 
+FAILED_RANK = "failed_rank"
+"""Key of an error's metadata: the rank of this service that failed, when it is not the face."""
+
 SETTLE_S = 10.0
 """When one rank has failed, the others get this long to end the same call. A rank that waits for
 the failed one inside a collective operation never does."""
@@ -154,7 +157,7 @@ class Face:
             f"{self._role} rank {rank}: {error.message}",
             reason=error.reason,
             retryable=error.retryable,
-            metadata={**error.metadata, "rank": str(rank)},
+            metadata={**error.metadata, FAILED_RANK: str(rank)},
         )
 
 

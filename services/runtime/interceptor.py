@@ -18,6 +18,7 @@ from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, se
 from rolemesh.rpc.errors import InternalError, InvalidRequestError, to_status
 from rolemesh.rpc.policy import method_policy
 from rolemesh.services.runtime.errors import describe, is_expected
+from rolemesh.services.runtime.face import FAILED_RANK
 from rolemesh.services.runtime.metrics import ServiceMetrics
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             described,
             {
                 "role": self._role,
-                "rank": str(self._rank),
+                "rank": described.metadata.get(FAILED_RANK, str(self._rank)),
                 "request_id": call.request_id,
                 "method": full_method,
             },

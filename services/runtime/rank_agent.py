@@ -7,6 +7,7 @@ not started again: a rank alone cannot take up the work of the others in the mid
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+import psutil
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -28,8 +30,8 @@ logger = logging.getLogger(__name__)
 MONITOR_INTERVAL_S = 0.1
 """How often the launcher looks whether its ranks live."""
 
-LAST_GRACE_S = 2
-"""How long ranks may take to leave, beyond the time that their work may take, before SIGKILL."""
+LAST_GRACE_S = 1
+"""How long the other ranks have to leave before SIGKILL when one has failed."""
 
 STORE_FILE = "ranks"
 """File in the agent's private folder through which its ranks meet."""
@@ -62,7 +64,7 @@ def run_ranks(config: ServiceConfig) -> int:
     # elastic's own messages are about its configuration; ours name the rank and the cause.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     if config.parent_pid is not None:
-        follow_parent(config.parent_pid, config.drain_timeout_s + 2 * LAST_GRACE_S, lambda: None)
+        follow_parent(config.parent_pid, config.drain_timeout_s + 3 * LAST_GRACE_S, lambda: None)
     with tempfile.TemporaryDirectory(prefix=f"rolemesh-{config.role}-") as folder:
         launch = LaunchConfig(
             min_nodes=1,
@@ -79,11 +81,15 @@ def run_ranks(config: ServiceConfig) -> int:
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGINT",
-            shutdown_timeout=round(config.drain_timeout_s) + LAST_GRACE_S,
+            # Our own handlers let ranks drain. What the launcher ends, it ends because a rank has
+            # failed: what the others do is then of no use, and they may hang waiting for it.
+            signals_to_handle="SIGQUIT",
+            shutdown_timeout=LAST_GRACE_S,
         )
         # As this process was started, so that a role of a user's own needs no name here.
         command = [*sys.orig_argv[1:], "--rank-store", str(Path(folder) / STORE_FILE)]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _drain_ranks)
         logger.info("starting %d ranks of the %s", config.world_size, config.role)
         try:
             elastic_launch(launch, sys.executable)(*command)
@@ -100,8 +106,14 @@ def run_ranks(config: ServiceConfig) -> int:
                 *(config.role, rank, failure.pid, how, config.world_size - 1),
             )
             return 1
-        except SignalException as stopped:
-            logger.info("told to end by signal %d: all ranks have ended", stopped.sigval)
-            return 0
     logger.info("all ranks have ended")
     return 0
+
+
+def _drain_ranks(number: int, frame: object) -> None:
+    ranks = psutil.Process().children()
+    if not ranks:
+        raise SystemExit(0)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.terminate()
