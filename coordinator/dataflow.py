@@ -62,6 +62,8 @@ class Node:
     """Bytes of experience that the service pulled for it."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase inside the service."""
+    peak_bytes: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Most memory held while a phase computed, by phase and rank."""
     metrics: dict[str, float] = field(default_factory=dict)
     policy_version: int | None = None
     """Version after an update; None for other kinds."""
@@ -319,6 +321,9 @@ class Dataflow:
             phase.phase: phase.duration.seconds + phase.duration.nanos * 1e-9
             for phase in outcome.report.phases
         }
+        node.peak_bytes = {}
+        for peak in outcome.report.memory:
+            node.peak_bytes.setdefault(peak.phase, {})[peak.rank] = peak.peak_bytes
         # Sorted: a protobuf map has no order, and records of two runs are compared.
         node.metrics = dict(sorted(outcome.report.metrics.items()))
         node.policy_version = outcome.policy_version

@@ -41,6 +41,17 @@ def phase_seconds(nodes: Sequence[Node]) -> dict[str, float]:
     return dict(seconds)
 
 
+def phase_peaks(nodes: Sequence[Node]) -> dict[str, int]:
+    """Most memory that any rank held in a phase, in bytes, by phase as people call it."""
+    peaks: dict[str, int] = {}
+    for node in nodes:
+        for inner, by_rank in node.peak_bytes.items():
+            phase = PHASE_OF_NODE.get(node.name, node.name.replace(".", "_"))
+            name = WEIGHT_SYNC if inner == WEIGHT_SYNC else phase
+            peaks[name] = max(peaks.get(name, 0), *by_rank.values())
+    return peaks
+
+
 def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     """What the services reported, under one name each.
 
@@ -79,6 +90,7 @@ def step_record(
         "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
         **{f"time/{phase}": spent for phase, spent in phase_seconds(nodes).items()},
         "time/step": seconds,
+        **{f"memory/{phase}_peak_bytes": peak for phase, peak in phase_peaks(nodes).items()},
         "experience/fetched_bytes": sum(node.num_bytes for node in nodes),
         "coordinator/calls": traffic.calls,
         "coordinator/sent_bytes": traffic.sent_bytes,

@@ -39,8 +39,10 @@ START_DEADLINE_S = 300.0
 """Longest wait for a service to answer its first health check: it imports torch before."""
 
 LOSS_GRACE_S = 6.0
-"""When a call fails because nobody answers, the launcher is given this long to say why. The agent of
-a service of several ranks ends the others first, which takes a busy machine a few seconds."""
+"""When a call fails because nobody answers, the launcher is given this long to say why.
+
+The agent of a service of several ranks ends the others first, which takes a few seconds.
+"""
 
 GIVE_BACK_DEADLINE_S = 5.0
 """Longest wait at the end of a run for a service that outlives it to let the run go."""

@@ -26,15 +26,16 @@ from rolemesh.engine.rollout.sampling import (
 from rolemesh.engine.specs import ActorSpec, SamplingSpec
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.errors import describe
-from rolemesh.services.runtime.model_role import ModelRole, default_device
+from rolemesh.services.runtime.model_role import ModelRole
 from rolemesh.services.runtime.model_servicers import (
     LogprobServicer,
     TrainerServicer,
-    WeightsServicer,
 )
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.weights_servicer import WeightsServicer
 from rolemesh.v1 import (
     experience_pb2,
     logprob_pb2_grpc,
@@ -80,7 +81,7 @@ class ActorRole(ModelRole):
         train, held_out = load_rows(spec.data)
         self._prompts = PromptSet(train, held_out, tokenizer=self._tokenizer, seed=run_seed)
         progress("load policy", 1, 3)
-        model = CausalLm(spec.model, device=default_device(), mesh=mesh)
+        model = CausalLm(spec.model, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)
         progress(f"load {spec.rollout.type}", 2, 3)
         self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
@@ -245,12 +246,11 @@ class ActorWeightsServicer(WeightsServicer):
         super().__init__(role, runtime)
         self._actor = role
 
-    async def GetChecksums(
-        self, request: weights_pb2.GetChecksumsRequest, context: Context
+    async def _checksums(
+        self, holder: weights_pb2.WeightsHolder.ValueType
     ) -> weights_pb2.GetChecksumsResponse:
-        """See weights.proto."""
-        if request.holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
-            return await super().GetChecksums(request, context)
+        if holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
+            return await super()._checksums(holder)
         backend = self._actor.backend
         checksums = await self._runtime.compute.run(backend.weight_checksums)
         return weights_pb2.GetChecksumsResponse(

@@ -11,15 +11,16 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import CriticSpec
-from rolemesh.services.runtime.model_role import ModelRole, default_device
+from rolemesh.services.runtime.device import rank_device
+from rolemesh.services.runtime.model_role import ModelRole
 from rolemesh.services.runtime.model_servicers import (
     TRAJECTORY,
     TrainerServicer,
-    WeightsServicer,
 )
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.weights_servicer import WeightsServicer
 from rolemesh.v1 import (
     experience_pb2,
     trainer_pb2_grpc,
@@ -40,7 +41,7 @@ class CriticRole(ModelRole):
     ) -> InitializeResult:
         """Loads the value model."""
         progress("load value model", 0, 1)
-        model = ValueModel(spec.model, device=default_device(), mesh=mesh)
+        model = ValueModel(spec.model, device=rank_device(), mesh=mesh)
         return self.train_with(model, spec.optimizer, run_seed)
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:

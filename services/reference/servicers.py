@@ -10,8 +10,8 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.specs import ReferenceSpec
 from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.model_role import (
-    default_device,
     move_module,
     num_parameters,
 )
@@ -44,7 +44,7 @@ class ReferenceRole(Role):
     ) -> InitializeResult:
         """Loads the policy."""
         progress("load policy", 0, 1)
-        model = CausalLm(spec.model, device=default_device(), trainable=False, mesh=mesh)
+        model = CausalLm(spec.model, device=rank_device(), trainable=False, mesh=mesh)
         self._policy = RankModel(model)
         return InitializeResult(num_parameters=num_parameters(model))
 
@@ -65,7 +65,7 @@ class ReferenceRole(Role):
 
     def wake(self) -> int:
         """Brings the weights back."""
-        return move_module(self.policy, default_device())
+        return move_module(self.policy, rank_device())
 
     def close(self) -> None:
         """Drops the weights."""

@@ -13,7 +13,7 @@ from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rewards.sources import RewardSource, checked, make_reward, reward_metrics
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
-from rolemesh.services.runtime.model_role import default_device
+from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
@@ -46,7 +46,7 @@ class RewardRole(Role):
     ) -> InitializeResult:
         """Builds the source, and loads its model when it has one."""
         progress("load reward", 0, 1)
-        self._source = make_reward(spec.source, default_device(), mesh)
+        self._source = make_reward(spec.source, rank_device(), mesh)
         progress("load reward", 1, 1)
         return InitializeResult(facts={"reward.source": spec.source.type})
 

@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
+from rolemesh.engine.memory import PhaseMemory
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.operations import Operation
 from rolemesh.v1 import experience_pb2
 
 Result = TypeVar("Result")
+
+COMPUTE = "compute"
+"""Phase of work on the compute thread when no other phase is open."""
 
 NANOSECONDS = 1_000_000_000
 
@@ -54,11 +58,29 @@ class Call:
             return ExperienceResult(experience=produced, report=report)
     """
 
-    def __init__(self, operation: Operation, compute: ComputeThread) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        compute: ComputeThread,
+        *,
+        rank: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """Begins.
+
+        Args:
+            operation: that the call works on.
+            compute: the compute thread.
+            rank: this one, for the report.
+            device: whose memory is measured while functions run, e.g. "cpu" or "cuda:1".
+        """
+        self._rank = rank
+        self._device = device
         self._operation = operation
         self._compute = compute
         self._phases: dict[str, float] = {}
         self._fetched_bytes: dict[str, int] = {}
+        self._memory: dict[str, PhaseMemory] = {}
         self._lock = threading.Lock()
         self._is_abandoned = threading.Event()
 
@@ -80,8 +102,9 @@ class Call:
             frame = _open_frame.get()
             if frame is not None and frame.call is self:
                 frame.inner_s += time.monotonic() - submitted
-                return fn(*args, **kwargs)
-            with self.phase("compute"):
+                with self._measured(frame.name):
+                    return fn(*args, **kwargs)
+            with self.phase(COMPUTE), self._measured(COMPUTE):
                 return fn(*args, **kwargs)
 
         return await self._compute.run(timed)
@@ -134,11 +157,28 @@ class Call:
             report.fetched_bytes.update(self._fetched_bytes)
             for name, seconds in self._phases.items():
                 report.phases.add(phase=name, duration=_duration(seconds))
+            for name, memory in self._memory.items():
+                report.memory.add(
+                    phase=name,
+                    rank=self._rank,
+                    peak_bytes=memory.peak_bytes,
+                    source=_source(memory),
+                )
         return report
 
     def abandon(self) -> None:
         """Makes the next progress call raise, so that the work ends early."""
         self._is_abandoned.set()
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        """Notes the block's peak of memory. On the compute thread, which runs one at a time."""
+        with PhaseMemory(self._device) as memory:
+            yield
+        with self._lock:
+            known = self._memory.get(name)
+            if known is None or memory.peak_bytes > known.peak_bytes:
+                self._memory[name] = memory
 
     def _check_wanted(self, stage: str) -> None:
         if self._is_abandoned.is_set():
@@ -150,6 +190,14 @@ class Call:
     def _add(self, name: str, seconds: float) -> None:
         with self._lock:
             self._phases[name] = self._phases.get(name, 0.0) + seconds
+
+
+def _source(memory: PhaseMemory) -> experience_pb2.MemorySource.ValueType:
+    if memory.source == "cuda":
+        return experience_pb2.MEMORY_SOURCE_DEVICE
+    if memory.is_of_phase:
+        return experience_pb2.MEMORY_SOURCE_RESIDENT
+    return experience_pb2.MEMORY_SOURCE_RESIDENT_SINCE_START
 
 
 def _duration(seconds: float) -> Duration:

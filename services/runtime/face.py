@@ -197,7 +197,7 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
 
 
 def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2.CallReport:
-    """One report: rank 0's metrics, the slowest rank of each phase, all tokens and bytes.
+    """One report: rank 0's metrics, the slowest rank of each phase, all tokens, bytes and peaks.
 
     A rank whose output does not count reports no tokens.
     """
@@ -212,6 +212,7 @@ def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2
                 slowest[phase.phase] = phase
         for transport, num_bytes in report.fetched_bytes.items():
             joined.fetched_bytes[transport] += num_bytes
+        joined.memory.extend(report.memory)
     joined.phases.extend(slowest.values())
     return joined
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.role import InitializeResult, Role
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class ModelRole(Role):
 
     def wake(self) -> int:
         """Brings weights and optimizer state back."""
-        return self.trainer.move_to(default_device())
+        return self.trainer.move_to(rank_device())
 
     def close(self) -> None:
         """Drops weights and optimizer state."""
@@ -81,23 +81,6 @@ def num_parameters(model: CausalLm | ValueModel) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
     manifest = model.shape.manifest("float32")
     return sum(math.prod(parameter.shape) for parameter in manifest.values())
-
-
-def default_device() -> torch.device:
-    """The GPU of this rank, counted among those that the service sees; without GPUs the CPU.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"rank {index} has no GPU: the service sees {torch.cuda.device_count()}; make more of "
-            "them visible, or choose a smaller layout"
-        )
-    return torch.device("cuda", index)
 
 
 def move_module(module: nn.Module, device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.config import ServiceConfig
+from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.face import Face, join_answers
 from rolemesh.services.runtime.fetch import fetch_rows, take_rows
@@ -120,6 +122,11 @@ class Runtime:
         self.layout = self.mesh.layout
         """Ranks of the run that holds the service."""
         self._channels: dict[str, MeshChannel] = {}
+
+    @functools.cached_property
+    def measured_device(self) -> str:
+        """Device whose memory calls report: this rank's GPU, or the process's own memory."""
+        return str(rank_device())
 
     @property
     def is_face(self) -> bool:
@@ -261,7 +268,7 @@ class Runtime:
                 self.hold.check_awake()
 
         async def run(operation: Operation) -> Message:
-            call = Call(operation, self.compute)
+            call = Call(operation, self.compute, rank=self.config.rank, device=self.measured_device)
             self.hold.calls[operation] = call
             try:
                 return await work(call)

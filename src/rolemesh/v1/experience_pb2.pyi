@@ -57,6 +57,34 @@ COLUMN_KIND_TEXT: ColumnKind.ValueType  # 4
 """UTF-8 text of a row, packed bytes."""
 Global___ColumnKind: _TypeAlias = ColumnKind  # noqa: Y015
 
+class _MemorySource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemorySourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemorySource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMORY_SOURCE_UNSPECIFIED: _MemorySource.ValueType  # 0
+    """Never valid on the wire."""
+    MEMORY_SOURCE_DEVICE: _MemorySource.ValueType  # 1
+    """Memory that torch's allocator gave out on the rank's device."""
+    MEMORY_SOURCE_RESIDENT: _MemorySource.ValueType  # 2
+    """Physical memory of the rank's process, files that it maps included."""
+    MEMORY_SOURCE_RESIDENT_SINCE_START: _MemorySource.ValueType  # 3
+    """As RESIDENT, but since the process began: its system lets nobody reset the peak."""
+
+class MemorySource(_MemorySource, metaclass=_MemorySourceEnumTypeWrapper):
+    """What a peak of memory counts."""
+
+MEMORY_SOURCE_UNSPECIFIED: MemorySource.ValueType  # 0
+"""Never valid on the wire."""
+MEMORY_SOURCE_DEVICE: MemorySource.ValueType  # 1
+"""Memory that torch's allocator gave out on the rank's device."""
+MEMORY_SOURCE_RESIDENT: MemorySource.ValueType  # 2
+"""Physical memory of the rank's process, files that it maps included."""
+MEMORY_SOURCE_RESIDENT_SINCE_START: MemorySource.ValueType  # 3
+"""As RESIDENT, but since the process began: its system lets nobody reset the peak."""
+Global___MemorySource: _TypeAlias = MemorySource  # noqa: Y015
+
 @_typing.final
 class FetchRequest(_message.Message):
     """Asks for columns of a row range, or of single rows."""
@@ -483,6 +511,40 @@ class PhaseTime(_message.Message):
 Global___PhaseTime: _TypeAlias = PhaseTime  # noqa: Y015
 
 @_typing.final
+class PhaseMemory(_message.Message):
+    """The most memory that one rank held while a phase of a call computed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """Phase, as in PhaseTime."""
+    rank: _builtins.int
+    """Rank that was measured."""
+    peak_bytes: _builtins.int
+    """Peak in bytes."""
+    source: Global___MemorySource.ValueType
+    """What was measured."""
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        source: Global___MemorySource.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peak_bytes", b"peak_bytes", "phase", b"phase", "rank", b"rank", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseMemory: _TypeAlias = PhaseMemory  # noqa: Y015
+
+@_typing.final
 class CallReport(_message.Message):
     """What every call that works on experience reports."""
 
@@ -532,6 +594,7 @@ class CallReport(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens that the call worked on (prompt and completion)."""
     @_builtins.property
@@ -550,6 +613,10 @@ class CallReport(_message.Message):
         ("shm", "grpc").
         """
 
+    @_builtins.property
+    def memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseMemory]:
+        """Peak memory of each rank in each phase that computed."""
+
     def __init__(
         self,
         *,
@@ -557,10 +624,11 @@ class CallReport(_message.Message):
         phases: _abc.Iterable[Global___PhaseTime] | None = ...,
         num_tokens: _builtins.int = ...,
         fetched_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        memory: _abc.Iterable[Global___PhaseMemory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_bytes", b"fetched_bytes", "metrics", b"metrics", "num_tokens", b"num_tokens", "phases", b"phases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_bytes", b"fetched_bytes", "memory", b"memory", "metrics", b"metrics", "num_tokens", b"num_tokens", "phases", b"phases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

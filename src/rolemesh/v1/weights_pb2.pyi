@@ -173,21 +173,31 @@ class GetChecksumsResponse(_message.Message):
 
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    OTHER_RANKS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights."""
     @_builtins.property
     def checksums(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """SHA-256, hexadecimal, by parameter name as the holder spells it."""
+        """SHA-256, hexadecimal, by parameter name as the holder spells it. Of the
+        parts that the answering rank holds.
+        """
+
+    @_builtins.property
+    def other_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetChecksumsResponse]:
+        """The same of ranks 1, 2, ... in order, where the service has several ranks
+        and its face answers.
+        """
 
     def __init__(
         self,
         *,
         checksums: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         policy_version: _builtins.int = ...,
+        other_ranks: _abc.Iterable[Global___GetChecksumsResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "other_ranks", b"other_ranks", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from rolemesh.coordinator.dataflow import Node, NodeKind
 from rolemesh.coordinator.metrics import (
     dataflow_traffic,
     merged_metrics,
+    phase_peaks,
     phase_seconds,
     step_record,
     traffic_since,
@@ -100,3 +101,11 @@ def test_first_and_last_rewards_average_three_steps(
     rewards: list[float], expected: tuple[float | None, float | None]
 ) -> None:
     assert mean_rewards([{"reward/mean": reward} for reward in rewards]) == expected
+
+
+def test_the_peak_of_a_phase_is_that_of_the_rank_that_held_most() -> None:
+    nodes = [
+        node("actor.generate", 3.0, peak_bytes={"weight_sync": {0: 5, 1: 7}, "compute": {0: 9}}),
+        node("actor.update", 2.0, peak_bytes={"compute": {0: 11, 1: 10}}),
+    ]
+    assert phase_peaks(nodes) == {"weight_sync": 7, "generate": 9, "update_actor": 11}

@@ -12,6 +12,7 @@ from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.call import Call, MetricNotFiniteError
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.operations import Operation
+from rolemesh.v1 import experience_pb2
 
 PAUSE_S = 0.05
 
@@ -90,3 +91,22 @@ async def test_an_exception_of_the_work_is_raised_by_the_await_and_the_thread_go
     with pytest.raises(ZeroDivisionError):
         await call.compute(lambda: 1 / 0)
     assert await call.compute(lambda: 5) == 5
+
+
+async def test_a_phase_reports_the_memory_that_it_held_and_no_other_phase_does(call: Call) -> None:
+    held = 150 << 20
+
+    def hold() -> int:
+        return bytearray(held).count(1)
+
+    with call.phase("weight_sync"):
+        await call.compute(hold)
+    await call.compute(time.sleep, 0)
+    report = call.report({}, 0)
+    peaks = {peak.phase: peak for peak in report.memory}
+    assert set(peaks) == {"weight_sync", "compute"}
+    if peaks["compute"].source == experience_pb2.MEMORY_SOURCE_RESIDENT_SINCE_START:
+        pytest.skip("this kernel lets nobody reset a process's peak")
+    difference = peaks["weight_sync"].peak_bytes - peaks["compute"].peak_bytes
+    # The interpreter may take and give back a few MiB meanwhile.
+    assert abs(difference - held) < 30 << 20
