@@ -117,12 +117,13 @@ class RankMesh:
         if dist.is_initialized():
             raise RuntimeError("torch's world exists already: close the mesh that made it")
         numbers = layout.torch_ranks()
+        timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(
             backend,
             store=store,
             rank=numbers[rank],
             world_size=layout.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
         train = layout.train
         kinds: dict[str, Groups] = {
@@ -137,7 +138,9 @@ class RankMesh:
             "micro_dp": layout.micro_dp_groups(),
         }
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        groups = {name: _join(groups, rank, numbers, made) for name, groups in kinds.items()}
+        groups = {
+            name: _join(groups, rank, numbers, timeout, made) for name, groups in kinds.items()
+        }
         return cls(layout=layout, rank=rank, **groups)
 
     def torch_rank(self, rank: int) -> int:
@@ -157,6 +160,7 @@ def _join(
     groups: Iterable[tuple[int, ...]],
     rank: int,
     numbers: tuple[int, ...],
+    timeout: datetime.timedelta,
     made: dict[tuple[int, ...], dist.ProcessGroup],
 ) -> RankGroup:
     """Makes the process groups of one kind; all ranks make all of them, in the same order."""
@@ -166,8 +170,9 @@ def _join(
             # use_local_synchronization would let members alone make it, but then two groups made
             # by overlapping ranks at once can take each other's keys in the store.
             # Unsorted: torch's numbers need not ascend with the place in the group.
+            # A group does not take over its world's timeout, but torch's own of up to 30 minutes.
             made[members] = dist.new_group(
-                [numbers[member] for member in members], sort_ranks=False
+                [numbers[member] for member in members], timeout=timeout, sort_ranks=False
             )
         if rank in members:
             own = RankGroup(members, members.index(rank), made.get(members))

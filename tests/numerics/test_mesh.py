@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,3 +126,31 @@ def test_a_rank_outside_of_the_layout_is_refused() -> None:
         RankMesh.connect(
             HybridLayout(TrainLayout(dp=2)), rank=2, store=None, backend="gloo", timeout_s=1
         )
+
+
+LATE_TIMEOUT_S = 2.0
+
+
+def wait_for_one_that_never_comes(at: RankContext) -> tuple[str, float]:
+    """Rank 0 waits in a tensor group of which the other rank stays away."""
+    with at.connect(HybridLayout(TrainLayout(tp=2, dp=2)), timeout_s=LATE_TIMEOUT_S) as mesh:
+        started = time.monotonic()
+        said = ""
+        if mesh.rank == 0:
+            with pytest.raises(RuntimeError) as caught:
+                dist.all_reduce(torch.zeros(1), group=mesh.tp.process_group)
+            said = str(caught.value)
+        seconds = time.monotonic() - started
+        # The others leave the world only afterwards: a closed connection would be noticed at once.
+        store = at.store("end")
+        if mesh.rank == 0:
+            store.set("end", b"")
+        store.get("end")
+        return said, seconds
+
+
+def test_a_rank_that_stays_away_is_given_up_after_the_meshs_timeout(rank_pool: RankPool) -> None:
+    said, seconds = rank_pool.run(wait_for_one_that_never_comes, 4)[0]
+    assert "imed out" in said
+    # Torch's own timeout is 30 minutes; the machine may be busy.
+    assert LATE_TIMEOUT_S * 0.9 < seconds < 30
