@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoTokenizer
 
+from rolemesh.engine.agreement import prepare_together
 from rolemesh.engine.batching import micro_batches
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
@@ -19,7 +20,6 @@ from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
 from rolemesh.engine.specs import ModelSpec
-from rolemesh.engine.train.agreement import prepare_together
 
 
 class Classifier:

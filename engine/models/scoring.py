@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.agreement import prepare_together
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import (
@@ -16,7 +17,6 @@ from rolemesh.engine.models.rank_model import (
     with_fillers,
 )
 from rolemesh.engine.models.value_model import ValueModel
-from rolemesh.engine.train.agreement import prepare_together
 
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""

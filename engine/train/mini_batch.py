@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.agreement import gather_facts, prepare_together
 from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, add_metrics
 from rolemesh.engine.experience import Experience
@@ -20,7 +21,6 @@ from rolemesh.engine.models.rank_model import (
     with_fillers,
 )
 from rolemesh.engine.models.scoring import Progress
-from rolemesh.engine.train.agreement import gather_facts, prepare_together
 from rolemesh.engine.train.optimizer import LossNotFiniteError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from rolemesh.engine.models.data_parallel import buckets
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.data_parallel import buckets
 from rolemesh.engine.train.gradients import Gradients
 
 _FUSED_DEVICES = ("cpu", "cuda")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from rolemesh.engine.agreement import gather_facts
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.train.agreement import gather_facts
 from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
 from rolemesh.engine.train.randomness import (
     capture_random_state,

@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 import torch
 
+from rolemesh.engine.agreement import prepare_together
 from rolemesh.engine.algorithms.losses import add_metrics, make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.data_parallel import local_part
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import ComputeDtype, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train import state as trainer_state
-from rolemesh.engine.train.agreement import prepare_together
-from rolemesh.engine.train.data_parallel import local_part
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rolemesh.engine.train.pipeline import (
+from rolemesh.engine.models.pipeline import (
     Action,
     Compute,
     Exchange,
