@@ -33,7 +33,10 @@ class ModelSpec(Spec):
     path: Path
     """Folder with config.json, tokenizer and safetensors. Nothing is ever downloaded."""
     compute_dtype: ComputeDtype = "bfloat16"
-    """Type of matrix products. Weights and optimizer state stay float32."""
+    """Type of matrix products. Weights and optimizer state stay float32. bfloat16 is autocast,
+    except for policy and reference on a CPU: there each pass rounds the weights and keeps
+    activations float32, so that log-probs agree with the sampler's; backward products are bfloat16.
+    """
     num_layers: int | None = Field(default=None, ge=1)
     """Keep only the first layers (a cheaper critic). None keeps all."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -145,7 +148,8 @@ class VllmSpec(Spec):
     gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
     """Share of a GPU's memory for weights and KV cache of the sampler."""
     dtype: ComputeDtype = "bfloat16"
-    """Type of weights and activations in the sampler."""
+    """Type that weights travel in and are rounded to; on a GPU that of activations too. On a CPU
+    the sampler computes with those values in float32, and holds weights and keys in float32."""
     enforce_eager: bool = True
     """Skip graph capture; on a CPU it only costs start-up time."""
 

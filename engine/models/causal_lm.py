@@ -15,6 +15,7 @@ from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
+from rolemesh.engine.models.rounding import round_weights
 from rolemesh.engine.models.tensor_parallel import first_vocabulary_row
 from rolemesh.engine.specs import ModelSpec
 
@@ -63,6 +64,12 @@ class CausalLm(Decoder):
             mesh=mesh or RankMesh.single(),
         )
         _check_head(self.lm, self.spec)
+        if self.autocasts and self.device.type == "cpu":
+            # A sampler computes log-probs of the same tokens, and under autocast the two would be
+            # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
+            # sampler's activations are bfloat16 there too.
+            round_weights(self.lm.base_model)
+            self.autocasts = False
         self.lm.requires_grad_(trainable)
 
     @property

@@ -89,6 +89,8 @@ class Decoder(nn.Module):
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
         apply_recompute(self.lm, spec.recompute)
+        self.autocasts = spec.compute_dtype == "bfloat16"
+        """Whether torch's autocast makes the layers' products bfloat16."""
         self.to(self.device)
 
     def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
@@ -110,7 +112,9 @@ class Decoder(nn.Module):
                 f"{self.mesh.pp.index}: give None on stage 0, and what the stage before returned "
                 "on all others"
             )
-        return backbone_states(self.lm, rows.tokens_BT, self.spec, hidden_BTD=hidden_BTD)
+        return backbone_states(
+            self.lm, rows.tokens_BT, autocasts=self.autocasts, hidden_BTD=hidden_BTD
+        )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name, layers numbered as in the whole model.
@@ -153,7 +157,11 @@ class Decoder(nn.Module):
 
 
 def backbone_states(
-    model: Any, tokens_BT: torch.Tensor, spec: ModelSpec, *, hidden_BTD: torch.Tensor | None = None
+    model: Any,
+    tokens_BT: torch.Tensor,
+    *,
+    autocasts: bool,
+    hidden_BTD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs the layers of a right-padded batch, without a head.
 
@@ -162,7 +170,7 @@ def backbone_states(
     Args:
         model: a transformers model with a decoder-only backbone.
         tokens_BT: int64 [B, T], right-padded.
-        spec: its compute type.
+        autocasts: whether products are made bfloat16.
         hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
 
     Returns:
@@ -171,9 +179,7 @@ def backbone_states(
     inputs = {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
     # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
     # context ends, so each weight is cast once a pass and never stale after an optimizer step.
-    with torch.autocast(
-        tokens_BT.device.type, torch.bfloat16, enabled=spec.compute_dtype == "bfloat16"
-    ):
+    with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):
         states_BTD: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
     return states_BTD
 

@@ -33,9 +33,9 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scores target tokens under softmax(hidden @ vocabulary.T / temperature).
 
-    With bfloat16 both factors of a product are rounded to bfloat16. Logits are float32 all the
-    same (rounded, a logit of 20 would move in steps of 1/8), and so are log-sum-exp, softmax and
-    everything summed over chunks.
+    With bfloat16 the vocabulary is rounded to bfloat16, and on a GPU the states too (on a CPU only
+    in the backward pass; see `rounding`). Logits are float32 all the same (rounded, a logit of 20
+    would move in steps of 1/8), and so are log-sum-exp, softmax and everything summed over chunks.
 
     Args:
         hidden_ND: float32 (or float64) [N, D], the state before each target; equal on all ranks
@@ -257,9 +257,11 @@ class _Projection:
 
     def __call__(self, hidden_CD: torch.Tensor) -> torch.Tensor:
         """Logits after temperature, [C, V]; the caller may write into them."""
-        factor_CD = self.to_compute(hidden_CD)
-        if not self._has_wide_output:
-            factor_CD = factor_CD.to(self.accumulate_dtype)
+        factor_CD = (
+            self.to_compute(hidden_CD)
+            if self._has_wide_output
+            else hidden_CD.to(self.accumulate_dtype)
+        )
         logits_CV = self.product(factor_CD, self._logit_factor_VD.t())
         return logits_CV if self._temperature == 1.0 else logits_CV.div_(self._temperature)
 

@@ -30,7 +30,6 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
-from rolemesh.engine.rollout.vllm_precision import widen_logits
 from rolemesh.engine.rollout.vllm_shards import place_shards
 
 # Columns of a packed matrix read back at a time: bounds the extra memory.
@@ -94,11 +93,9 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def finish_heads(model: nn.Module) -> None:
-    """Packs what vLLM leaves as it was: tied heads, and on a CPU heads of bfloat16 widened."""
+    """Packs what vLLM leaves as it was: tied heads."""
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)
-    for head in _narrow_heads(model):
-        widen_logits(head)
 
 
 def _tied_heads(model: nn.Module) -> list[Any]:
@@ -115,17 +112,6 @@ def _tied_heads(model: nn.Module) -> list[Any]:
         if isinstance(module, ParallelLMHead)
         and id(module.weight) in embeddings
         and isinstance(module.quant_method, QuantizeMethodBase)
-    ]
-
-
-def _narrow_heads(model: nn.Module) -> list[Any]:
-    """Output heads on a CPU whose logits vLLM would round to bfloat16."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, ParallelLMHead)
-        and module.weight.dtype == torch.bfloat16
-        and module.weight.device.type == "cpu"
     ]
 
 

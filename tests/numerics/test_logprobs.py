@@ -112,21 +112,21 @@ def test_gradients_pass_torchs_finite_differences() -> None:
     assert torch.autograd.gradcheck(both, (hidden.detach()[:3].clone().requires_grad_(), small))
 
 
-def test_bfloat16_rounds_the_factors_and_never_the_logits() -> None:
+def test_bfloat16_rounds_the_vocabulary_and_never_states_or_logits() -> None:
     hidden, vocabulary, targets, _ = _inputs(torch.float32, scale=2.0)
     ours = token_logprobs(
         hidden, vocabulary, targets, compute_dtype=torch.bfloat16, with_entropy=True
     )
-    rounded_hidden = hidden.detach().bfloat16().float().requires_grad_()
+    whole_hidden = hidden.detach().clone().requires_grad_()
     rounded_vocabulary = vocabulary.detach().bfloat16().float().requires_grad_()
-    expected = _whole(rounded_hidden, rounded_vocabulary, targets, 1.0)
+    expected = _whole(whole_hidden, rounded_vocabulary, targets, 1.0)
     for our, wanted in zip(ours, expected, strict=True):
         assert our is not None
         assert our.dtype == torch.float32
         torch.testing.assert_close(our, wanted, rtol=FLOAT32_TOLERANCE, atol=FLOAT32_TOLERANCE)
         our.sum().backward(retain_graph=True)
         wanted.sum().backward(retain_graph=True)
-    for leaf, rounded in ((hidden, rounded_hidden), (vocabulary, rounded_vocabulary)):
+    for leaf, rounded in ((hidden, whole_hidden), (vocabulary, rounded_vocabulary)):
         assert leaf.grad is not None
         assert leaf.grad.dtype == torch.float32
         error = float((leaf.grad - rounded.grad).norm() / rounded.grad.norm())

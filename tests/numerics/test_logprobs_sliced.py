@@ -135,7 +135,7 @@ def test_extreme_logits_that_lie_in_one_slice_stay_exact(rank_pool: RankPool) ->
     _check(parts, _whole(torch.float64, 100.0, 1.0), torch.float64, FLOAT64_TOLERANCE)
 
 
-def test_bfloat16_slices_round_the_factors_as_one_rank_does(rank_pool: RankPool) -> None:
+def test_bfloat16_slices_round_as_one_rank_does(rank_pool: RankPool) -> None:
     options = {"compute_dtype": torch.bfloat16}
     parts = rank_pool.run(score_slice, 2, SLICES["two"], torch.float32, 2.0, 1.0, options)
     hidden, vocabulary, targets, weights = _inputs(torch.float32, 2.0)

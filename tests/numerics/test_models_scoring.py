@@ -25,8 +25,8 @@ from rolemesh.engine.specs import ModelSpec
 
 TOLERANCE = 2e-5
 """float32 through two layers, with sums in another order because the batch is cut otherwise."""
-BFLOAT16_TOLERANCE = 0.15
-"""Products of bfloat16 through two layers; log-probs here lie between -12 and -1."""
+BFLOAT16_STEP = 0.15
+"""How far bfloat16 products through two layers may move log-probs between -12 and -1."""
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -77,16 +77,6 @@ def test_logprobs_equal_those_of_each_row_alone(
     assert not result["logprobs"].values.requires_grad
 
 
-def test_bfloat16_logprobs_stay_near_float32_and_are_float32(folder: Path) -> None:
-    batch = token_batch()
-    model = CausalLm(_spec(folder, compute_dtype="bfloat16"))
-    logprobs = compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
-    expected, _ = _expected_logprobs(folder, batch, 1.0)
-    assert logprobs.dtype == torch.float32
-    assert {weight.dtype for _, weight in model.named_weights()} == {torch.float32}
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=BFLOAT16_TOLERANCE)
-
-
 def test_bfloat16_products_see_a_changed_weight_at_the_next_pass(folder: Path) -> None:
     batch = token_batch()
     model = CausalLm(_spec(folder, compute_dtype="bfloat16"))
@@ -95,7 +85,7 @@ def test_bfloat16_products_see_a_changed_weight_at_the_next_pass(folder: Path) -
         for _, weight in model.named_weights():
             weight *= 1.5
     after = compute_logprobs(model, batch, temperature=1.0)["logprobs"].values
-    assert float((before - after).abs().max()) > 2 * BFLOAT16_TOLERANCE
+    assert float((before - after).abs().max()) > 2 * BFLOAT16_STEP
 
 
 def test_a_batch_without_rows_gives_columns_without_rows(folder: Path) -> None:

@@ -1,10 +1,9 @@
-"""vLLM in the trainer's process, bfloat16, untied embeddings: the cast on the way, and rounding."""
+"""vLLM in the trainer's process, bfloat16, untied embeddings: weights are rounded, nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from support.rollout_checks import (
     logprob_differences,
     make_requests,
     perturb,
+    rounded_copy,
     trainer_checksums,
 )
 from support.sampler_shards import rank_shard, shard_tensors
@@ -23,12 +23,13 @@ from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
-BFLOAT16_LOGPROB = 3e-2
-"""Mean abs difference from float32. This model's weights are seven times as wide as usual, and so
-is its rounding: measured 0.016 to 0.021 here, 0.014 on SmolLM2-135M."""
-FLOAT32_LOGIT = 1e-4
-"""Logits of up to 20, summed over 64 products in another order: some 1e-6 each. A bfloat16 logit
-of 8 is off by up to 0.03."""
+LOGPROB_BOUND = 5e-4
+"""Mean abs difference promised between sampler and trainer. Measured 1e-6; the float32 model itself
+is 0.01 away."""
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a GPU vLLM rounds activations too"
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,69 +55,37 @@ def test_float32_weights_arrive_rounded_to_bfloat16_once(
 ) -> None:
     for version in range(3):
         backend.update_weights(model.named_parameters(), version)
-        assert backend.weight_checksums() == trainer_checksums(model, torch.bfloat16)
+        assert backend.weight_checksums() == trainer_checksums(rounded_copy(model), torch.float32)
         assert "lm_head.weight" in backend.weight_checksums()
         perturb(model, seed=version)
 
 
-def test_placed_parts_are_rounded_and_their_logits_float32(
+def test_placed_parts_are_rounded_as_whole_weights_are(
     backend: VllmBackend, model: PreTrainedModel, folder: Path
 ) -> None:
     perturb(model, seed=7)
     shard, weights = rank_shard(folder), dict(model.state_dict())
     backend.update_shard(shard_tensors(shard, weights), 3)
-    assert backend.weight_checksums() == trainer_checksums(model, torch.bfloat16)
+    assert backend.weight_checksums() == trainer_checksums(rounded_copy(model), torch.float32)
     requests, sampling = make_requests(8), SamplingSpec(max_new_tokens=24)
     placed = list(backend.generate(requests, sampling))
     backend.update_weights(model.named_parameters(), 4)
     loaded = list(backend.generate(requests, sampling))
-    # Equal, not near: the head's float32 logits come from the same packs.
+    # Equal, not near: both come from the same packs.
     assert {t.row: list(t.logprobs) for t in placed} == {t.row: list(t.logprobs) for t in loaded}
 
 
-def test_logprobs_are_near_those_of_float32(backend: VllmBackend, model: PreTrainedModel) -> None:
+def test_logprobs_are_those_of_the_rounded_weights_in_float32(
+    backend: VllmBackend, model: PreTrainedModel
+) -> None:
     requests, sampling = make_requests(16), SamplingSpec(max_new_tokens=40)
     for version in range(2):
         backend.update_weights(model.named_parameters(), version)
         trajectories = list(backend.generate(requests, sampling))
-        assert logprob_differences(model, requests, trajectories).mean() < BFLOAT16_LOGPROB
+        differences = logprob_differences(rounded_copy(model), requests, trajectories)
+        assert differences.mean() < LOGPROB_BOUND
+        # Weights that were not rounded would show, and so would a missed update.
+        assert logprob_differences(model, requests, trajectories).mean() > 10 * LOGPROB_BOUND
         perturb(model, seed=version)
-        missed = logprob_differences(model, requests, trajectories)
-        assert missed.mean() > 10 * BFLOAT16_LOGPROB
-
-
-def test_residual_stream_and_logits_are_float32(
-    backend: VllmBackend, model: PreTrainedModel
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU vLLM's own head_dtype option is used")
-    for version in range(2):
-        # Twice: an update packs the head again.
-        perturb(model, seed=version)
-        backend.update_weights(model.named_parameters(), version)
-        residuals, projections = [], []
-
-        def watch(
-            vllm_model: Any, residuals: list[Any] = residuals, projections: list[Any] = projections
-        ) -> list[Any]:
-            return [
-                vllm_model.model.norm.register_forward_pre_hook(
-                    lambda _, arguments: residuals.append(arguments[1])
-                ),
-                vllm_model.logits_processor.register_forward_hook(
-                    lambda _, arguments, logits: projections.append((arguments[1], logits.clone()))
-                ),
-            ]
-
-        (handles,) = backend._engine.apply_model(watch)
-        list(backend.generate(make_requests(5), SamplingSpec(max_new_tokens=3)))
-        for handle in handles:
-            handle.remove()
-        assert {residual.dtype for residual in residuals} == {torch.float32}
-        head_VD = model.get_output_embeddings().weight.detach().bfloat16().float()
-        for hidden_BD, logits_BV in projections:
-            assert hidden_BD.dtype == torch.bfloat16
-            assert logits_BV.dtype == torch.float32
-            torch.testing.assert_close(
-                logits_BV, hidden_BD.float() @ head_VD.t(), atol=FLOAT32_LOGIT, rtol=0
-            )
+        missed = logprob_differences(rounded_copy(model), requests, trajectories)
+        assert missed.mean() > 100 * LOGPROB_BOUND

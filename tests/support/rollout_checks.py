@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,16 @@ from rolemesh.engine.rollout.checksums import tensor_checksum
 def load_trainer_model(folder: Path) -> PreTrainedModel:
     """The folder's model in float32, as a trainer holds it."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def rounded_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The float32 model whose weights are the nearest bfloat16 values."""
+    copied = copy.deepcopy(model)
+    # Not model.bfloat16(), which rounds the rotary frequencies too.
+    for weight in copied.parameters():
+        weight.copy_(weight.bfloat16())
+    return copied
 
 
 @torch.no_grad()

@@ -1,0 +1,150 @@
+"""Rounded weights with float32 activations, against plain products of values rounded before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.rollout_checks import load_trainer_model, rounded_copy
+from support.tiny_families import write_tiny_decoder
+from support.token_batches import token_batch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rolemesh.engine.batching import pad_rows
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rounding import round_weights, rounded, rounded_product
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.specs import ModelSpec
+
+FLOAT32_TOLERANCE = 1e-6
+"""Of a sum's largest entry: 64 float32 products, each exact to 6e-8."""
+MODEL_TOLERANCE = 2e-5
+"""float32 through two layers, with sums in another order."""
+BFLOAT16_TOLERANCE = 1 / 128
+"""Of a gradient's norm: two factors and a result, each rounded by at most 1/256 but at random."""
+GRADIENT_TOLERANCE = 0.02
+"""Of a gradient's norm over the model: such products through two layers."""
+
+FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
+    "llama, all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3, norms of heads": ("qwen3", {}),
+}
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    family, config = FAMILIES[request.param]
+    return write_tiny_decoder(tmp_path / "model", family, **config)
+
+
+def _narrow(folder: Path) -> CausalLm:
+    return CausalLm(ModelSpec(path=folder, compute_dtype="bfloat16"))
+
+
+def _gradients(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def test_the_product_rounds_the_weight_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 64, requires_grad=True), torch.randn(7, 64, requires_grad=True)
+    exact_x = x.detach().double().requires_grad_()
+    exact_weight = weight.detach().bfloat16().double().requires_grad_()
+    product, exact = rounded_product(x, weight), exact_x @ exact_weight.t()
+    assert product.dtype == torch.float32
+    error, largest = (product - exact).detach().abs().max(), exact.detach().abs().max()
+    assert float(error) < FLOAT32_TOLERANCE * float(largest)
+    direction = torch.randn(3, 5, 7)
+    product.backward(direction)
+    exact.backward(direction.double())
+    for leaf, wanted in ((x, exact_x), (weight, exact_weight)):
+        assert leaf.grad is not None
+        assert wanted.grad is not None
+        assert leaf.grad.dtype == torch.float32
+        assert _distance(leaf.grad, wanted.grad) < BFLOAT16_TOLERANCE
+
+
+def test_only_the_gradients_that_are_wanted_are_made() -> None:
+    x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)
+    rounded_product(x, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+    x = x.detach()
+    rounded_product(x, weight.requires_grad_()).sum().backward()
+    assert weight.grad is not None
+    assert x.grad is None
+
+
+def test_a_rounded_vector_has_bfloat16_values_and_passes_its_gradient_on() -> None:
+    # bfloat16 has 8 bits of mantissa: 1 + 1/256 lies half way and goes to the even neighbour.
+    vector = torch.tensor([1.0, 1 + 1 / 256, 1 + 3 / 256, -1000.0], requires_grad=True)
+    result = rounded(vector)
+    assert result.tolist() == [1.0, 1.0, 1 + 4 / 256, -1000.0]
+    direction = torch.tensor([1.001, 2.001, 3.001, 4.001])
+    result.backward(direction)
+    assert vector.grad is not None
+    assert torch.equal(vector.grad, direction)
+
+
+def test_modules_of_any_kind_see_their_weights_rounded() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Conv1d(5, 2, 3))
+    for weight in model.parameters():
+        nn.init.normal_(weight)
+    tokens = torch.tensor([[0, 3, 8, 3, 1]])
+    with torch.no_grad():
+        before = [weight.clone() for weight in model.parameters()]
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
+        expected = model(tokens)
+        for weight, whole in zip(model.parameters(), before, strict=True):
+            weight.copy_(whole)
+        plain = model(tokens)
+        round_weights(model)
+        found = model(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=MODEL_TOLERANCE)
+    assert float((plain - expected).abs().max()) > 100 * MODEL_TOLERANCE
+
+
+def test_a_bfloat16_policy_is_the_model_with_rounded_weights_in_float32(folder: Path) -> None:
+    rounded_copy(load_trainer_model(folder)).save_pretrained(folder.with_name("rounded"))
+    exact = CausalLm(ModelSpec(path=folder.with_name("rounded"), compute_dtype="float32"))
+    model = _narrow(folder)
+    before = {name: weight.detach().clone() for name, weight in model.named_weights()}
+    rows = pad_rows(token_batch(vocab_size=100), "cpu")
+    logprobs, _ = model.score(rows, temperature=0.8)
+    expected, _ = exact.score(rows, temperature=0.8)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=MODEL_TOLERANCE)
+    logprobs.square().sum().backward()
+    expected.square().sum().backward()
+    assert _distance(_gradients(model.lm), _gradients(exact.lm)) < GRADIENT_TOLERANCE
+    # The weights themselves stay whole, and so do their gradients.
+    for name, weight in model.named_weights():
+        assert torch.equal(weight, before[name]), name
+        assert weight.dtype == weight.grad.dtype == torch.float32, name
+
+
+def test_an_autocast_around_the_caller_rounds_no_activation(folder: Path) -> None:
+    model, rows = _narrow(folder), pad_rows(token_batch(vocab_size=100), "cpu")
+    plain, _ = model.score(rows, temperature=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, _ = model.score(rows, temperature=1.0)
+    assert torch.equal(plain, inside)
+
+
+def test_a_critic_stays_with_autocast_which_is_faster_and_has_no_sampler(folder: Path) -> None:
+    critic = ValueModel(ModelSpec(path=folder, compute_dtype="bfloat16"))
+    products: list[torch.dtype] = []
+    critic.lm.base_model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda _, arguments, result: products.append(result.dtype)
+    )
+    critic(pad_rows(token_batch(vocab_size=100), "cpu"))
+    assert products == [torch.bfloat16]
