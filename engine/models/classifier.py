@@ -17,7 +17,7 @@ from rolemesh.engine.batching import micro_batches
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import read_config
-from rolemesh.engine.models.rank_model import MicroBatch, RankModel
+from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
 from rolemesh.engine.specs import ModelSpec
 
@@ -98,7 +98,8 @@ class Classifier:
             stages return no scores.
 
         Raises:
-            ValueError: a row is empty, or longer than the model can see.
+            ValueError: a row is empty, longer than the model can see, or has a token that is not
+                in its vocabulary.
         """
         mesh = self._model.mesh
 
@@ -145,6 +146,8 @@ class Classifier:
                     f"row {index} has {length} tokens, but the classifier sees at most "
                     f"{self._max_tokens}: shorten prompts or completions"
                 )
+        tokens = [token for row in token_rows for token in row]
+        check_in_vocabulary(torch.tensor(tokens, dtype=torch.int64), self._model.config)
         return micro_batches(lengths, self.spec.micro_batch_tokens)
 
     def _micro_batch(self, token_rows: Sequence[Sequence[int]], group: list[int]) -> MicroBatch:

@@ -69,16 +69,21 @@ def gather_no_longer(stage: nn.Module) -> None:
         stage.reshard()
 
 
-def forget_pass(stage: nn.Module) -> None:
-    """Makes a cut stage usable again after a pass was broken off; drops all gradients.
+def forget_pass(stage: nn.Module, *, drops_gradients: bool) -> None:
+    """Makes a cut stage usable again after a pass was broken off.
 
     Its first forward must have begun: torch sets up what is reset here with it.
+
+    Args:
+        stage: what `cut_over_data` cut.
+        drops_gradients: True for a pass with backward: a layer in which that stopped half way
+            still has whole weights, with gradients that the next one would add to. A pass that
+            only scored has touched no gradient of an earlier one.
     """
     if isinstance(stage, FSDPModule):
-        # A layer whose backward stopped half way still has whole weights, with gradients that
-        # the next backward would add to.
-        for parameter in stage.parameters():
-            parameter.grad = None
+        if drops_gradients:
+            for parameter in stage.parameters():
+                parameter.grad = None
         stage.reset_iter_state()
 
 

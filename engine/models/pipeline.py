@@ -132,6 +132,7 @@ class Pipeline:
         self._width = width
         self.device = device
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._is_broken = False
         if self._group.size > 1:
             # A group's first operation must be one of all its ranks, or a grouped send and receive
             # is undefined (torch.distributed.batch_isend_irecv).
@@ -159,6 +160,9 @@ class Pipeline:
             shapes: [B, T] of each micro-batch, equal on all stages.
             forward: runs a micro-batch through this stage.
             done: called with a micro-batch's number when this stage is done with it.
+
+        Raises:
+            RuntimeError: an earlier pass over several stages was broken off.
         """
         actions = one_forward_one_backward(self._group.index, self._group.size, len(shapes))
         self._run(actions, shapes, forward, done, trains=True)
@@ -197,6 +201,13 @@ class Pipeline:
         *,
         trains: bool,
     ) -> None:
+        if self._is_broken:
+            raise RuntimeError(
+                "an earlier pass over this pipeline was broken off, and what its stages sent would "
+                "be taken for this pass's: close the mesh and load the model on a new one"
+            )
+        # Stays so unless this pass gets through. A stage that is alone has nobody to mistake.
+        self._is_broken = self._group.size > 1
         # By micro-batch: what came from the stage before, what this stage made of it, and the
         # gradient of the one or the other that waits to be used or sent.
         inputs: dict[int, torch.Tensor] = {}
@@ -225,6 +236,7 @@ class Pipeline:
                 inputs.pop(number, None)
                 done(number)
         self._finish_sends()
+        self._is_broken = False
 
     def _run_exchange(
         self,

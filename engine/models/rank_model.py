@@ -96,6 +96,24 @@ class RankModel(nn.Module):
             return hidden_BTD
         return self.model.finish(hidden_BTD, rows, **arguments)
 
+    def micro_batches(self, batch: Experience) -> list[MicroBatch]:
+        """Groups the rows of a batch; see `batching.micro_batches`. Uses no collective.
+
+        Args:
+            batch: with the columns tokens and prompt_lengths.
+
+        Raises:
+            ValueError: rows cannot be laid out, or a token is not in the vocabulary.
+        """
+        check_in_vocabulary(batch["tokens"].values, self.model.config)
+        found = []
+        lengths = batch["tokens"].lengths().tolist()
+        for group in micro_batches(lengths, self.model.spec.micro_batch_tokens):
+            rows = torch.tensor(group, dtype=torch.int64)
+            part = batch.select(rows)
+            found.append(MicroBatch(rows, part, pad_rows(part, self.device)))
+        return found
+
     def run(
         self,
         passes: Sequence[MicroBatch],
@@ -131,21 +149,9 @@ class RankModel(nn.Module):
             make_pass(shapes, forward, done)
         except BaseException:
             if has_begun:
-                forget_pass(self)
+                forget_pass(self, drops_gradients=trains)
             raise
         gather_no_longer(self)
-
-
-def cut_into_micro_batches(
-    batch: Experience, max_tokens: int, device: torch.device | str
-) -> list[MicroBatch]:
-    """Groups the rows of a batch; see `batching.micro_batches`."""
-    found = []
-    for group in micro_batches(batch["tokens"].lengths().tolist(), max_tokens):
-        rows = torch.tensor(group, dtype=torch.int64)
-        part = batch.select(rows)
-        found.append(MicroBatch(rows, part, pad_rows(part, device)))
-    return found
 
 
 def with_fillers(
@@ -158,12 +164,33 @@ def with_fillers(
     """
     if len(passes) >= number:
         return passes
-    part = _filler(batch)
+    part = filler_rows(batch)
     filler = MicroBatch(torch.empty(0, dtype=torch.int64), part, pad_rows(part, device))
     return passes + [filler] * (number - len(passes))
 
 
-def _filler(batch: Experience) -> Experience:
+def check_in_vocabulary(tokens_S: torch.Tensor, config: Any) -> None:
+    """Raises ValueError for a token that the model has no embedding of.
+
+    Asked before a pass: of a cut vocabulary each slice takes an unknown token for another slice's,
+    and computes on; of stages, the first alone would notice, and leave the others waiting.
+
+    Args:
+        tokens_S: integers [S].
+        config: transformers config of the whole model.
+    """
+    if not len(tokens_S):
+        return
+    vocab_size = config.get_text_config().vocab_size
+    for token in (int(tokens_S.min()), int(tokens_S.max())):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"column 'tokens' has token {token}, but the model's vocabulary has {vocab_size}: "
+                "give rows of this model's tokenizer"
+            )
+
+
+def filler_rows(batch: Experience) -> Experience:
     """One row with the columns of a batch: a prompt of one token, and nothing after it."""
     columns = {}
     for name, column in batch.columns.items():

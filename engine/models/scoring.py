@@ -13,7 +13,6 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
-    cut_into_micro_batches,
     with_fillers,
 )
 from rolemesh.engine.models.value_model import ValueModel
@@ -50,8 +49,12 @@ def compute_logprobs(
         slices; other stages return no rows.
 
     Raises:
-        ValueError: the rows of this rank, or of another one, cannot be used.
+        ValueError: the temperature is not above 0, or the rows of this rank, or of another one,
+            cannot be used.
     """
+    if temperature <= 0:
+        # Only the last stage divides by it; the others would wait for that one in vain.
+        raise ValueError(f"temperature is {temperature}: give a positive number")
     names = ("logprobs", "entropy") if with_entropy else ("logprobs",)
     arguments = {"temperature": temperature, "with_entropy": with_entropy}
     return _in_micro_batches(
@@ -158,12 +161,11 @@ def _in_micro_batches(
             "that, because it cuts the weights"
         )
     rank_model = model if isinstance(model, RankModel) else RankModel(model)
-    spec, device = rank_model.model.spec, rank_model.device
-    mesh = rank_model.mesh
+    mesh, device = rank_model.mesh, rank_model.device
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], int]:
         inputs = batch.require(INPUT_COLUMNS)
-        passes = cut_into_micro_batches(inputs, spec.micro_batch_tokens, device)
+        passes = rank_model.micro_batches(inputs)
         return (inputs, passes), len(passes)
 
     (inputs, passes), numbers = prepare_together(prepare, mesh.dp, device)

@@ -17,7 +17,7 @@ from rolemesh.engine.models import scoring
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
     RankModel,
-    cut_into_micro_batches,
+    filler_rows,
     with_fillers,
 )
 from rolemesh.engine.models.scoring import Progress
@@ -53,15 +53,17 @@ def accumulate(
     Raises:
         LossNotFiniteError: the loss of the whole mini-batch is NaN or infinite; on all ranks.
         ColumnMissingError: the batch lacks a column.
-        ValueError: the rows of this rank, or of another one, cannot be used.
+        ValueError: the rows of this rank, or of another one, cannot be used, or the loss refuses
+            a column.
     """
     mesh, device = rank_model.mesh, rank_model.device
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, float, float]]:
         columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
-        passes = cut_into_micro_batches(part, rank_model.model.spec.micro_batch_tokens, device)
+        passes = rank_model.micro_batches(part)
         counts = LossScale.of(part)
+        _try(loss, filler_rows(part), counts)
         return (part, passes), (len(passes), counts.num_tokens, counts.num_rows)
 
     (part, passes), facts = prepare_together(prepare, mesh.dp, device)
@@ -94,6 +96,18 @@ def accumulate(
     metrics = _metrics_of_all(shares, mesh, device)
     _check_finite(metrics)
     return metrics, collector.in_batch_order()
+
+
+def _try(loss: Loss, no_tokens: Experience, scale: LossScale) -> None:
+    """Has a loss look at the columns and at its own spec, on rows without completion tokens.
+
+    What it refuses would otherwise be found in the middle of a pass, on the last stage alone.
+    """
+    nothing_N = torch.zeros(0)
+    if loss.needs == "values":
+        loss(ModelOutputs(values_N=nothing_N), no_tokens, scale)
+    else:
+        loss(ModelOutputs(logprobs_N=nothing_N, entropy_N=nothing_N), no_tokens, scale)
 
 
 def _metrics_of_all(

@@ -26,6 +26,9 @@ BFLOAT16_TOLERANCE = 0.02
 """Relative, of a gradient over the model: rounding to bfloat16 (1/256) hits other sums when rows
 lie in other rectangles. Gathered weights are cast as whole ones are, so cutting adds nothing."""
 
+BROKEN_TIMEOUT_S = 5.0
+"""A stage waits this long for the one that left its pass."""
+
 POLICY_LOSS = PpoPolicyLossSpec(entropy_coefficient=0.01)
 FSDP2 = TrainLayout(dp=2, fsdp=2)
 ALL_AXES = TrainLayout(tp=2, pp=2, dp=2, fsdp=2)
@@ -382,3 +385,81 @@ def test_a_pass_that_was_broken_off_leaves_nothing_behind(
 ) -> None:
     for after, fresh in rank_pool.run(break_off, 2, replace(job, layout=layout)):
         assert after == fresh
+
+
+def give_what_only_one_stage_sees(at: RankContext, job: Job) -> list[str]:
+    """Batches that the first or the last stage alone would find wrong; then a step."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        trainer = make_trainer(job, at, mesh)
+        tokens = job.batch["tokens"]
+        values = tokens.values.clone()
+        values[-1] = 10_000
+        unknown = job.batch | Experience({"tokens": Column(tokens.kind, values, tokens.offsets)})
+        by_row = torch.zeros(job.batch.num_rows)
+        wrong_kind = job.batch | Experience({"advantages": Column(ColumnKind.ROW, by_row)})
+        said = []
+        for refused in (unknown, wrong_kind):
+            with pytest.raises(ValueError, match="column") as caught:
+                trainer.update(refused, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+            said.append(str(caught.value))
+        with pytest.raises(ValueError, match="token 10000") as caught:
+            trainer.compute_logprobs(unknown, temperature=1.0)
+        with pytest.raises(ValueError, match="temperature"):
+            trainer.compute_logprobs(job.batch, temperature=0.0)
+        said.append(str(caught.value))
+        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        return said
+
+
+@pytest.mark.parametrize("layout", [TrainLayout(), TrainLayout(pp=2), TrainLayout(tp=2)], ids=str)
+def test_what_one_stage_would_find_wrong_is_refused_on_all_before_the_pass(
+    rank_pool: RankPool, job: Job, layout: TrainLayout
+) -> None:
+    for said in rank_pool.run(
+        give_what_only_one_stage_sees, layout.world_size, replace(job, layout=layout)
+    ):
+        assert "token 10000" in said[0]
+        assert "'advantages' is a row column" in said[1]
+        assert "token 10000" in said[2]
+
+
+def break_off_scoring(at: RankContext, job: Job) -> tuple[dict[str, float], dict[str, float]]:
+    """Steps with a broken-off scoring between gradient and step, and without."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+
+        def leave(_stage: str, _done: int, _rows: int) -> None:
+            raise ConnectionError("the caller left")
+
+        broken, calm = (make_trainer(job, at, mesh) for _ in range(2))
+        for trainer in (broken, calm):
+            trainer.forward_backward(job.batch, job.loss)
+        with pytest.raises(ConnectionError):
+            broken.compute_logprobs(job.batch, temperature=1.0, progress=leave)
+        return broken.optim_step(), calm.optim_step()
+
+
+def test_scoring_that_was_broken_off_takes_no_gradient_along(rank_pool: RankPool, job: Job) -> None:
+    for broken, calm in rank_pool.run(break_off_scoring, 2, replace(job, layout=FSDP2)):
+        assert broken == calm
+        assert broken["grad_norm"] > 0
+
+
+def use_broken_stages(at: RankContext, job: Job) -> str:
+    """Breaks a pass off on every stage, then makes another."""
+    with at.connect(HybridLayout(job.layout), timeout_s=BROKEN_TIMEOUT_S) as mesh:
+        trainer = make_trainer(job, at, mesh)
+
+        def leave(_stage: str, _done: int, _rows: int) -> None:
+            raise ConnectionError("the caller left")
+
+        with pytest.raises((ConnectionError, RuntimeError)):
+            trainer.forward_backward(job.batch, job.loss, leave)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.compute_logprobs(job.batch, temperature=1.0)
+        return str(caught.value)
+
+
+def test_stages_refuse_to_go_on_after_a_pass_was_broken_off(rank_pool: RankPool, job: Job) -> None:
+    # Messages of the old pass would be taken for those of the new one.
+    for said in rank_pool.run(use_broken_stages, 2, replace(job, layout=TrainLayout(pp=2))):
+        assert "broken off" in said
