@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class VllmBackend(RolloutBackend):
             model_path: local Hugging Face folder; weights are read only with folder_version.
             mesh: groups of this rank; None means that it is alone.
             folder_version: policy_version of the folder's own weights, which vLLM then loads in
-                its own way (on a CPU without rounding them); None starts without weights.
+                its own way; None starts without weights.
 
         Raises:
             LayoutError: generation has pipeline stages.
@@ -209,8 +209,7 @@ class VllmBackend(RolloutBackend):
         """
         loaded: set[str] = set()
         with self._update(policy_version):
-            rounded = map(self._rounded, self._expected.checked(weights))
-            self._transfer({"weights": rounded, "loaded": loaded})
+            self._transfer({"weights": self._expected.checked(weights), "loaded": loaded})
             self._check_loaded(loaded)
 
     def update_shard(
@@ -220,21 +219,22 @@ class VllmBackend(RolloutBackend):
 
         Each rank is given its own tensors, those that `engine/weights/layouts.generate_layout`
         names; no rank waits for another. One tensor is held at a time. Written in place on a GPU,
-        where this is not verified.
+        where this is not verified. A generator is closed at once after a failure: behind it may
+        be a transfer whose other ranks wait for this one.
 
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
                 generate until a whole update; other ranks are not told.
             RuntimeError: a generation is under way.
             ValueError: policy_version is negative.
+            Exception: what `tensors` raises; the engine then refuses in the same way.
         """
-        with self._update(policy_version):
-            self._transfer({"weights": map(self._rounded, tensors), "are_shards": True})
-
-    def _rounded(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-        """A weight in the spec's type; on a CPU the engine holds those values in float32."""
-        name, tensor = weight
-        return name, tensor.to(getattr(torch, self._spec.dtype))
+        try:
+            with self._update(policy_version):
+                self._transfer({"weights": tensors, "are_shards": True})
+        finally:
+            if isinstance(tensors, Generator):
+                tensors.close()
 
     @contextmanager
     def _update(self, policy_version: int) -> Iterator[None]:
@@ -245,7 +245,11 @@ class VllmBackend(RolloutBackend):
             raise RuntimeError("weights came during a generation: finish or close it first")
         self.policy_version = -1
         self._stale_reason = f"the update to policy_version {policy_version} failed"
-        yield
+        try:
+            yield
+        except Exception as error:
+            self._stale_reason += f": {error}"
+            raise
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
@@ -337,9 +341,7 @@ def _make_engine(
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
-            # On a CPU activations are float32 whatever the weights are rounded to, as the trainer's
-            # are: bfloat16 ones would leave the two 0.02 apart.
-            dtype="float32" if current_platform.is_cpu() else spec.dtype,
+            dtype=spec.dtype,
             # Otherwise weights come from the trainer before the first generation.
             load_format="safetensors" if has_weights else "dummy",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
@@ -369,6 +371,10 @@ def _make_engine(
     )
     if rank_arguments:
         spare_the_world(engine)
+    if current_platform.is_cpu() and spec.dtype == "bfloat16":
+        from rolemesh.engine.rollout.vllm_precision import widen_residual_stream
+
+        engine.apply_model(widen_residual_stream)
     if has_weights:
         from rolemesh.engine.rollout.vllm_weights import finish_heads
 

@@ -36,7 +36,8 @@ def load_runtime() -> Any:
         return importlib.import_module("cupy.cuda.runtime")
     except ImportError as error:
         raise OSError(
-            f"cupy is not available ({error}): install rolemesh[gpu], or use gloo"
+            f"cupy is not available ({error}): install rolemesh[gpu], or cupy of the same CUDA "
+            "version as torch"
         ) from error
 
 

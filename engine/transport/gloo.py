@@ -31,17 +31,24 @@ class GlooTransport(Transport):
 
     name = "gloo"
 
-    def __init__(self, mesh: RankMesh) -> None:
+    def __init__(self, mesh: RankMesh, *, timeout_s: float = 120.0) -> None:
         """Makes the process group; every rank of the mesh calls it.
 
+        Args:
+            mesh: of this rank.
+            timeout_s: seconds for all ranks to come. Torch's own limit is half an hour.
+
         Raises:
+            RuntimeError: a rank did not come.
             ValueError: the mesh has one rank only.
         """
         if mesh.world.process_group is None:
             raise ValueError("the mesh has one rank: there is nobody to exchange with")
         super().__init__(mesh.rank, mesh.world.size)
         self._torch_ranks = [mesh.torch_rank(rank) for rank in range(mesh.world.size)]
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
+        )
 
     def abort(self) -> None:
         """Closes the connections: peers that wait for this rank fail at once."""

@@ -44,7 +44,8 @@ def load_nccl() -> Any:
         return importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         raise OSError(
-            f"cupy's NCCL is not available ({error}): install rolemesh[gpu], or use gloo"
+            f"cupy's NCCL is not available ({error}): install rolemesh[gpu], or cupy of the same "
+            "CUDA version as torch"
         ) from error
 
 

@@ -82,6 +82,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.transport.rendezvous.OfferInvalidError": CatalogueEntry(
             _PRECONDITION, "TRANSPORT_MISMATCH"
         ),
+        "rolemesh.engine.transport.selection.TransportUnavailableError": CatalogueEntry(
+            _PRECONDITION, "TRANSPORT_UNAVAILABLE"
+        ),
         # The weights are quarantined: the step starts again, not the call.
         "rolemesh.engine.transport.base.TransferFailedError": CatalogueEntry(
             grpc.StatusCode.ABORTED, "TRANSFER_FAILED"

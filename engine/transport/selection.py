@@ -1,0 +1,223 @@
+"""The transport between the ranks of a mesh: the fastest that all of them can use.
+
+Ranks say where they are, choose by the same rule, and try what they chose together: all connect, or
+all try the next one. They talk over the mesh itself, in JSON, so no store is carried around.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from rolemesh.engine.agreement import gather_facts
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.transport.base import Deadline, Transport
+from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
+from rolemesh.engine.transport.cuda_queue import CudaQueue
+from rolemesh.engine.transport.gloo import GlooTransport
+from rolemesh.engine.transport.local import LocalTransport
+from rolemesh.engine.transport.nccl import NcclTransport
+from rolemesh.engine.transport.ring import RingTransport
+from rolemesh.engine.transport.shm import host_identity
+from rolemesh.engine.transport.shm_ring import SLOT_BYTES, shm_ring_transport
+
+CONNECT_TIMEOUT_S = 120.0
+"""Longest wait for all ranks to connect."""
+
+RING_BYTES = 64 << 20
+"""Most shared memory of one rank: with more ranks the slots become smaller."""
+
+NCCL_SHARES_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Environment variable of NCCL >= 2.30: "1" lets several ranks have one device."""
+
+Way: TypeAlias = Literal["shared memory", "gloo", "CUDA IPC", "NCCL"]
+"""A transport by its name."""
+
+_LOG = logging.getLogger(__name__)
+# What a rank says to the others lies in host memory, also where the weights do not.
+_HOST = torch.device("cpu")
+
+
+class TransportUnavailableError(RuntimeError):
+    """Ranks that need a transport have none: says which were tried, and what stood in the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a rank tells the others about where it is."""
+
+    device: str
+    """Type of the device on which the weights lie: "cpu" or "cuda"."""
+    uuid: str
+    """Of that device; "" for a CPU."""
+    host: str
+    """Equal for ranks that can share host memory in the way rings need; "" where none can."""
+    nccl_shares_devices: bool
+    """Whether NCCL was told to let several ranks have one device."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Surroundings:
+        """This rank's."""
+        try:
+            # Rings rely on the order in which x86-64 keeps its stores.
+            host = host_identity() if platform.machine() == "x86_64" else ""
+        except OSError:
+            host = ""
+        uuid = ""
+        if device.type == "cuda":
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return cls(
+            device=device.type,
+            uuid=uuid,
+            host=host,
+            nccl_shares_devices=os.environ.get(NCCL_SHARES_DEVICES) == "1",
+        )
+
+
+def possible_ways(ranks: Sequence[Surroundings]) -> tuple[Way, ...]:
+    """What ranks in such surroundings can try, best first; the same on every rank.
+
+    Args:
+        ranks: at least two, by rank.
+
+    Raises:
+        TransportUnavailableError: there is nothing to try.
+    """
+    kinds = [rank.device for rank in ranks]
+    if len(set(kinds)) > 1 or kinds[0] not in ("cpu", "cuda"):
+        raise TransportUnavailableError(
+            f"the weights of ranks 0 to {len(ranks) - 1} lie on {', '.join(kinds)}: give all ranks "
+            "a GPU, or none"
+        )
+    can_ring = ranks[0].host != "" and len({rank.host for rank in ranks}) == 1
+    if kinds[0] == "cpu":
+        return ("shared memory", "gloo") if can_ring else ("gloo",)
+    holders: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        holders.setdefault(rank.uuid, []).append(number)
+    nccl: tuple[Way, ...] = ()
+    if len(holders) == len(ranks) or all(rank.nccl_shares_devices for rank in ranks):
+        nccl = ("NCCL",)
+    if len(holders) == 1 and can_ring:
+        return ("CUDA IPC", *nccl)
+    if not nccl:
+        uuid, shared = next(pair for pair in holders.items() if len(pair[1]) > 1)
+        raise TransportUnavailableError(
+            f"ranks {', '.join(map(str, shared))} share device {uuid}, which NCCL refuses: give "
+            "each rank a device of its own, or all the same one on one host, or set "
+            f"{NCCL_SHARES_DEVICES}=1 on all ranks (NCCL 2.30 and newer)"
+        )
+    return nccl
+
+
+def make_transport(
+    mesh: RankMesh, device: torch.device, *, timeout_s: float = CONNECT_TIMEOUT_S
+) -> Transport:
+    """Connects the ranks of a mesh; all of them call it together.
+
+    One rank needs no transport. On CPUs: shared memory within one x86-64 host, else gloo. On GPUs:
+    NCCL through cupy, or CUDA IPC where all ranks share one device. What cannot be used after all
+    (a full /dev/shm, say) is left by all ranks for the next in that order.
+
+    Args:
+        mesh: its process groups take tensors in host memory ("gloo", "cpu:gloo,cuda:nccl").
+        device: on which this rank's weights lie.
+        timeout_s: seconds for all ranks to connect by one transport.
+
+    Returns:
+        A connected transport. `close` it before the mesh.
+
+    Raises:
+        TransportUnavailableError: no transport can be used; the same ones on all ranks.
+        RuntimeError: a rank vanished while they spoke.
+    """
+    if mesh.world.size == 1:
+        return LocalTransport.alone()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    own = asdict(Surroundings.of(device))
+    ways = possible_ways([Surroundings(**theirs) for theirs in _tell(own, mesh)])
+    refusals: list[str] = []
+    for way in ways:
+        if way == "gloo":
+            return GlooTransport(mesh, timeout_s=timeout_s)
+        try:
+            return _connected(partial(_make, way, mesh, device), mesh, timeout_s)
+        except TransportUnavailableError as error:
+            _LOG.warning("%s cannot be used between the ranks: %s", way, error)
+            refusals.append(f"{way}: {error}")
+            cause = error
+    raise TransportUnavailableError(
+        f"no transport between the {mesh.world.size} ranks on GPUs: {'; '.join(refusals)}"
+    ) from cause
+
+
+def _make(way: Way, mesh: RankMesh, device: torch.device) -> RingTransport | NcclTransport:
+    rank, size = mesh.rank, mesh.world.size
+    if way == "shared memory":
+        slot_bytes = min(SLOT_BYTES, RING_BYTES // (2 * size))
+        return shm_ring_transport(rank, size, slot_bytes=slot_bytes)
+    queue = CudaQueue(device)
+    if way == "NCCL":
+        return NcclTransport(rank, size, queue=queue)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return cuda_ipc_transport(rank, size, queue=queue, device_uuid=uuid)
+
+
+def _connected(
+    make: Callable[[], RingTransport | NcclTransport], mesh: RankMesh, timeout_s: float
+) -> Transport:
+    """Makes and connects a transport on all ranks, or raises on all and leaves nothing."""
+    deadline = Deadline(timeout_s)
+    transport: RingTransport | NcclTransport | None = None
+    offer, failure = "", None
+    try:
+        transport = make()
+        offer = transport.offer.decode()
+    except _FAILURES as error:
+        failure = error
+    try:
+        offers = _agree(offer, failure, mesh)
+        assert transport is not None  # else its failure was raised
+        try:
+            transport.connect(
+                [theirs.encode() for theirs in offers], timeout_s=max(deadline.remaining_s, 1e-3)
+            )
+        except _FAILURES as error:
+            failure = error
+            # Others may be waiting for this rank to connect.
+            transport.close()
+        _agree("", failure, mesh)
+    except BaseException:
+        if transport is not None:
+            transport.close()
+        raise
+    return transport
+
+
+_FAILURES = (OSError, RuntimeError, ValueError)
+"""What makes a transport unusable: a library or memory is missing, peers do not fit or come."""
+
+
+def _agree(fact: str, failure: Exception | None, mesh: RankMesh) -> list[str]:
+    """All ranks' facts, unless any of them failed: then all raise."""
+    text = "" if failure is None else str(failure) or type(failure).__name__
+    answers = _tell({"fact": fact, "failure": text}, mesh)
+    failed = [rank for rank, answer in enumerate(answers) if answer["failure"]]
+    if failed:
+        more = f" ({len(failed)} ranks cannot)" if len(failed) > 1 else ""
+        raise TransportUnavailableError(
+            f"rank {failed[0]}: {answers[failed[0]]['failure']}{more}"
+        ) from failure
+    return [answer["fact"] for answer in answers]
+
+
+def _tell(facts: dict[str, Any], mesh: RankMesh) -> list[dict[str, Any]]:
+    return gather_facts(facts, mesh.world, _HOST)
