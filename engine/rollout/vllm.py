@@ -84,7 +84,7 @@ class VllmBackend(RolloutBackend):
             model_path: local Hugging Face folder; weights are read only with folder_version.
             mesh: groups of this rank; None means that it is alone.
             folder_version: policy_version of the folder's own weights, which vLLM then loads in
-                its own way; None starts without weights.
+                its own way (on a CPU without rounding them); None starts without weights.
 
         Raises:
             LayoutError: generation has pipeline stages.
@@ -209,7 +209,8 @@ class VllmBackend(RolloutBackend):
         """
         loaded: set[str] = set()
         with self._update(policy_version):
-            self._transfer({"weights": self._expected.checked(weights), "loaded": loaded})
+            rounded = map(self._rounded, self._expected.checked(weights))
+            self._transfer({"weights": rounded, "loaded": loaded})
             self._check_loaded(loaded)
 
     def update_shard(
@@ -231,10 +232,15 @@ class VllmBackend(RolloutBackend):
         """
         try:
             with self._update(policy_version):
-                self._transfer({"weights": tensors, "are_shards": True})
+                self._transfer({"weights": map(self._rounded, tensors), "are_shards": True})
         finally:
             if isinstance(tensors, Generator):
                 tensors.close()
+
+    def _rounded(self, weight: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+        """A weight in the spec's type; on a CPU the engine holds those values in float32."""
+        name, tensor = weight
+        return name, tensor.to(getattr(torch, self._spec.dtype))
 
     @contextmanager
     def _update(self, policy_version: int) -> Iterator[None]:
@@ -341,7 +347,9 @@ def _make_engine(
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
-            dtype=spec.dtype,
+            # On a CPU activations are float32 whatever the weights are rounded to, as the trainer's
+            # are: bfloat16 ones would leave the two 0.02 apart.
+            dtype="float32" if current_platform.is_cpu() else spec.dtype,
             # Otherwise weights come from the trainer before the first generation.
             load_format="safetensors" if has_weights else "dummy",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
@@ -371,10 +379,6 @@ def _make_engine(
     )
     if rank_arguments:
         spare_the_world(engine)
-    if current_platform.is_cpu() and spec.dtype == "bfloat16":
-        from rolemesh.engine.rollout.vllm_precision import widen_residual_stream
-
-        engine.apply_model(widen_residual_stream)
     if has_weights:
         from rolemesh.engine.rollout.vllm_weights import finish_heads
 
