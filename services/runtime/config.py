@@ -88,7 +88,7 @@ class ServiceConfig(BaseModel):
                 "nor authenticated: listen on 127.0.0.1, or give allow_remote (--allow-remote) if "
                 "the network is private"
             )
-        if self.port == 0 and self.advertise is not None:
+        if self.port == 0 and self.advertise is not None and self.rank == 0:
             raise ValueError(
                 f"advertise is {self.advertise!r} with port 0: give the port that peers will reach"
             )
@@ -112,7 +112,9 @@ class ServiceConfig(BaseModel):
     def peer_address(self, bound_port: int) -> str:
         """host:port under which peers reach this process, once the port is known."""
         if self.advertise is not None:
-            return self.advertise
+            # Other ranks are on the same host, each with a port of its own.
+            host = self.advertise.rpartition(":")[0]
+            return self.advertise if self.rank == 0 else f"{host}:{bound_port}"
         host = socket.gethostname() if self.host in ("0.0.0.0", "::", "[::]") else self.host
         return f"{host}:{bound_port}"
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.channel import MeshChannel, current_call, new_request_id, serving_call
 from rolemesh.rpc.errors import InternalError, RolemeshError, UnavailableError
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.services.runtime.rows import join_parts
-from rolemesh.v1 import experience_pb2
+from rolemesh.v1 import experience_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,11 @@ FAILED_RANK = "failed_rank"
 SETTLE_S = 10.0
 """When one rank has failed, the others get this long to end the same call. A rank that waits for
 the failed one inside a collective operation never does."""
+
+LEAVE_S = 10.0
+"""A rank without work answers within this that it ends."""
+
+DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
 
 
 class Face:
@@ -61,6 +68,7 @@ class Face:
         self._peers = tuple(peers)
         self._on_divergence = on_divergence
         self._turn = asyncio.Lock()
+        self._divergence = ""
 
     async def everywhere(
         self, request: Message, work: Callable[[], Awaitable[Answer]]
@@ -71,54 +79,107 @@ class Face:
             request: passed on as it is.
             work: this rank's own part.
 
+        The work goes on when the caller's deadline has passed: were each rank to end at a moment of
+        its own, they would no longer fit together.
+
         Returns:
             The answers by rank.
 
         Raises:
             RolemeshError: of the first rank that failed; a peer's names the rank.
+            UnavailableError: RANKS_DIVERGED: since an earlier call the ranks do not fit together.
         """
         async with self._turn:
-            tasks = [asyncio.ensure_future(work())]
-            tasks += [
-                asyncio.create_task(self._ask(rank, channel, request))
-                for rank, channel in enumerate(self._peers, start=1)
-            ]
+            self._check_fit()
+            with _without_deadline():
+                tasks = [asyncio.ensure_future(work())]
+                tasks += [
+                    asyncio.create_task(self._ask(rank, channel, request))
+                    for rank, channel in enumerate(self._peers, start=1)
+                ]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                failed = [task for task in tasks if task.done() and task.exception() is not None]
-                if failed:
-                    error = cast(BaseException, failed[0].exception())
-                    if isinstance(error, UnavailableError):
-                        self._on_divergence(f"a rank is gone: {error.message}")
-                    else:
-                        await self._settle(tasks)
-                    raise error
-                return [task.result() for task in tasks]
+                failures = _failures(tasks)
+                if not failures:
+                    return [task.result() for task in tasks]
+                cause = next(iter(failures.values()))
+                if not any(_is_gone(error) for error in failures.values()):
+                    await self._settle(tasks)
+                # That a rank is gone explains what the others say.
+                gone = [error for error in _failures(tasks).values() if _is_gone(error)]
+                if gone:
+                    cause = gone[0]
+                    self._diverge(f"a rank is gone: {cause}")
+                raise cause
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def tell(self, path: str, request: Message) -> list[Any]:
-        """Calls an unkeyed, unary method of every other rank; returns the answers by rank."""
+    async def tell(self, path: str, request: Message, timeout_s: float | None = None) -> list[Any]:
+        """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
+
+        Args:
+            path: full name of the method.
+            request: the same for each.
+            timeout_s: None takes the method's deadline.
+
+        Raises:
+            RolemeshError: of the first rank that failed; names the rank.
+        """
         return list(
             await asyncio.gather(
                 *(
-                    self._call(rank, channel, path, request)
+                    self._call(rank, channel, path, request, timeout_s)
                     for rank, channel in enumerate(self._peers, start=1)
                 )
             )
         )
+
+    async def give_back(self) -> None:
+        """Has every other rank give up its work and forget the run, as the face itself does.
+
+        Raises:
+            RolemeshError: a rank cannot, which is a divergence.
+        """
+        try:
+            with _without_deadline():
+                await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest())
+        except RolemeshError as error:
+            self._diverge(f"a rank still holds the run: {error.message}")
+            raise
+
+    async def leave(self) -> bool:
+        """Ends the processes of the other ranks. False when one does not say that it will."""
+        try:
+            await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest(exit=True), LEAVE_S)
+        except RolemeshError as error:
+            logger.warning("a rank does not end by itself: %s", error.message)
+            return False
+        return True
+
+    def _check_fit(self) -> None:
+        if self._divergence:
+            raise UnavailableError(
+                f"the ranks of the {self._role} no longer fit together ({self._divergence}), and "
+                "the service ends: start the step again from the newest checkpoint",
+                reason="RANKS_DIVERGED",
+            )
+
+    def _diverge(self, why: str) -> None:
+        if not self._divergence:
+            self._divergence = why
+            self._on_divergence(why)
 
     async def _settle(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
         """Waits for the ranks to end a call that one of them has failed."""
         _, running = await asyncio.wait(tasks, timeout=SETTLE_S)
         if running:
             stuck = [rank for rank, task in enumerate(tasks) if task in running]
-            self._on_divergence(f"ranks {stuck} still wait for the rank that failed")
-        elif any(task.exception() is None for task in tasks):
-            done = [rank for rank, task in enumerate(tasks) if task.exception() is None]
-            self._on_divergence(f"ranks {done} have done what another rank failed to do")
+            self._diverge(f"ranks {stuck} still wait for the rank that failed")
+        elif len(failures := _failures(tasks)) < len(tasks):
+            done = [rank for rank in range(len(tasks)) if rank not in failures]
+            self._diverge(f"ranks {done} have done what another rank failed to do")
 
     async def _ask(self, rank: int, channel: MeshChannel, request: Message) -> Any:
         path, response_type, is_stream = _method_of(request.DESCRIPTOR.full_name)
@@ -141,24 +202,64 @@ class Face:
             raise InternalError(f"{self._role} rank {rank} ended the call without a result")
         return result
 
-    async def _call(self, rank: int, channel: MeshChannel, path: str, request: Message) -> Any:
+    async def _call(
+        self,
+        rank: int,
+        channel: MeshChannel,
+        path: str,
+        request: Message,
+        timeout_s: float | None = None,
+    ) -> Any:
         response_type = _response_type(path)
         try:
             return await channel.unary_unary(
                 path,
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=response_type.FromString,
-            )(request)
+            )(request, timeout=timeout_s)
         except RolemeshError as error:
             raise self._of_rank(rank, error) from error
 
     def _of_rank(self, rank: int, error: RolemeshError) -> RolemeshError:
+        who = f"{self._role} rank {rank}"
+        # Of an INTERNAL error the rank has said already whose it is.
+        message = error.message if error.message.startswith(who) else f"{who}: {error.message}"
         return type(error)(
-            f"{self._role} rank {rank}: {error.message}",
+            message,
             reason=error.reason,
             retryable=error.retryable,
             metadata={**error.metadata, FAILED_RANK: str(rank)},
         )
+
+
+@contextmanager
+def _without_deadline() -> Iterator[None]:
+    """Calls and tasks that begin inside have their methods' own deadlines, not the caller's."""
+    caller = current_call()
+    request_id = new_request_id() if caller is None else caller.request_id
+    with serving_call(request_id, math.inf):
+        yield
+
+
+def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
+    """Errors of the tasks that have failed so far, by rank."""
+    return {
+        rank: error
+        for rank, task in enumerate(tasks)
+        if task.done() and (error := task.exception()) is not None
+    }
+
+
+def _is_gone(error: BaseException) -> bool:
+    """Whether a rank of this service no longer answers.
+
+    A rank that answers says its role, also of another service that it could not reach.
+    """
+    return (
+        isinstance(error, UnavailableError)
+        and FAILED_RANK in error.metadata
+        and "role" not in error.metadata
+    )
 
 
 @functools.cache

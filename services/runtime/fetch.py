@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,26 @@ MAX_PAYLOAD_BYTES = 64 << 30
 class ExperienceServicer:
     """Serves the rows that this rank holds."""
 
-    def __init__(self, store: ExperienceStore, ledger: OperationLedger, host_id: str) -> None:
+    def __init__(
+        self,
+        store: ExperienceStore,
+        ledger: OperationLedger,
+        host_id: str,
+        release_others: Callable[[experience_pb2.ReleaseRequest], Awaitable[int]] | None = None,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            store: of this rank.
+            ledger: says which coordinators are stale.
+            host_id: identity of this host; empty when nothing is shared.
+            release_others: passes a release on to the service's other ranks and returns the bytes
+                freed there.
+        """
         self._store = store
         self._ledger = ledger
         self._host_id = host_id
+        self._release_others = release_others
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers by hand: Fetch writes its own bytes, so it has no response serializer."""
@@ -112,6 +128,8 @@ class ExperienceServicer:
             released = self._store.release_ids(request.run_id, list(request.experience_ids))
         else:
             released = self._store.release_through(request.run_id, request.through_step)
+        if self._release_others is not None:
+            released += await self._release_others(request)
         return experience_pb2.ReleaseResponse(released_bytes=released)
 
 

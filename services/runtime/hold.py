@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from rolemesh.rpc.errors import PreconditionError, UnavailableError
+from rolemesh.rpc.errors import InternalError, PreconditionError, UnavailableError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.errors import describe, is_expected
 from rolemesh.services.runtime.experience_store import ExperienceStore
+from rolemesh.services.runtime.face import FAILED_RANK
 from rolemesh.services.runtime.operations import Operation, OperationLedger, task_of
 from rolemesh.services.runtime.role import Role
 from rolemesh.v1 import worker_pb2
@@ -42,6 +43,7 @@ class RunHold:
         store: ExperienceStore,
         ledger: OperationLedger,
         close: Callable[[], None],
+        give_back_others: Callable[[], Awaitable[None]],
     ) -> None:
         """Prepares.
 
@@ -51,6 +53,7 @@ class RunHold:
             store: experience held.
             ledger: operations in progress.
             close: frees what Initialize made; run on the compute thread.
+            give_back_others: has the other ranks of the service give up their work and the run.
         """
         self.run_id = ""
         """Run that holds the service, empty when none does."""
@@ -64,6 +67,7 @@ class RunHold:
         """What works right now, to be given up when the hold ends."""
         self._role = role
         self._close = close
+        self._give_back_others = give_back_others
         self._compute = compute
         self._store = store
         self._ledger = ledger
@@ -187,7 +191,9 @@ class RunHold:
 
     def work_failed(self, operation: Operation, error: Exception) -> None:
         """Notes an error of work that nobody foresaw: it may have left something half done."""
-        if self.is_initialized and not is_expected(error):
+        # INTERNAL is what another rank of this service says of an error that it did not foresee.
+        is_of_rank = isinstance(error, InternalError) and FAILED_RANK in error.metadata
+        if self.is_initialized and (is_of_rank or not is_expected(error)):
             self.failure = f"{operation.name} failed: {describe(error).message}"
 
     async def _take_over(self, run_id: str) -> None:
@@ -244,10 +250,12 @@ class RunHold:
 
     async def _give_back(self, timeout_s: float, run_id: str | None) -> None:
         holder = self.run_id
-        if not await self.finish_work(timeout_s, run_id):
-            # Given up, but on the compute thread until its next sign of progress.
-            while running := self._running_of(run_id):
-                await asyncio.wait({task_of(operation) for operation in running})
+        await self.finish_work(timeout_s, run_id)
+        # New work is refused all the while, so that it reaches the other ranks after this.
+        await self._give_back_others()
+        # Given up, but on the compute thread until its next sign of progress.
+        while running := self._running_of(run_id):
+            await asyncio.wait({task_of(operation) for operation in running})
         await self.forget()
         logger.info("run %s no longer holds the %s", holder or "(none)", self._role.name)
 

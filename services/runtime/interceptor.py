@@ -145,7 +145,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             logger.warning("%s: %s: %s", full_method, described.reason, described.message)
         else:
             logger.error("%s failed: %s", full_method, described.message, exc_info=error)
-        if isinstance(described, InternalError):
+        if isinstance(described, InternalError) and FAILED_RANK not in described.metadata:
             described = InternalError(
                 f"{self._role} rank {self._rank} failed: {described.message}",
                 reason=described.reason,

@@ -44,9 +44,9 @@ def as_rank(config: ServiceConfig, environment: Mapping[str, str]) -> ServiceCon
     file that it asks for; the others take a free port and tell it to rank 0 alone.
     """
     rank = int(environment["RANK"])
-    own: dict[str, Any] = {"rank": rank, "parent_pid": os.getppid()}
+    own: dict[str, Any] = {"rank": rank}
     if rank > 0:
-        own |= {"port": 0, "advertise": None, "announce": None}
+        own |= {"port": 0, "announce": None}
         if config.metrics_port:
             own["metrics_port"] = config.metrics_port + rank
     return ServiceConfig.model_validate(config.model_dump() | own)
@@ -86,15 +86,22 @@ def run_ranks(config: ServiceConfig) -> int:
             signals_to_handle="SIGQUIT",
             shutdown_timeout=LAST_GRACE_S,
         )
-        # As this process was started, so that a role of a user's own needs no name here.
+        # As this process was started, so that a role of a user's own needs no name here. The last
+        # of two flags counts. Ranks are told whom to follow: one that looked for its parent after
+        # minutes of importing might find another one.
         command = [*sys.orig_argv[1:], "--rank-store", str(Path(folder) / STORE_FILE)]
+        command += ["--parent-pid", str(os.getpid())]
+        end = _End()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _drain_ranks)
+            signal.signal(number, end.ask)
         logger.info("starting %d ranks of the %s", config.world_size, config.role)
         try:
             elastic_launch(launch, sys.executable)(*command)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if end.is_asked and failure.exitcode == -signal.SIGTERM:
+                logger.info("ended while the ranks were starting")
+                return 0
             how = (
                 f"was killed by signal {-failure.exitcode} "
                 f"({signal.Signals(-failure.exitcode).name})"
@@ -110,10 +117,30 @@ def run_ranks(config: ServiceConfig) -> int:
     return 0
 
 
-def _drain_ranks(number: int, frame: object) -> None:
-    ranks = psutil.Process().children()
-    if not ranks:
-        raise SystemExit(0)
-    for rank in ranks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.terminate()
+class _End:
+    """What the agent does when it is told to end: rank 0 drains, and then ends the others.
+
+    They are needed until then, since work in progress takes all ranks. Told a second time, all end
+    at once.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+
+    def ask(self, number: int, frame: object) -> None:
+        """Handles SIGTERM and SIGINT."""
+        ranks = psutil.Process().children()
+        if not ranks:
+            raise SystemExit(0)
+        first = [] if self.is_asked else [rank for rank in ranks if _is_rank_0(rank)]
+        self.is_asked = True
+        for rank in first or ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.terminate()
+
+
+def _is_rank_0(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("RANK") == "0"
+    except psutil.Error:
+        return False

@@ -40,6 +40,8 @@ __all__ = ["Call", "KeyedRequest", "Runtime"]
 PROGRESS_INTERVAL_S = 1.0
 """A call that works says so this often."""
 
+RELEASE_METHOD = "/rolemesh.v1.ExperienceService/Release"
+
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
 
@@ -105,7 +107,14 @@ class Runtime:
             shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
         )
         self.ledger = OperationLedger()
-        self.hold = RunHold(role, self.compute, self.store, self.ledger, self.close_role)
+        self.hold = RunHold(
+            role,
+            self.compute,
+            self.store,
+            self.ledger,
+            self.close_role,
+            self._give_back_others,
+        )
         self.traffic = ChannelTraffic()
         self.address = ""
         """host:port under which peers reach this process; set when the server is bound."""
@@ -156,6 +165,20 @@ class Runtime:
         self.role.close()
         self.mesh.close()
         self.mesh = RankMesh.single()
+
+    async def _give_back_others(self) -> None:
+        if self.face is not None:
+            await self.face.give_back()
+
+    async def release_others(self, request: experience_pb2.ReleaseRequest) -> int:
+        """Drops experience that the other ranks of this service hold. Returns bytes freed.
+
+        Consumers know the service by its face alone, though they fetch from each rank.
+        """
+        if self.face is None:
+            return 0
+        answers = await self.face.tell(RELEASE_METHOD, request)
+        return sum(answer.released_bytes for answer in answers)
 
     # --- keyed calls ----------------------------------------------------------------------
 

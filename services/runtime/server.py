@@ -102,7 +102,9 @@ class ServiceServer:
             options=SERVER_OPTIONS,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
-        ExperienceServicer(runtime.store, runtime.ledger, runtime.host_id).add_to(server)
+        ExperienceServicer(
+            runtime.store, runtime.ledger, runtime.host_id, runtime.release_others
+        ).add_to(server)
         runtime.services[:] = [
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
             EXPERIENCE_SERVICE,
@@ -174,6 +176,9 @@ class ServiceServer:
         for name in ("", READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         is_finished = await runtime.hold.finish_work(timeout_s)
+        if runtime.face is not None:
+            # Until now they were needed: work in progress takes all ranks.
+            is_finished = await runtime.face.leave() and is_finished
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
         if is_finished:

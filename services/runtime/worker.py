@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_SEED = 2**53
 """Seeds stay exact in JSON and in a double."""
 
-DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
-
 DRAIN_MARGIN_S = 1.0
 """A drain ends this long before its deadline, so that its answer still arrives."""
 
@@ -172,11 +170,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             runtime.ledger.fence(request.run_id, request.fencing_epoch)
             runtime.hold.check_is_of(request.run_id)
         timeout_s = max(0.0, (context.time_remaining() or 0.0) - DRAIN_MARGIN_S)
-        if runtime.face is not None and not request.exit:
-            # Work of the other ranks is part of the face's, which ends first.
-            await runtime.hold.give_back(timeout_s)
-            await runtime.face.tell(DRAIN_METHOD, request)
-        elif request.exit:
+        if not runtime.is_face:
+            # What the face still wanted of this rank, it has waited for.
+            timeout_s = 0.0
+        if request.exit:
             runtime.hold.is_draining = True
             try:
                 await runtime.hold.finish_work(timeout_s)
