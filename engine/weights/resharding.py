@@ -7,6 +7,8 @@ part of what it generates with, so only the rest travels, once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -101,6 +103,17 @@ class Resharder:
     def close(self) -> None:
         """Disconnects the ranks."""
         self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _await_all(self, policy_version: int) -> None:
         """Returns once every rank has taken all of its tensors."""
