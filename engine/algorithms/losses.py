@@ -32,6 +32,7 @@ __all__ = [
     "make_loss",
 ]
 
+
 @dataclass(slots=True)
 class ModelOutputs:
     """What a forward pass gives for the completion tokens of a micro-batch, packed."""
