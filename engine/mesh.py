@@ -169,11 +169,12 @@ def _join(
         if len(members) > 1 and members not in made:
             # use_local_synchronization would let members alone make it, but then two groups made
             # by overlapping ranks at once can take each other's keys in the store.
-            # Unsorted: torch's numbers need not ascend with the place in the group.
+            ordered = [numbers[member] for member in members]
+            # Torch's numbers need not ascend with the place in the group. Said only where it
+            # matters: torch before 2.12 always sorts, and knows no such argument.
+            options: dict[str, Any] = {} if ordered == sorted(ordered) else {"sort_ranks": False}
             # A group does not take over its world's timeout, but torch's own of up to 30 minutes.
-            made[members] = dist.new_group(
-                [numbers[member] for member in members], timeout=timeout, sort_ranks=False
-            )
+            made[members] = dist.new_group(ordered, timeout=timeout, **options)
         if rank in members:
             own = RankGroup(members, members.index(rank), made.get(members))
     if own is None:

@@ -1,10 +1,15 @@
 """The trainer on a CUDA device does what it does on a CPU. Plain pytest: no plugins there."""
 
+# What the machine lacks is a reason to skip, and that must be known before the imports.
+
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("pydantic", reason="pydantic is not installed: pip install 'pydantic>=2.12'")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
