@@ -109,7 +109,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async def inline(call: Call) -> Message:
             source = self._role.source
             batch = _experience_of(request.trajectories)
-            rewards = checked(await call.compute(source.score, batch, call.progress), len(batch))
+            scores = await call.compute(source.score, batch, call.progress)
+            if not self._runtime.mesh.pp.is_last:
+                return reward_pb2.Rewards()  # a classifier's scores come out of its last stage
+            rewards = checked(scores, len(batch))
             return reward_pb2.Rewards(
                 rewards=rewards.tolist(), metrics=reward_metrics(rewards, source.full_score)
             )

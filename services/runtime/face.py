@@ -280,11 +280,12 @@ def _response_type(path: str) -> type[Message]:
 def join_answers(answers: Sequence[Answer]) -> Answer:
     """One answer from those of all ranks.
 
-    References to experience and reports are joined; everything else is rank 0's, which ranks that
-    work in step agree on.
+    References to experience and reports are joined; everything else is that of the first rank that
+    has an answer, which ranks that work in step agree on.
     """
-    joined = type(answers[0])()
-    joined.CopyFrom(answers[0])
+    spoken = next((answer for answer in answers if answer.ByteSize()), answers[0])
+    joined = type(spoken)()
+    joined.CopyFrom(spoken)
     for descriptor in joined.DESCRIPTOR.fields:
         kind = descriptor.message_type
         if kind is None or descriptor.is_repeated:
