@@ -78,10 +78,11 @@ async def diagnose(recipe: Recipe | None = None) -> list[Finding]:
     Args:
         recipe: Also looked at: its store and its files. None looks at the quickstart's.
     """
+    installed = installed_versions()
     return [
         check_python(sys.version_info[:2]),
-        *check_packages(installed_versions()),
-        *await check_gpus(),
+        *check_packages(installed),
+        *await check_gpus(installed),
         check_memory(psutil.virtual_memory().total, usable_cores()),
         check_shared_memory(Path("/dev/shm")),
         check_disk(Path()),
@@ -164,8 +165,8 @@ def _check_companions(installed: dict[str, str]) -> Iterator[Finding]:
             )
 
 
-async def check_gpus() -> list[Finding]:
-    """What nvidia-smi shows."""
+async def check_gpus(installed: dict[str, str]) -> list[Finding]:
+    """What nvidia-smi shows, and where there are GPUs what moves weights between them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [Finding(level=Level.OK, what="gpu", text="none (no nvidia-smi): roles use the CPU")]
@@ -192,7 +193,32 @@ async def check_gpus() -> list[Finding]:
                 remedy="mend the driver, or use pools with devices: [cpu]",
             )
         ]
-    return [Finding(level=Level.OK, what="gpu", text=line) for line in text.splitlines()]
+    gpus = [Finding(level=Level.OK, what="gpu", text=line) for line in text.splitlines()]
+    return [*gpus, check_nccl(installed)]
+
+
+def check_nccl(installed: dict[str, str]) -> Finding:
+    """Whether ranks on GPUs can exchange weights: cupy, and NCCL for the same CUDA as cupy's."""
+    cupy = next((name for name in sorted(installed) if name.startswith("cupy-cuda")), "")
+    nccl = next((name for name in sorted(installed) if name.startswith("nvidia-nccl-cu")), "")
+    if not cupy:
+        return Finding(
+            level=Level.WARN,
+            what="nccl",
+            text="cupy is not installed: a role of several ranks cannot use GPUs",
+            remedy="install rolemesh[gpu], or cupy of the same CUDA version as torch",
+        )
+    found = f"{cupy} {installed[cupy]}, "
+    found += f"{nccl} {installed[nccl]}" if nccl else "NCCL not from a Python package"
+    cuda, other = cupy.removeprefix("cupy-cuda")[:2], nccl.removeprefix("nvidia-nccl-cu")[:2]
+    if nccl and cuda != other:
+        return Finding(
+            level=Level.WARN,
+            what="nccl",
+            text=f"{found}: made for different versions of CUDA",
+            remedy=f"install cupy-cuda{other}x, as torch's NCCL",
+        )
+    return Finding(level=Level.OK, what="nccl", text=found)
 
 
 def usable_cores() -> int:

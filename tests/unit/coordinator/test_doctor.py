@@ -12,6 +12,7 @@ from rolemesh.coordinator.doctor import (
     check_disk,
     check_loopback,
     check_memory,
+    check_nccl,
     check_packages,
     check_python,
     check_quickstart,
@@ -53,6 +54,32 @@ def test_missing_package_fails_and_says_how_to_get_it() -> None:
     torch = next(f for f in check_packages(installed) if f.what == "torch")
     assert (torch.level, torch.text) == (Level.FAIL, "not installed")
     assert "make setup" in torch.remedy
+
+
+@pytest.mark.parametrize(
+    ("installed", "level", "text"),
+    [
+        (
+            {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.30.7"},
+            Level.OK,
+            "cupy-cuda13x 14.2.0, nvidia-nccl-cu13 2.30.7",
+        ),
+        ({"cupy-cuda13x": "14.2.0"}, Level.OK, "NCCL not from a Python package"),
+        ({"nvidia-nccl-cu13": "2.30.7"}, Level.WARN, "cupy is not installed"),
+        (
+            {"cupy-cuda12x": "14.2.0", "nvidia-nccl-cu13": "2.30.7"},
+            Level.WARN,
+            "different versions of CUDA",
+        ),
+    ],
+)
+def test_cupy_and_nccl_are_named_and_must_be_of_one_cuda(
+    installed: dict[str, str], level: Level, text: str
+) -> None:
+    finding = check_nccl({**GOOD, **installed})
+    assert finding.level is level
+    assert text in finding.text
+    assert (finding.remedy == "") == (level is Level.OK)
 
 
 def test_untested_version_is_a_warning() -> None:
