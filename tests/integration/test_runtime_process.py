@@ -43,6 +43,8 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
 
 
 async def initialize(channel: MeshChannel, **spec: Any) -> None:
+    # A new process on a busy machine may drop the first handshake.
+    await channel.channel_ready()
     request = worker_pb2.InitializeRequest(key=operation_key("initialize"))
     request.spec.update(spec)
     async for _ in worker_pb2_grpc.WorkerServiceStub(channel).Initialize(request):

@@ -14,6 +14,8 @@ from rolemesh.v1 import value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 
 async def initialize(channel: MeshChannel, epoch: int = 1, **spec: Any) -> Any:
+    # A new process on a busy machine may drop the first handshake.
+    await channel.channel_ready()
     request = worker_pb2.InitializeRequest(
         key=operation_key("initialize", epoch=epoch),
         spec=json_format.ParseDict(spec, struct_pb2.Struct()),
