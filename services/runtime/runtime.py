@@ -22,7 +22,7 @@ from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
-from rolemesh.services.runtime.config import ServiceConfig
+from rolemesh.services.runtime.config import ServiceConfig, layout_flag
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.face import Face, join_answers
@@ -151,8 +151,9 @@ class Runtime:
         own = self.config.layout.layout()
         if layout.train != own:
             raise InvalidRequestError(
-                f"the run asks the {self.role.name} for the layout {layout.train}, but the service "
-                f"was started for {own}: start it with that --layout, or change the recipe",
+                f"the run asks the {self.role.name} for the layout {layout_flag(layout.train)}, "
+                f"but the service was started for {layout_flag(own)}: start it with the layout of "
+                "the run (--layout), or change that of the recipe",
                 reason="LAYOUT_MISMATCH",
             )
         self.layout = layout

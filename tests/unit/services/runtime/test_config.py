@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rolemesh.engine.layout import TrainLayout
-from rolemesh.services.runtime.config import ConfigError, ServiceConfig, load_config
+from rolemesh.services.runtime.config import ConfigError, ServiceConfig, layout_flag, load_config
+from rolemesh.services.runtime.rank_agent import as_rank
 
 
 def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
@@ -80,3 +81,25 @@ def test_a_layout_says_how_many_ranks_there_are() -> None:
     assert config.layout.layout() == TrainLayout(pp=2, tp=2, dp=2, fsdp=1)
     from_variable = load_config("actor", [], {"ROLEMESH_SERVICE__LAYOUT": "tp=2"})
     assert from_variable.world_size == 2
+
+
+def test_a_layout_is_written_as_it_is_read() -> None:
+    layout = TrainLayout(pp=2, tp=4, dp=2, fsdp=1, order="tp-dp-pp")
+    config = load_config("actor", ["--layout", layout_flag(layout)], {})
+    assert config.layout.layout() == layout
+
+
+def test_ranks_beside_the_face_are_reached_at_its_host_and_ports_of_their_own() -> None:
+    config = load_config(
+        "actor",
+        [
+            *("--layout", "dp=2", "--host", "0.0.0.0", "--allow-remote", "--port", "50051"),
+            *("--advertise", "gpu7.example:50051", "--announce", "/tmp/actor.json"),
+            *("--metrics-port", "9100"),
+        ],
+        {},
+    )
+    face, other = (as_rank(config, {"RANK": str(rank)}) for rank in range(2))
+    assert face.peer_address(50051) == "gpu7.example:50051"
+    assert (other.port, other.announce, other.metrics_port) == (0, None, 9101)
+    assert other.peer_address(41235) == "gpu7.example:41235"
