@@ -138,6 +138,14 @@ def test_services_accept_the_settings_they_are_given(config: dict[str, Any]) -> 
         assert settings.drain_timeout_s < seconds(service["stop_grace_period"])
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_takes_its_layout_from_its_variable(role: str) -> None:
+    variables = {f"ROLEMESH_{role.upper()}_LAYOUT": "tp=2,dp=2,fsdp=1"}
+    services = resolve(BASE_FILE, GPU_FILE, variables=variables)["services"]
+    ranks = {one: load_config(one, [], services[one]["environment"]).world_size for one in ROLES}
+    assert ranks == {one: 4 if one == role else 1 for one in ROLES}
+
+
 def test_prometheus_scrapes_every_role_at_its_metrics_port(config: dict[str, Any]) -> None:
     scrape = yaml.safe_load((REPOSITORY / "deploy" / "prometheus.yml").read_text())
     targets = {

@@ -14,6 +14,7 @@ from rolemesh.coordinator.recipe_errors import RecipeError
 from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 
+ROLES = "[actor, critic, reference, reward]"
 MODEL = {"path": "models/tiny"}
 SMALLEST: dict[str, Any] = {
     "run": {"name": "small", "steps": 2, "prompts_per_step": 4},
@@ -157,6 +158,47 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
 )
 def test_wrong_override_is_explained(recipe_file: Path, override: str, message: str) -> None:
     assert refused(recipe_file, override) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["actor.train.tp=0"],
+            "actor.train.tp is 0 (--set actor.train.tp=0): input should be greater than or equal "
+            "to 1 (Tensor slices)",
+        ),
+        (
+            ["critic.train.dp=4", "critic.train.fsdp=3"],
+            "critic.train: fsdp 3 does not divide dp 4: give one of [1, 2, 4] "
+            "(--set critic.train.fsdp=3)",
+        ),
+        (
+            ["actor.train.tp=4", "actor.generate.tp=3"],
+            "actor: generate.tp 3 does not divide train.tp 4: give one of [1, 2, 4] "
+            "(--set actor.generate.tp=3)",
+        ),
+        (
+            ["reference.layout.ep=2"],
+            "reference.layout.ep: unknown key (--set reference.layout.ep=2); keys of "
+            "reference.layout are pp, tp, dp, fsdp, order",
+        ),
+        (
+            [
+                "critic.train.dp=3",
+                "pools.main.devices=[cuda:0, cuda:1]",
+                f"pools.main.roles={ROLES}",
+            ],
+            "pools.main.devices has 2 GPUs, but the layout of the critic has 3 ranks, each on a "
+            "GPU of its own: give the pool more devices, or the role a smaller layout",
+        ),
+    ],
+    ids=["size", "fsdp", "generate", "name", "devices"],
+)
+def test_a_layout_that_cannot_be_is_explained(
+    recipe_file: Path, overrides: list[str], message: str
+) -> None:
+    assert refused(recipe_file, *overrides) == message
 
 
 def test_conflicting_overrides_are_refused(recipe_file: Path) -> None:
