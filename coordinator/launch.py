@@ -133,10 +133,10 @@ def service_commands(recipe: Recipe) -> MakeCommand:
             ),
         }
         layout = recipe.layout(role)
-        if layout.world_size > 1:
-            # Every size, so that the service need not know the defaults of a recipe.
-            sizes = {field.name: getattr(layout, field.name) for field in fields(layout)}
-            flags["--layout"] = ",".join(f"{name}={size}" for name, size in sizes.items())
+        # Every size, and also of one rank: neither the defaults of a recipe nor a variable that is
+        # set here for another service may count.
+        sizes = {field.name: getattr(layout, field.name) for field in fields(layout)}
+        flags["--layout"] = ",".join(f"{name}={size}" for name, size in sizes.items())
         if spec.threads is not None:
             flags["--threads"] = str(spec.threads)
             environment["OMP_NUM_THREADS"] = str(spec.threads)

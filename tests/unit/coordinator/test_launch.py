@@ -235,3 +235,11 @@ def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
         tmp_path / "announce.json",
         "127.0.0.1",
     )
+
+
+def test_a_layout_in_the_environment_is_not_that_of_a_run(tmp_path: Path) -> None:
+    from rolemesh.services.runtime.config import load_config
+
+    command = service_commands(fake_recipe())("critic", tmp_path / "announce.json")
+    config = load_config("critic", command.arguments[3:], {"ROLEMESH_SERVICE__LAYOUT": "tp=2"})
+    assert config.world_size == command.num_ranks == 1
