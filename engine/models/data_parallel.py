@@ -23,7 +23,7 @@ BUCKET_BYTES = 64 * 2**20
 """Gradients that are sent as one message."""
 
 
-def cut_over_data(stage: nn.Module, mesh: RankMesh) -> None:
+def cut_over_data(stage: nn.Module, mesh: RankMesh, device: torch.device) -> None:
     """Cuts the parameters of a stage over `mesh.fsdp`, in place; nothing where that is one rank.
 
     Each decoder layer is gathered for its own forward and backward; what is outside the layers
@@ -36,15 +36,18 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh) -> None:
 
     Parameters become DTensors, dimension 0 in chunks of ceil(rows / size); `local_part` reads them.
 
+    Parameters on the meta device, which is how they come, so that no rank ever holds a whole
+    model, are given memory for the parts; the caller fills them.
+
     Args:
         stage: what runs one micro-batch through this rank's layers.
         mesh: this rank's groups.
+        device: where parameters are to be.
     """
     group = mesh.fsdp
     if group.process_group is None:
         return
-    device_type = next(stage.parameters()).device.type
-    axis = DeviceMesh.from_group(group.process_group, device_type)
+    axis = DeviceMesh.from_group(group.process_group, device.type)
     # torch finds layers by no other mark that all families share.
     layers = [
         module for module in stage.modules() if isinstance(module, GradientCheckpointingLayer)
@@ -58,6 +61,10 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh) -> None:
         # apart from the sum.
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
+    # As nn.Module.to_empty does, which would empty buffers too.
+    stage._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
 
 
 def gather_no_longer(stage: nn.Module) -> None:

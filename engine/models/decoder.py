@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rolemesh.engine.batching import PaddedRows
 from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.data_parallel import local_part
 from rolemesh.engine.models.families import (
     EMBEDDING,
     LM_HEAD,
@@ -23,7 +24,7 @@ from rolemesh.engine.models.families import (
 )
 from rolemesh.engine.models.folder import load_model
 from rolemesh.engine.models.recompute import apply_recompute
-from rolemesh.engine.models.sharded_loading import load_shard
+from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.stages import global_name
 from rolemesh.engine.models.tensor_parallel import partial_gradients
 from rolemesh.engine.specs import ModelSpec
@@ -76,7 +77,7 @@ class Decoder(nn.Module):
         """Sizes of the whole model; None for a family without a plan."""
         self.missing: frozenset[str]
         """Parameters of this rank that the folder lacked."""
-        if self.shape is not None and mesh.tp.size * mesh.pp.size > 1:
+        if self.shape is not None and mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1:
             check_layout(self.shape, mesh.layout)
             self.lm, self.missing = load_shard(
                 auto_class,
@@ -91,7 +92,21 @@ class Decoder(nn.Module):
         apply_recompute(self.lm, spec.recompute)
         self.autocasts = spec.compute_dtype == "bfloat16"
         """Whether torch's autocast makes the layers' products bfloat16."""
-        self.to(self.device)
+        # Parameters that the data axis will cut stay on the meta device until then.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
+        )
+
+    def read_parts(self) -> None:
+        """Fills this rank's parts of weights that were just cut over the data axis.
+
+        Nothing where the axis cuts none: those were filled when the model was made.
+        """
+        if self.mesh.fsdp.size == 1:
+            return
+        assert self.shape is not None  # more than one rank only with a plan
+        parts = {name: local_part(weight.detach()) for name, weight in self.named_weights()}
+        read_parts(parts, self.spec.path, shape=self.shape, mesh=self.mesh)
 
     def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
         """Runs this stage's layers on a right-padded batch, without a head.

@@ -66,7 +66,8 @@ class RankModel(nn.Module):
             width=model.lm.config.get_text_config().hidden_size,
             device=model.device,
         )
-        cut_over_data(self, self.mesh)
+        cut_over_data(self, self.mesh, self.device)
+        model.read_parts()
 
     @property
     def mesh(self) -> RankMesh:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rolemesh.engine.models.families import DecoderShape, parameter_shape, slice
 from rolemesh.engine.models.folder import INDEX_FILE, WEIGHTS_FILE, ModelFolderError, refuse_missing
 from rolemesh.engine.models.stages import global_name, keep_stage, stage_config
 from rolemesh.engine.models.tensor_parallel import cut_tensors, set_parameter
+from rolemesh.engine.weights.layouts import train_layout
 from rolemesh.engine.weights.manifest import Box
 
 
@@ -99,7 +101,8 @@ def load_shard(
 
     Returns:
         The model, float32, with layers numbered from 0 (see `stages.global_name`), and the
-        parameters of this rank that the folder lacked.
+        parameters of this rank that the folder lacked. Where the data axis cuts parameters, they
+        stay on the meta device until that is done and `read_parts` fills what is left of them.
 
     Raises:
         ModelFolderError: a parameter is missing from the files, or has another shape.
@@ -131,16 +134,41 @@ def load_shard(
         for name, parameter in parameters.items():
             key = keys[name]
             box = slice_box(shape, parameter, tp=mesh.tp.index, size=mesh.tp.size)
+            if key is not None:
+                _check_shape(tensors.shape(key), parameter_shape(shape, parameter), key, folder)
+            if mesh.fsdp.size > 1:
+                continue
             if key is None:
                 value = torch.zeros([stop - start for start, stop in box])
             else:
-                _check_shape(tensors.shape(key), parameter_shape(shape, parameter), key, folder)
                 value = tensors.read(key, box)
             set_parameter(lm, local_names[name], value)
     if base.embed_tokens is not None:
         base.embed_tokens.padding_idx = None  # see `folder.load_model`
     lm.eval()
     return lm, missing
+
+
+@torch.no_grad()
+def read_parts(
+    parts: Mapping[str, torch.Tensor], folder: Path, *, shape: DecoderShape, mesh: RankMesh
+) -> None:
+    """Fills what this rank holds of each parameter after the data axis has cut them, in place.
+
+    Args:
+        parts: this rank's, by Hugging Face name, as `layouts.train_layout` says; some may be empty.
+        folder: from which `load_shard` made the model.
+        shape: sizes of the whole model.
+        mesh: the rank's place.
+    """
+    shard = train_layout(shape, mesh.layout.train).ranks[mesh.rank]
+    with FolderTensors(folder) as tensors:
+        for piece in shard.pieces:
+            key = tensors.stored_name(piece.parameter)
+            if key is None:  # one that may be missing
+                parts[piece.tensor].zero_()
+            else:
+                parts[piece.tensor].copy_(tensors.read(key, piece.box))
 
 
 def _check_shape(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.parallel_training import Job, make_trainer, near_policy, record_gradients, whole
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
@@ -15,6 +16,10 @@ from support.token_batches import token_batch
 from rolemesh.engine.batching import balanced_partition, update_assignment
 from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
 from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.data_parallel import local_part
+from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import LossNotFiniteError, NoGradientError, Trainer
 
@@ -221,6 +226,34 @@ def test_between_passes_a_rank_holds_its_part_of_weights_and_moments_alone(
     ):
         assert weights == [whole_bytes // share] * 3
         assert moments == whole_bytes // share
+
+
+def load_in_parts(at: RankContext, job: Job) -> tuple[int, dict[str, torch.Tensor], Any]:
+    """Elements in memory before the cut; a rank's parts after it; and the sizes of the model."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        model = ValueModel if job.kind == "critic" else CausalLm
+        loaded = model(ModelSpec(path=job.folder), mesh=mesh)
+        held = sum(p.numel() for p in loaded.parameters() if not p.is_meta)
+        RankModel(loaded)
+        parts = {name: local_part(w.detach()).clone() for name, w in loaded.named_weights()}
+        return held, parts, loaded.shape
+
+
+@pytest.mark.parametrize("layout", [FSDP2, TrainLayout(tp=2, dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_weights_that_the_data_axis_cuts_are_never_whole_on_a_rank(
+    rank_pool: RankPool, job: Job, layout: TrainLayout, kind: str
+) -> None:
+    job = replace(job, layout=layout, kind=kind)
+    ranks = rank_pool.run(load_in_parts, layout.world_size, job)
+    assert [held for held, _, _ in ranks] == [0] * layout.world_size
+    found = whole([parts for _, parts, _ in ranks], ranks[0][2], layout)
+    stored = load_file(job.folder / "model.safetensors")
+    for name, weight in found.items():
+        # The critic's head, which a policy's folder lacks, begins at zero.
+        expected = stored[name] if name in stored else torch.zeros_like(weight)
+        assert torch.equal(weight, expected), name
+    assert ("score.weight" in found) == (kind == "critic")
 
 
 # --- what fails on one rank ---------------------------------------------------------------
