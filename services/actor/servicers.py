@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import PromptSet, Split, load_rows
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.layout import LayoutError
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.folder import check_model_folder
@@ -86,6 +87,11 @@ class ActorRole(ModelRole):
         progress(f"load {spec.rollout.type}", 2, 3)
         self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
         if mesh.world.size > 1:
+            if not self._backend.takes_shards:
+                raise LayoutError(
+                    f"rollout.type is {spec.rollout.type!r} with {mesh.world.size} ranks: it takes "
+                    "whole weights only; set it to 'vllm', or give train one rank"
+                )
             self._resharder = Resharder(model, spec.rollout.dtype)
         progress("ready", 3, 3)
         return InitializeResult(
@@ -127,11 +133,15 @@ class ActorRole(ModelRole):
         """The sampler; raises NOT_INITIALIZED before Initialize."""
         return self.initialized(self._backend)
 
-    def bring_weights(self) -> bool:
-        """Brings the trainer's weights to the sampler; False when it has them already."""
+    def bring_weights(self) -> int:
+        """Brings the trainer's weights to the sampler, unless it has them already.
+
+        Returns:
+            Bytes that this rank received from others for it.
+        """
         is_current = self.backend.policy_version == self.trainer.policy_version
         if is_current and not self._is_sampler_stale:
-            return False
+            return 0
         trainer, version = self.trainer, self.trainer.policy_version
         if self._resharder is None:
             self.backend.update_weights(trainer.named_weights(), version)
@@ -139,7 +149,7 @@ class ActorRole(ModelRole):
             shards = self._resharder.run(dict(trainer.named_weights()), policy_version=version)
             self.backend.update_shard(shards, version)
         self._is_sampler_stale = False
-        return True
+        return 0 if self._resharder is None else self._resharder.received_bytes
 
     def weights_replaced(self) -> None:
         """The sampler must take the loaded weights even when their version is the one it has."""
@@ -211,7 +221,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     reason="SPLIT_INVALID",
                 )
             with call.phase("weight_sync"):
-                await call.compute(self._role.bring_weights)
+                received = await call.compute(self._role.bring_weights)
             prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * request.prompts.count)
             batch = await call.compute(
                 self._role.generate,
@@ -226,7 +236,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             share = prompts.times(sampling.samples_per_prompt)
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(request.key, batch, share=share),
-                report=call.report({}, batch.num_tokens if share.counts else 0),
+                report=call.report(
+                    {"weight_sync_bytes": received}, batch.num_tokens if share.counts else 0
+                ),
             )
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:

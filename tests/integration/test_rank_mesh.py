@@ -103,6 +103,28 @@ def test_sampler_and_trainer_agree_over_ranks(runs):
         assert step["sampler_logprob_diff_mean"] < 1e-5
 
 
+def test_half_of_a_model_travels_to_each_rank_and_none_to_one_rank(runs):
+    # 1-2-2 -> 1-1-2-2 with float32 weights: a rank has one of two slices; norms are on both.
+    weights = load_file(runs["spread"].out / "model" / "model.safetensors")
+    cut = sum(weight.numel() for weight in weights.values() if weight.dim() == 2)
+    # The untrained weights came with the evaluation before the first step.
+    received = [step["weight_sync_bytes"] for step in runs["spread"].metrics()]
+    assert received == [0, 4 * cut / 2, 4 * cut / 2]
+    assert [step["weight_sync_bytes"] for step in runs["alone"].metrics()] == [0] * 3
+
+
+def test_memory_is_reported_for_each_rank_and_phase(runs):
+    for step in runs["spread"].metrics():
+        for phase in ("generate", "weight_sync", "update_actor", "update_critic", "values"):
+            assert step[f"memory/{phase}_peak_bytes"] > 50 << 20
+    graph = (runs["spread"].out / "dataflow.jsonl").read_text().splitlines()[-1]
+    nodes = {
+        f"{node['role']}.{node['method']}": node["peak_bytes"]
+        for node in json.loads(graph)["nodes"]
+    }
+    assert set(nodes["actor.update"]["compute"]) == {"0", "1", "2", "3"}
+
+
 def test_the_exported_models_are_alike(runs):
     one, many = (load_file(run.out / "model" / "model.safetensors") for run in runs.values())
     assert one.keys() == many.keys()
