@@ -20,7 +20,6 @@ __all__ = [
     "PaddedRows",
     "balanced_partition",
     "micro_batches",
-    "pad_micro_batches",
     "pad_rows",
     "update_assignment",
 ]
@@ -55,23 +54,6 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             longest = lengths[row]
         groups[-1].append(row)
     return groups
-
-
-def pad_micro_batches(groups: Sequence[list[int]], count: int) -> list[list[int]]:
-    """Adds empty micro-batches at the end, so that all data-parallel ranks run equally many.
-
-    Args:
-        groups: this rank's micro-batches.
-        count: the most that any rank has.
-
-    Example: [[1], [0, 3]] and a count of 3 give [[1], [0, 3], []].
-    """
-    if count < len(groups):
-        raise ValueError(
-            f"count is {count}, but this rank has {len(groups)} micro-batches: give the most that "
-            "any rank has"
-        )
-    return [*groups, *([] for _ in range(count - len(groups)))]
 
 
 def update_assignment(

@@ -128,7 +128,8 @@ class Pipeline:
             device: where they are.
         """
         self._group = mesh.pp
-        self._mesh = mesh
+        # Torch's numbers of the stages' ranks.
+        self._peers = [mesh.torch_rank(rank) for rank in mesh.pp.ranks]
         self._width = width
         self.device = device
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
@@ -267,7 +268,7 @@ class Pipeline:
     ) -> None:
         """Posts both at once and waits for what is received; a send may still be under way."""
         group = self._group.process_group
-        peer = self._mesh.torch_rank(self._group.ranks[neighbour])
+        peer = self._peers[neighbour]
         operations = []
         if send is not None:
             send = send.contiguous()

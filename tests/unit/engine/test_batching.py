@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rolemesh.engine.batching import (
     balanced_partition,
     micro_batches,
-    pad_micro_batches,
     pad_rows,
     update_assignment,
 )
@@ -137,11 +136,3 @@ def test_sizes_of_an_update_below_one_are_refused(
             seed=0,
             num_parts=num_parts,
         )
-
-
-def test_ranks_with_fewer_micro_batches_get_empty_ones() -> None:
-    assert pad_micro_batches([[1], [0, 3]], 3) == [[1], [0, 3], []]
-    assert pad_micro_batches([], 2) == [[], []]
-    assert pad_micro_batches([[1]], 1) == [[1]]
-    with pytest.raises(ValueError, match="count is 1, but this rank has 2 micro-batches"):
-        pad_micro_batches([[1], [2]], 1)
