@@ -92,6 +92,9 @@ class WorkerServiceServicer(object):
         INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
         FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
         FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+        INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+        A service of several ranks may answer every keyed call with
+        UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,6 +50,9 @@ class WorkerServiceStub:
       INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
       FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+      INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+    A service of several ranks may answer every keyed call with
+      UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """Says how the service is right now. Answers while a long call computes.
@@ -106,6 +109,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
       INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
       FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+      INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+    A service of several ranks may answer every keyed call with
+      UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Says how the service is right now. Answers while a long call computes.
@@ -171,6 +177,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
           FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
           FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+          INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.
+        A service of several ranks may answer every keyed call with
+          UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
         """
 
     @_abc_1.abstractmethod
