@@ -61,6 +61,13 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh, device: torch.device) -> Non
         # apart from the sum.
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
+    for parameter in empty:
+        if parameter.is_meta:
+            # In place, or a tied embedding and head would become two.
+            made = nn.Parameter(
+                torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+            )
+            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
     # As nn.Module.to_empty does, which would empty buffers too.
     stage._apply(  # type: ignore[no-untyped-call]
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor

@@ -114,7 +114,9 @@ def test_files_of_a_live_start_and_of_others_stay(made: list[Path]) -> None:
 
 def test_the_launchers_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "9")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("WORLD_SIZE", "VLLM_DIST_IDENT"):
+        # Engines of other tests in this process may have left theirs.
+        monkeypatch.delenv(name, raising=False)
     with launched_rank(1, 4):
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "4")
         os.environ["VLLM_DIST_IDENT"] = "some name"

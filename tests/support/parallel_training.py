@@ -142,7 +142,12 @@ def whole(parts: list[Tensors], shape: DecoderShape, layout: TrainLayout) -> Ten
         name: torch.full(parameter.shape, torch.nan) for name, parameter in plan.manifest.items()
     }
     for part, shard in zip(parts, plan.ranks, strict=True):
-        assert {name: tuple(tensor.shape) for name, tensor in part.items()} == dict(shard.shapes)
+        shapes = {name: tuple(tensor.shape) for name, tensor in part.items()}
+        assert shapes == dict(shard.shapes), {
+            name: (shapes.get(name), shard.shapes.get(name))
+            for name in shapes.keys() | shard.shapes.keys()
+            if shapes.get(name) != shard.shapes.get(name)
+        }
         for piece in shard.pieces:
             sizes = [stop - start for start, stop in piece.box]
             source = tuple(
