@@ -218,9 +218,7 @@ class ActorRole(_TrainedRole):
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
                 f" is {spec.type!r}: correct the recipe or the algorithm"
             )
-        needs = ["rewards", "loss_mask", "prompt_lengths", "values"]
-        if spec.kl_in_reward is not None:
-            needs += ["logprobs", "reference_logprobs"]
+        needs = (*spec.columns(), "prompt_lengths")
 
         async def call(
             key: operation_pb2.OperationKey,
@@ -239,17 +237,14 @@ class ActorRole(_TrainedRole):
             call,
             # KL is reported wherever both log-probs are there.
             experience.select(needs, uses=("logprobs", "reference_logprobs")),
-            ("advantages", "returns", "token_rewards"),
+            spec.makes(),
         )
         return self._context.dataflow.experience(part)
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the policy with the recipe's policy loss."""
         loss = self._context.algorithm.policy_loss
-        needs = [*_SEQUENCES, "loss_mask", "logprobs", "advantages"]
-        if loss.kl_in_loss > 0:
-            needs.append("reference_logprobs")
-        return self._update(experience.select(needs), loss)
+        return self._update(experience.select((*_SEQUENCES, *loss.columns())), loss)
 
 
 class CriticRole(_TrainedRole):
@@ -275,8 +270,8 @@ class CriticRole(_TrainedRole):
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the values with the recipe's value loss."""
-        needs = (*_SEQUENCES, "loss_mask", "values", "returns")
-        return self._update(experience.select(needs), self._context.algorithm.value_loss)
+        loss = self._context.algorithm.value_loss
+        return self._update(experience.select((*_SEQUENCES, *loss.columns())), loss)
 
 
 class ReferenceRole(RoleHandle):

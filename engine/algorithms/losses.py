@@ -134,9 +134,7 @@ class PpoPolicyLoss:
 
     def __init__(self, spec: PpoPolicyLossSpec) -> None:
         self.spec = spec
-        self.columns: tuple[str, ...] = ("logprobs", "advantages", "loss_mask")
-        if spec.kl_in_loss > 0:
-            self.columns += ("reference_logprobs",)
+        self.columns = spec.columns()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
@@ -204,10 +202,10 @@ class PpoValueLoss:
 
     needs: Literal["logprobs", "values"] = "values"
     needs_entropy = False
-    columns: tuple[str, ...] = ("values", "returns", "loss_mask")
 
     def __init__(self, spec: PpoValueLossSpec) -> None:
         self.spec = spec
+        self.columns = spec.columns()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale

@@ -1,0 +1,24 @@
+"""What every spec is: frozen, and strict about its keys."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Spec(BaseModel):
+    """A frozen section of a recipe that refuses unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class PartSpec(Spec):
+    """A numeric part of an algorithm: an estimator or a loss, with the columns that it reads.
+
+    Coordinator and services ask the spec, so that what a part reads stands in one place.
+    """
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns that it reads, besides tokens and prompt_lengths."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which columns it reads")

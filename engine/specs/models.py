@@ -1,0 +1,92 @@
+"""Models, optimizers, and how they are spread over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rolemesh.engine.layout import GenerateLayout, RankOrder, TrainLayout
+from rolemesh.engine.specs.base import Spec
+
+ComputeDtype = Literal["float32", "bfloat16"]
+
+
+class ModelSpec(Spec):
+    """A Hugging Face model folder and how to compute with it."""
+
+    path: Path
+    """Folder with config.json, tokenizer and safetensors. Nothing is ever downloaded."""
+    compute_dtype: ComputeDtype = "bfloat16"
+    """Type of matrix products. Weights and optimizer state stay float32. bfloat16 is autocast,
+    except for policy and reference on a CPU: there each pass rounds the weights and keeps
+    activations float32, so that log-probs agree with the sampler's; backward products are bfloat16.
+    """
+    num_layers: int | None = Field(default=None, ge=1)
+    """Keep only the first layers (a cheaper critic). None keeps all."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, attention only, whole layers."""
+    micro_batch_tokens: int = Field(default=4096, ge=1)
+    """Most tokens, padding included, in one forward pass."""
+    logprob_chunk_tokens: int = Field(default=512, ge=1)
+    """Rows of the vocabulary projection computed at a time: bounds the largest logits."""
+
+
+class OptimizerSpec(Spec):
+    """AdamW with warm-up and gradient clipping."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay; not applied to vectors (norms, biases)."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients with a larger global L2 norm are scaled down to it."""
+    offload: bool = False
+    """Keep the optimizer's moments in pinned host memory between steps. On a CPU device they are
+    there anyway."""
+
+
+class LayoutSpec(Spec):
+    """How a model is spread over the ranks of its service; their number is pp * tp * dp."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor slices."""
+    dp: int = Field(default=1, ge=1)
+    """Data-parallel replicas."""
+    fsdp: int | None = Field(default=None, ge=1)
+    """Data-parallel ranks that cut each parameter among them: 1 replicates, dp cuts over all.
+    None cuts over all."""
+    order: RankOrder = "tp-pp-dp"
+    """How ranks are numbered, fastest coordinate first."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        self.layout()
+        return self
+
+    def layout(self) -> TrainLayout:
+        """The layout as rank arithmetic."""
+        fsdp = self.dp if self.fsdp is None else self.fsdp
+        return TrainLayout(pp=self.pp, tp=self.tp, dp=self.dp, fsdp=fsdp, order=self.order)
+
+
+class GenerateSpec(Spec):
+    """How generation is spread over the ranks that train."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages; divides those of training."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor slices; divides those of training."""
+
+    def layout(self) -> GenerateLayout:
+        """The layout as rank arithmetic."""
+        return GenerateLayout(pp=self.pp, tp=self.tp)

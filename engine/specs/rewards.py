@@ -1,0 +1,44 @@
+"""Sources of rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.models import ModelSpec
+
+
+class ArithmeticRewardSpec(Spec):
+    """Graded reward of verifiable arithmetic: how close a completion is to the bare number."""
+
+    type: Literal["arithmetic"] = "arithmetic"
+    exact: float = 1.0
+    """The completion is the answer and nothing else."""
+    contained: float = Field(default=0.2, ge=0)
+    """Most that a right last number with other text around it can earn; text shrinks it."""
+    form: float = Field(default=0.1, ge=0)
+    """A bare number, but a wrong one."""
+
+
+class ReasoningGymRewardSpec(Spec):
+    """The task's own scorer (reasoning-gym's score_answer), 0 to 1."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+
+
+class ClassifierRewardSpec(Spec):
+    """A Hugging Face sequence classifier: the reward is a logit of its head."""
+
+    type: Literal["classifier"] = "classifier"
+    model: ModelSpec
+    """Folder of an AutoModelForSequenceClassification and its tokenizer."""
+    label: int = Field(default=0, ge=0)
+    """Index of the logit that is the reward."""
+
+
+RewardSourceSpec = Annotated[
+    ArithmeticRewardSpec | ReasoningGymRewardSpec | ClassifierRewardSpec,
+    Field(discriminator="type"),
+]

@@ -1,0 +1,81 @@
+"""A role's section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.data import DataSpec
+from rolemesh.engine.specs.models import GenerateSpec, LayoutSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs.rewards import RewardSourceSpec
+from rolemesh.engine.specs.rollout import RolloutSpec
+
+
+class RoleSpec(Spec):
+    """A role's section of a recipe."""
+
+    def rank_layout(self) -> HybridLayout:
+        """How the role's ranks stand to each other; one rank unless a role says otherwise."""
+        return HybridLayout(TrainLayout())
+
+
+class ActorSpec(RoleSpec):
+    """The actor: trains the policy and rolls it out."""
+
+    model: ModelSpec
+    optimizer: OptimizerSpec = OptimizerSpec()
+    rollout: RolloutSpec
+    data: DataSpec
+    train: LayoutSpec = LayoutSpec()
+    """Layout of training and scoring."""
+    generate: GenerateSpec = GenerateSpec()
+    """Layout of generation, on the same ranks."""
+
+    @model_validator(mode="after")
+    def _check_layouts(self) -> Self:
+        self.rank_layout()
+        return self
+
+    def rank_layout(self) -> HybridLayout:
+        """Both layouts as rank arithmetic."""
+        return HybridLayout(self.train.layout(), self.generate.layout())
+
+
+class CriticSpec(RoleSpec):
+    """The critic: a value head on a language model."""
+
+    model: ModelSpec
+    optimizer: OptimizerSpec = OptimizerSpec(learning_rate=1e-5)
+    train: LayoutSpec = LayoutSpec()
+    """Layout of training and scoring."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.train.layout())
+
+
+class ReferenceSpec(RoleSpec):
+    """The frozen reference policy."""
+
+    model: ModelSpec
+    layout: LayoutSpec = LayoutSpec()
+    """How the model is spread over ranks."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.layout.layout())
+
+
+class RewardSpec(RoleSpec):
+    """The reward role."""
+
+    source: RewardSourceSpec
+    layout: LayoutSpec = LayoutSpec()
+    """How a model-based reward is spread over ranks."""
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic."""
+        return HybridLayout(self.layout.layout())
