@@ -8,6 +8,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolemesh.v1 import experience_pb2 as _experience_pb2
 from rolemesh.v1 import operation_pb2 as _operation_pb2
+from rolemesh.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -31,6 +32,8 @@ class _SplitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Split.ValueType
     """Prompts to train on."""
     SPLIT_HELD_OUT: _Split.ValueType  # 2
     """Prompts that are never trained on."""
+    SPLIT_PRETRAINING: _Split.ValueType  # 3
+    """Texts to keep what pretraining taught (the role's pretraining data)."""
 
 class Split(_Split, metaclass=_SplitEnumTypeWrapper):
     """Part of a data set."""
@@ -41,6 +44,8 @@ SPLIT_TRAIN: Split.ValueType  # 1
 """Prompts to train on."""
 SPLIT_HELD_OUT: Split.ValueType  # 2
 """Prompts that are never trained on."""
+SPLIT_PRETRAINING: Split.ValueType  # 3
+"""Texts to keep what pretraining taught (the role's pretraining data)."""
 Global___Split: _TypeAlias = Split  # noqa: Y015
 
 @_typing.final
@@ -52,6 +57,11 @@ class GenerateRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    BLOCK_ROWS_FIELD_NUMBER: _builtins.int
+    block_rows: _builtins.int
+    """Rows of a block that is sent as soon as all of them are finished, a
+    multiple of samples_per_prompt; the last block may be smaller. 0: no blocks.
+    """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -70,10 +80,11 @@ class GenerateRequest(_message.Message):
         key: _operation_pb2.OperationKey | None = ...,
         prompts: Global___PromptSlice | None = ...,
         sampling: Global___Sampling | None = ...,
+        block_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_rows", b"block_rows", "key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -87,6 +98,7 @@ class GenerateResponse(_message.Message):
 
     PROGRESS_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> _operation_pb2.Progress:
         """Sign of life."""
@@ -95,11 +107,106 @@ class GenerateResponse(_message.Message):
     def result(self) -> _experience_pb2.ExperienceResult:
         """The result; last message of the stream."""
 
+    @_builtins.property
+    def block(self) -> Global___GeneratedBlock:
+        """Finished rows, ahead of the result."""
+
     def __init__(
         self,
         *,
         progress: _operation_pb2.Progress | None = ...,
         result: _experience_pb2.ExperienceResult | None = ...,
+        block: Global___GeneratedBlock | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "result", "block"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GeneratedBlock(_message.Message):
+    """Some finished rows of a generation: an experience of its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    EXPERIENCE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the block: it holds rows index * block_rows and following of the result."""
+    @_builtins.property
+    def experience(self) -> _experience_pb2.ExperienceRef:
+        """These rows, numbered from 0."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        experience: _experience_pb2.ExperienceRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratedBlock: _TypeAlias = GeneratedBlock  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsRequest(_message.Message):
+    """Asks a rollout service to take weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _operation_pb2.OperationKey:
+        """Key of the operation."""
+
+    @_builtins.property
+    def weights(self) -> _weights_pb2.WeightsRef:
+        """The weights."""
+
+    def __init__(
+        self,
+        *,
+        key: _operation_pb2.OperationKey | None = ...,
+        weights: _weights_pb2.WeightsRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsRequest: _TypeAlias = UpdateWeightsRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsResponse(_message.Message):
+    """One message of a weight update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _operation_pb2.Progress:
+        """Sign of life."""
+
+    @_builtins.property
+    def result(self) -> Global___UpdateWeightsResult:
+        """The result; last message of the stream."""
+
+    def __init__(
+        self,
+        *,
+        progress: _operation_pb2.Progress | None = ...,
+        result: Global___UpdateWeightsResult | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -109,7 +216,35 @@ class GenerateResponse(_message.Message):
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
-Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+Global___UpdateWeightsResponse: _TypeAlias = UpdateWeightsResponse  # noqa: Y015
+
+@_typing.final
+class UpdateWeightsResult(_message.Message):
+    """What a weight update did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Version that the sampler has now."""
+    @_builtins.property
+    def report(self) -> _experience_pb2.CallReport:
+        """Time, and bytes as the metric "weight_sync_bytes"."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        report: _experience_pb2.CallReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWeightsResult: _TypeAlias = UpdateWeightsResult  # noqa: Y015
 
 @_typing.final
 class PromptSlice(_message.Message):

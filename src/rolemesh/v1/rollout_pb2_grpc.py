@@ -40,6 +40,11 @@ class RolloutServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_stream(
+                '/rolemesh.v1.RolloutService/UpdateWeights',
+                request_serializer=rolemesh_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -65,14 +70,42 @@ class RolloutServiceServicer(object):
         Seeds derive from (run seed, step, prompt id, sample index): a repeat
         yields the same tokens.
 
+        Where the data of the service has an environment, a row is an episode: the
+        completion holds the environment's words too, with loss_mask 0, and there
+        is a column environment_rewards (float32, row).
+
         Keyed by `key`: a repeat returns the first answer.
-        Stream order: any number of progress messages, then one result.
+        Stream order: any number of progress messages and, with block_rows set, of
+        blocks, each block once, in the order in which they finish; then one
+        result over all rows. A repeat sends all blocks again.
         Errors:
         INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
         INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
         RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Brings published weights to the sampler of a rollout service. Only a
+        service that has no trainer of its own serves it; an actor answers
+        UNIMPLEMENTED.
+
+        May be called while Generate works: the weights then come between two
+        decoding steps, running completions go on under them, and policy_versions
+        says token by token which version sampled it.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result.
+        Errors:
+        FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+        FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+        FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
+        INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
+        UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +118,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=rolemesh_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=rolemesh_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -115,6 +153,33 @@ class RolloutService(object):
             '/rolemesh.v1.RolloutService/Generate',
             rolemesh_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             rolemesh_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.RolloutService/UpdateWeights',
+            rolemesh_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,14 +52,38 @@ class RolloutServiceStub:
     Seeds derive from (run seed, step, prompt id, sample index): a repeat
     yields the same tokens.
 
+    Where the data of the service has an environment, a row is an episode: the
+    completion holds the environment's words too, with loss_mask 0, and there
+    is a column environment_rewards (float32, row).
+
     Keyed by `key`: a repeat returns the first answer.
-    Stream order: any number of progress messages, then one result.
+    Stream order: any number of progress messages and, with block_rows set, of
+    blocks, each block once, in the order in which they finish; then one
+    result over all rows. A repeat sends all blocks again.
     Errors:
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
       INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
+    """
+    UpdateWeights: _grpc.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
+    """Brings published weights to the sampler of a rollout service. Only a
+    service that has no trainer of its own serves it; an actor answers
+    UNIMPLEMENTED.
+
+    May be called while Generate works: the weights then come between two
+    decoding steps, running completions go on under them, and policy_versions
+    says token by token which version sampled it.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result.
+    Errors:
+      FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+      FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+      FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
+      INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
+      UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
     """
 
 @_typing.type_check_only
@@ -86,14 +110,38 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Seeds derive from (run seed, step, prompt id, sample index): a repeat
     yields the same tokens.
 
+    Where the data of the service has an environment, a row is an episode: the
+    completion holds the environment's words too, with loss_mask 0, and there
+    is a column environment_rewards (float32, row).
+
     Keyed by `key`: a repeat returns the first answer.
-    Stream order: any number of progress messages, then one result.
+    Stream order: any number of progress messages and, with block_rows set, of
+    blocks, each block once, in the order in which they finish; then one
+    result over all rows. A repeat sends all blocks again.
     Errors:
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
       INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
+    """
+    UpdateWeights: _aio.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
+    """Brings published weights to the sampler of a rollout service. Only a
+    service that has no trainer of its own serves it; an actor answers
+    UNIMPLEMENTED.
+
+    May be called while Generate works: the weights then come between two
+    decoding steps, running completions go on under them, and policy_versions
+    says token by token which version sampled it.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result.
+    Errors:
+      FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+      FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+      FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
+      INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
+      UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -123,14 +171,44 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Seeds derive from (run seed, step, prompt id, sample index): a repeat
         yields the same tokens.
 
+        Where the data of the service has an environment, a row is an episode: the
+        completion holds the environment's words too, with loss_mask 0, and there
+        is a column environment_rewards (float32, row).
+
         Keyed by `key`: a repeat returns the first answer.
-        Stream order: any number of progress messages, then one result.
+        Stream order: any number of progress messages and, with block_rows set, of
+        blocks, each block once, in the order in which they finish; then one
+        result over all rows. A repeat sends all blocks again.
         Errors:
           INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
           INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
           RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
+        """
+
+    @_abc_1.abstractmethod
+    def UpdateWeights(
+        self,
+        request: _rollout_pb2.UpdateWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.UpdateWeightsResponse], _abc.AsyncIterator[_rollout_pb2.UpdateWeightsResponse]]:
+        """Brings published weights to the sampler of a rollout service. Only a
+        service that has no trainer of its own serves it; an actor answers
+        UNIMPLEMENTED.
+
+        May be called while Generate works: the weights then come between two
+        decoding steps, running completions go on under them, and policy_versions
+        says token by token which version sampled it.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result.
+        Errors:
+          FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+          FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+          FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
+          INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
+          UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

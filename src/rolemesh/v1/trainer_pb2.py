@@ -27,7 +27,7 @@ from rolemesh.v1 import experience_pb2 as rolemesh_dot_v1_dot_experience__pb2
 from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/trainer.proto\x12\x0brolemesh.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"J\n\rAlgorithmPart\x12\x0c\n\x04type\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xa1\x01\n\x18\x43omputeAdvantagesRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12-\n\testimator\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\"\x80\x01\n\x19\x43omputeAdvantagesResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent\"\x9a\x01\n\x16\x46orwardBackwardRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12(\n\x04loss\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\"\x83\x01\n\x17\x46orwardBackwardResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x34\n\x06result\x18\x02 \x01(\x0b\x32\".rolemesh.v1.ForwardBackwardResultH\x00\x42\x07\n\x05\x65vent\"m\n\x15\x46orwardBackwardResult\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\x12+\n\x07outputs\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"\x89\x01\n\x10OptimStepRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x1f\n\x17\x65xpected_policy_version\x18\x02 \x01(\x03\x12\x1a\n\rlearning_rate\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_learning_rate\"T\n\x11OptimStepResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"\xdb\x01\n\rUpdateRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12(\n\x04loss\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x05\x12\x17\n\x0fmini_batch_rows\x18\x05 \x01(\x03\x12\x1f\n\x17\x65xpected_policy_version\x18\x06 \x01(\x03\"q\n\x0eUpdateResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x19.rolemesh.v1.UpdateResultH\x00\x42\x07\n\x05\x65vent\"O\n\x0cUpdateResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport2\x9b\x03\n\x0eTrainerService\x12q\n\x11\x43omputeAdvantages\x12%.rolemesh.v1.ComputeAdvantagesRequest\x1a&.rolemesh.v1.ComputeAdvantagesResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x02\x30\x01\x12k\n\x0f\x46orwardBackward\x12#.rolemesh.v1.ForwardBackwardRequest\x1a$.rolemesh.v1.ForwardBackwardResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x12W\n\tOptimStep\x12\x1d.rolemesh.v1.OptimStepRequest\x1a\x1e.rolemesh.v1.OptimStepResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x02\x12P\n\x06Update\x12\x1a.rolemesh.v1.UpdateRequest\x1a\x1b.rolemesh.v1.UpdateResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x90\x1c\x10\x02\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/trainer.proto\x12\x0brolemesh.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"J\n\rAlgorithmPart\x12\x0c\n\x04type\x18\x01 \x01(\t\x12+\n\nparameters\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\xe1\x01\n\x18\x43omputeAdvantagesRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12-\n\testimator\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\x12\x31\n\x08\x62\x61seline\x18\x04 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRefH\x00\x88\x01\x01\x42\x0b\n\t_baseline\"\x80\x01\n\x19\x43omputeAdvantagesResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent\"\xab\x01\n\x13SelectGroupsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12(\n\x04rule\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\x12\x12\n\nmax_groups\x18\x04 \x01(\x03\"}\n\x14SelectGroupsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x31\n\x06result\x18\x02 \x01(\x0b\x32\x1f.rolemesh.v1.SelectGroupsResultH\x00\x42\x07\n\x05\x65vent\"\x95\x01\n\x12SelectGroupsResult\x12\x33\n\nexperience\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRefH\x00\x88\x01\x01\x12\x12\n\nnum_groups\x18\x02 \x01(\x03\x12\'\n\x06report\x18\x03 \x01(\x0b\x32\x17.rolemesh.v1.CallReportB\r\n\x0b_experience\"\xb1\x01\n\x16\x46orwardBackwardRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12(\n\x04loss\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\x12\x15\n\rrows_per_unit\x18\x04 \x01(\x03\"\x83\x01\n\x17\x46orwardBackwardResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x34\n\x06result\x18\x02 \x01(\x0b\x32\".rolemesh.v1.ForwardBackwardResultH\x00\x42\x07\n\x05\x65vent\"m\n\x15\x46orwardBackwardResult\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\x12+\n\x07outputs\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"\x89\x01\n\x10OptimStepRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x1f\n\x17\x65xpected_policy_version\x18\x02 \x01(\x03\x12\x1a\n\rlearning_rate\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_learning_rate\"T\n\x11OptimStepResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"\xa1\x02\n\rUpdateRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12(\n\x04loss\x18\x03 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\x12\x0e\n\x06\x65pochs\x18\x04 \x01(\x05\x12\x17\n\x0fmini_batch_rows\x18\x05 \x01(\x03\x12\x1f\n\x17\x65xpected_policy_version\x18\x06 \x01(\x03\x12\x15\n\rrows_per_unit\x18\x07 \x01(\x03\x12-\n\tauxiliary\x18\x08 \x03(\x0b\x32\x1a.rolemesh.v1.AuxiliaryLoss\"y\n\rAuxiliaryLoss\x12.\n\nexperience\x18\x01 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\x12(\n\x04loss\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.AlgorithmPart\x12\x0e\n\x06weight\x18\x03 \x01(\x01\"q\n\x0eUpdateResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x19.rolemesh.v1.UpdateResultH\x00\x42\x07\n\x05\x65vent\"O\n\x0cUpdateResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport2\xff\x03\n\x0eTrainerService\x12q\n\x11\x43omputeAdvantages\x12%.rolemesh.v1.ComputeAdvantagesRequest\x1a&.rolemesh.v1.ComputeAdvantagesResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x02\x30\x01\x12\x62\n\x0cSelectGroups\x12 .rolemesh.v1.SelectGroupsRequest\x1a!.rolemesh.v1.SelectGroupsResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x02\x30\x01\x12k\n\x0f\x46orwardBackward\x12#.rolemesh.v1.ForwardBackwardRequest\x1a$.rolemesh.v1.ForwardBackwardResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x12W\n\tOptimStep\x12\x1d.rolemesh.v1.OptimStepRequest\x1a\x1e.rolemesh.v1.OptimStepResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x02\x12P\n\x06Update\x12\x1a.rolemesh.v1.UpdateRequest\x1a\x1b.rolemesh.v1.UpdateResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x90\x1c\x10\x02\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,6 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['ComputeAdvantages']._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['ComputeAdvantages']._serialized_options = b'\232\333\030\007\n\003\010\330\004\020\002'
+  _globals['_TRAINERSERVICE'].methods_by_name['SelectGroups']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['SelectGroups']._serialized_options = b'\232\333\030\007\n\003\010\330\004\020\002'
   _globals['_TRAINERSERVICE'].methods_by_name['ForwardBackward']._loaded_options = None
   _globals['_TRAINERSERVICE'].methods_by_name['ForwardBackward']._serialized_options = b'\232\333\030\007\n\003\010\210\016\020\002'
   _globals['_TRAINERSERVICE'].methods_by_name['OptimStep']._loaded_options = None
@@ -45,25 +47,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ALGORITHMPART']._serialized_start=131
   _globals['_ALGORITHMPART']._serialized_end=205
   _globals['_COMPUTEADVANTAGESREQUEST']._serialized_start=208
-  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_end=369
-  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_start=372
-  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_end=500
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=503
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=657
-  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=660
-  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=791
-  _globals['_FORWARDBACKWARDRESULT']._serialized_start=793
-  _globals['_FORWARDBACKWARDRESULT']._serialized_end=902
-  _globals['_OPTIMSTEPREQUEST']._serialized_start=905
-  _globals['_OPTIMSTEPREQUEST']._serialized_end=1042
-  _globals['_OPTIMSTEPRESPONSE']._serialized_start=1044
-  _globals['_OPTIMSTEPRESPONSE']._serialized_end=1128
-  _globals['_UPDATEREQUEST']._serialized_start=1131
-  _globals['_UPDATEREQUEST']._serialized_end=1350
-  _globals['_UPDATERESPONSE']._serialized_start=1352
-  _globals['_UPDATERESPONSE']._serialized_end=1465
-  _globals['_UPDATERESULT']._serialized_start=1467
-  _globals['_UPDATERESULT']._serialized_end=1546
-  _globals['_TRAINERSERVICE']._serialized_start=1549
-  _globals['_TRAINERSERVICE']._serialized_end=1960
+  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_end=433
+  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_start=436
+  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_end=564
+  _globals['_SELECTGROUPSREQUEST']._serialized_start=567
+  _globals['_SELECTGROUPSREQUEST']._serialized_end=738
+  _globals['_SELECTGROUPSRESPONSE']._serialized_start=740
+  _globals['_SELECTGROUPSRESPONSE']._serialized_end=865
+  _globals['_SELECTGROUPSRESULT']._serialized_start=868
+  _globals['_SELECTGROUPSRESULT']._serialized_end=1017
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=1020
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=1197
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=1200
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=1331
+  _globals['_FORWARDBACKWARDRESULT']._serialized_start=1333
+  _globals['_FORWARDBACKWARDRESULT']._serialized_end=1442
+  _globals['_OPTIMSTEPREQUEST']._serialized_start=1445
+  _globals['_OPTIMSTEPREQUEST']._serialized_end=1582
+  _globals['_OPTIMSTEPRESPONSE']._serialized_start=1584
+  _globals['_OPTIMSTEPRESPONSE']._serialized_end=1668
+  _globals['_UPDATEREQUEST']._serialized_start=1671
+  _globals['_UPDATEREQUEST']._serialized_end=1960
+  _globals['_AUXILIARYLOSS']._serialized_start=1962
+  _globals['_AUXILIARYLOSS']._serialized_end=2083
+  _globals['_UPDATERESPONSE']._serialized_start=2085
+  _globals['_UPDATERESPONSE']._serialized_end=2198
+  _globals['_UPDATERESULT']._serialized_start=2200
+  _globals['_UPDATERESULT']._serialized_end=2279
+  _globals['_TRAINERSERVICE']._serialized_start=2282
+  _globals['_TRAINERSERVICE']._serialized_end=2793
 # @@protoc_insertion_point(module_scope)

@@ -3,9 +3,11 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
+from google.protobuf.internal import containers as _containers
 from rolemesh.v1 import experience_pb2 as _experience_pb2
 from rolemesh.v1 import operation_pb2 as _operation_pb2
 import builtins as _builtins
@@ -56,6 +58,7 @@ class ComputeAdvantagesRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     ESTIMATOR_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -68,18 +71,27 @@ class ComputeAdvantagesRequest(_message.Message):
     def estimator(self) -> Global___AlgorithmPart:
         """The estimator."""
 
+    @_builtins.property
+    def baseline(self) -> _experience_pb2.ExperienceRef:
+        """Trajectories that the estimator compares with, for those that do: greedy
+        ones with their rewards for "remax".
+        """
+
     def __init__(
         self,
         *,
         key: _operation_pb2.OperationKey | None = ...,
         experience: _experience_pb2.ExperienceRef | None = ...,
         estimator: Global___AlgorithmPart | None = ...,
+        baseline: _experience_pb2.ExperienceRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["estimator", b"estimator", "experience", b"experience", "key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "baseline", b"baseline", "estimator", b"estimator", "experience", b"experience", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimator", b"estimator", "experience", b"experience", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "baseline", b"baseline", "estimator", b"estimator", "experience", b"experience", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
+    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
 
 Global___ComputeAdvantagesRequest: _TypeAlias = ComputeAdvantagesRequest  # noqa: Y015
 
@@ -116,6 +128,114 @@ class ComputeAdvantagesResponse(_message.Message):
 Global___ComputeAdvantagesResponse: _TypeAlias = ComputeAdvantagesResponse  # noqa: Y015
 
 @_typing.final
+class SelectGroupsRequest(_message.Message):
+    """Asks to keep some groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    EXPERIENCE_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    MAX_GROUPS_FIELD_NUMBER: _builtins.int
+    max_groups: _builtins.int
+    """Most groups to keep, the first ones; 0: no bound."""
+    @_builtins.property
+    def key(self) -> _operation_pb2.OperationKey:
+        """Key of the operation."""
+
+    @_builtins.property
+    def experience(self) -> _experience_pb2.ExperienceRef:
+        """The trajectories. Rows of one prompt make a group."""
+
+    @_builtins.property
+    def rule(self) -> Global___AlgorithmPart:
+        """The rule."""
+
+    def __init__(
+        self,
+        *,
+        key: _operation_pb2.OperationKey | None = ...,
+        experience: _experience_pb2.ExperienceRef | None = ...,
+        rule: Global___AlgorithmPart | None = ...,
+        max_groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "rule", b"rule"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "max_groups", b"max_groups", "rule", b"rule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SelectGroupsRequest: _TypeAlias = SelectGroupsRequest  # noqa: Y015
+
+@_typing.final
+class SelectGroupsResponse(_message.Message):
+    """One message of a selection."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _operation_pb2.Progress:
+        """Sign of life."""
+
+    @_builtins.property
+    def result(self) -> Global___SelectGroupsResult:
+        """The result; last message of the stream."""
+
+    def __init__(
+        self,
+        *,
+        progress: _operation_pb2.Progress | None = ...,
+        result: Global___SelectGroupsResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "result"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___SelectGroupsResponse: _TypeAlias = SelectGroupsResponse  # noqa: Y015
+
+@_typing.final
+class SelectGroupsResult(_message.Message):
+    """Which groups were kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPERIENCE_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    num_groups: _builtins.int
+    """Groups kept."""
+    @_builtins.property
+    def experience(self) -> _experience_pb2.ExperienceRef:
+        """The kept rows; absent when there are none."""
+
+    @_builtins.property
+    def report(self) -> _experience_pb2.CallReport:
+        """Metrics, time, bytes."""
+
+    def __init__(
+        self,
+        *,
+        experience: _experience_pb2.ExperienceRef | None = ...,
+        num_groups: _builtins.int = ...,
+        report: _experience_pb2.CallReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_experience", b"_experience", "experience", b"experience", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_experience", b"_experience", "experience", b"experience", "num_groups", b"num_groups", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__experience: _TypeAlias = _typing.Literal["experience"]  # noqa: Y015
+    _WhichOneofArgType__experience: _TypeAlias = _typing.Literal["_experience", b"_experience"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__experience) -> _WhichOneofReturnType__experience | None: ...
+
+Global___SelectGroupsResult: _TypeAlias = SelectGroupsResult  # noqa: Y015
+
+@_typing.final
 class ForwardBackwardRequest(_message.Message):
     """Asks for gradients."""
 
@@ -124,6 +244,11 @@ class ForwardBackwardRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    ROWS_PER_UNIT_FIELD_NUMBER: _builtins.int
+    rows_per_unit: _builtins.int
+    """Neighbouring rows that go to the same rank and the same forward pass, for
+    the members of a group or the two of a pair; 0 or 1: each row for itself.
+    """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -142,10 +267,11 @@ class ForwardBackwardRequest(_message.Message):
         key: _operation_pb2.OperationKey | None = ...,
         experience: _experience_pb2.ExperienceRef | None = ...,
         loss: Global___AlgorithmPart | None = ...,
+        rows_per_unit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss", "rows_per_unit", b"rows_per_unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,12 +413,18 @@ class UpdateRequest(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     MINI_BATCH_ROWS_FIELD_NUMBER: _builtins.int
     EXPECTED_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ROWS_PER_UNIT_FIELD_NUMBER: _builtins.int
+    AUXILIARY_FIELD_NUMBER: _builtins.int
     epochs: _builtins.int
     """Passes over the batch, >= 1."""
     mini_batch_rows: _builtins.int
     """Rows of one optimizer step, >= 1; the last mini-batch may be smaller."""
     expected_policy_version: _builtins.int
     """Version that the weights must have now."""
+    rows_per_unit: _builtins.int
+    """Neighbouring rows that go to the same mini-batch, rank and forward pass;
+    mini_batch_rows must be a multiple. 0 or 1: each row for itself.
+    """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -305,6 +437,10 @@ class UpdateRequest(_message.Message):
     def loss(self) -> Global___AlgorithmPart:
         """The loss."""
 
+    @_builtins.property
+    def auxiliary(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuxiliaryLoss]:
+        """Further losses over other rows, added to the first one in each optimizer step."""
+
     def __init__(
         self,
         *,
@@ -314,14 +450,52 @@ class UpdateRequest(_message.Message):
         epochs: _builtins.int = ...,
         mini_batch_rows: _builtins.int = ...,
         expected_policy_version: _builtins.int = ...,
+        rows_per_unit: _builtins.int = ...,
+        auxiliary: _abc.Iterable[Global___AuxiliaryLoss] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "expected_policy_version", b"expected_policy_version", "experience", b"experience", "key", b"key", "loss", b"loss", "mini_batch_rows", b"mini_batch_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auxiliary", b"auxiliary", "epochs", b"epochs", "expected_policy_version", b"expected_policy_version", "experience", b"experience", "key", b"key", "loss", b"loss", "mini_batch_rows", b"mini_batch_rows", "rows_per_unit", b"rows_per_unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateRequest: _TypeAlias = UpdateRequest  # noqa: Y015
+
+@_typing.final
+class AuxiliaryLoss(_message.Message):
+    """A loss over rows of its own that is added to the main one. Its rows are
+    dealt out over the optimizer steps of the update, in order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPERIENCE_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    weight: _builtins.float
+    """Its weight, >= 0."""
+    @_builtins.property
+    def experience(self) -> _experience_pb2.ExperienceRef:
+        """The rows."""
+
+    @_builtins.property
+    def loss(self) -> Global___AlgorithmPart:
+        """The loss."""
+
+    def __init__(
+        self,
+        *,
+        experience: _experience_pb2.ExperienceRef | None = ...,
+        loss: Global___AlgorithmPart | None = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "loss", b"loss", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuxiliaryLoss: _TypeAlias = AuxiliaryLoss  # noqa: Y015
 
 @_typing.final
 class UpdateResponse(_message.Message):

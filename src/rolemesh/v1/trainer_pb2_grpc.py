@@ -40,6 +40,11 @@ class TrainerServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_trainer__pb2.ComputeAdvantagesRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_trainer__pb2.ComputeAdvantagesResponse.FromString,
                 _registered_method=True)
+        self.SelectGroups = channel.unary_stream(
+                '/rolemesh.v1.TrainerService/SelectGroups',
+                request_serializer=rolemesh_dot_v1_dot_trainer__pb2.SelectGroupsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_trainer__pb2.SelectGroupsResponse.FromString,
+                _registered_method=True)
         self.ForwardBackward = channel.unary_stream(
                 '/rolemesh.v1.TrainerService/ForwardBackward',
                 request_serializer=rolemesh_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
@@ -66,7 +71,8 @@ class TrainerServiceServicer(object):
         trainer because the KL controller belongs to the trainer's state.
 
         Needs rewards, and what the estimator needs: values for "gae",
-        reference_logprobs where KL is part of the reward. The result has the columns
+        reference_logprobs where KL is part of the reward. The result has the
+        columns that the estimator makes, most often
         advantages     float32, completion
         returns        float32, completion (estimators with a critic only)
         token_rewards  float32, completion: reward after the KL penalty
@@ -76,6 +82,23 @@ class TrainerServiceServicer(object):
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
         INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+        FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SelectGroups(self, request, context):
+        """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
+        differ. No model takes part.
+
+        The kept rows are published anew, with all their columns, in their order.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result.
+        Errors:
+        INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+        INVALID_ARGUMENT (SPEC_INVALID): the rule's parameters are wrong; names the field.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -130,6 +153,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=rolemesh_dot_v1_dot_trainer__pb2.ComputeAdvantagesRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_trainer__pb2.ComputeAdvantagesResponse.SerializeToString,
             ),
+            'SelectGroups': grpc.unary_stream_rpc_method_handler(
+                    servicer.SelectGroups,
+                    request_deserializer=rolemesh_dot_v1_dot_trainer__pb2.SelectGroupsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_trainer__pb2.SelectGroupsResponse.SerializeToString,
+            ),
             'ForwardBackward': grpc.unary_stream_rpc_method_handler(
                     servicer.ForwardBackward,
                     request_deserializer=rolemesh_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.FromString,
@@ -174,6 +202,33 @@ class TrainerService(object):
             '/rolemesh.v1.TrainerService/ComputeAdvantages',
             rolemesh_dot_v1_dot_trainer__pb2.ComputeAdvantagesRequest.SerializeToString,
             rolemesh_dot_v1_dot_trainer__pb2.ComputeAdvantagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SelectGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.TrainerService/SelectGroups',
+            rolemesh_dot_v1_dot_trainer__pb2.SelectGroupsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_trainer__pb2.SelectGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,8 @@ class TrainerServiceStub:
     trainer because the KL controller belongs to the trainer's state.
 
     Needs rewards, and what the estimator needs: values for "gae",
-    reference_logprobs where KL is part of the reward. The result has the columns
+    reference_logprobs where KL is part of the reward. The result has the
+    columns that the estimator makes, most often
       advantages     float32, completion
       returns        float32, completion (estimators with a critic only)
       token_rewards  float32, completion: reward after the KL penalty
@@ -48,6 +49,19 @@ class TrainerServiceStub:
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+      FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+    """
+    SelectGroups: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SelectGroupsRequest, _trainer_pb2.SelectGroupsResponse]
+    """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
+    differ. No model takes part.
+
+    The kept rows are published anew, with all their columns, in their order.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result.
+    Errors:
+      INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+      INVALID_ARGUMENT (SPEC_INVALID): the rule's parameters are wrong; names the field.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     ForwardBackward: _grpc.UnaryStreamMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
@@ -89,7 +103,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     trainer because the KL controller belongs to the trainer's state.
 
     Needs rewards, and what the estimator needs: values for "gae",
-    reference_logprobs where KL is part of the reward. The result has the columns
+    reference_logprobs where KL is part of the reward. The result has the
+    columns that the estimator makes, most often
       advantages     float32, completion
       returns        float32, completion (estimators with a critic only)
       token_rewards  float32, completion: reward after the KL penalty
@@ -99,6 +114,19 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+      FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+    """
+    SelectGroups: _aio.UnaryStreamMultiCallable[_trainer_pb2.SelectGroupsRequest, _trainer_pb2.SelectGroupsResponse]  # type: ignore[assignment]
+    """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
+    differ. No model takes part.
+
+    The kept rows are published anew, with all their columns, in their order.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result.
+    Errors:
+      INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+      INVALID_ARGUMENT (SPEC_INVALID): the rule's parameters are wrong; names the field.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     ForwardBackward: _aio.UnaryStreamMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
@@ -143,7 +171,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         trainer because the KL controller belongs to the trainer's state.
 
         Needs rewards, and what the estimator needs: values for "gae",
-        reference_logprobs where KL is part of the reward. The result has the columns
+        reference_logprobs where KL is part of the reward. The result has the
+        columns that the estimator makes, most often
           advantages     float32, completion
           returns        float32, completion (estimators with a critic only)
           token_rewards  float32, completion: reward after the KL penalty
@@ -153,6 +182,25 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+          FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+        """
+
+    @_abc_1.abstractmethod
+    def SelectGroups(
+        self,
+        request: _trainer_pb2.SelectGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.SelectGroupsResponse], _abc.AsyncIterator[_trainer_pb2.SelectGroupsResponse]]:
+        """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
+        differ. No model takes part.
+
+        The kept rows are published anew, with all their columns, in their order.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result.
+        Errors:
+          INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+          INVALID_ARGUMENT (SPEC_INVALID): the rule's parameters are wrong; names the field.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 

@@ -27,7 +27,7 @@ from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 from rolemesh.v1 import tensor_pb2 as rolemesh_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/weights.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\x14\n\x12GetManifestRequest\"]\n\x13GetManifestResponse\x12.\n\nparameters\x18\x01 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"R\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"A\n\x13GetChecksumsRequest\x12*\n\x06holder\x18\x01 \x01(\x0e\x32\x1a.rolemesh.v1.WeightsHolder\"\xdd\x01\n\x14GetChecksumsResponse\x12\x43\n\tchecksums\x18\x01 \x03(\x0b\x32\x30.rolemesh.v1.GetChecksumsResponse.ChecksumsEntry\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x36\n\x0bother_ranks\x18\x03 \x03(\x0b\x32!.rolemesh.v1.GetChecksumsResponse\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x15SaveCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"}\n\x16SaveCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"\x7f\n\x10\x43heckpointResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x03 \x01(\t\x12\'\n\x06report\x18\x04 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"R\n\x15LoadCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"}\n\x16LoadCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"J\n\rExportRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"u\n\x0e\x45xportResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent*g\n\rWeightsHolder\x12\x1e\n\x1aWEIGHTS_HOLDER_UNSPECIFIED\x10\x00\x12\x1a\n\x16WEIGHTS_HOLDER_TRAINER\x10\x01\x12\x1a\n\x16WEIGHTS_HOLDER_SAMPLER\x10\x02\x32\xf6\x03\n\x0eWeightsService\x12\\\n\x0bGetManifest\x12\x1f.rolemesh.v1.GetManifestRequest\x1a .rolemesh.v1.GetManifestResponse\"\n\x9a\xdb\x18\x06\n\x02\x08<\x10\x01\x12`\n\x0cGetChecksums\x12 .rolemesh.v1.GetChecksumsRequest\x1a!.rolemesh.v1.GetChecksumsResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xac\x02\x10\x01\x12h\n\x0eSaveCheckpoint\x12\".rolemesh.v1.SaveCheckpointRequest\x1a#.rolemesh.v1.SaveCheckpointResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x12h\n\x0eLoadCheckpoint\x12\".rolemesh.v1.LoadCheckpointRequest\x1a#.rolemesh.v1.LoadCheckpointResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x12P\n\x06\x45xport\x12\x1a.rolemesh.v1.ExportRequest\x1a\x1b.rolemesh.v1.ExportResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/weights.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x18rolemesh/v1/tensor.proto\"\x14\n\x12GetManifestRequest\"]\n\x13GetManifestResponse\x12.\n\nparameters\x18\x01 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"R\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"A\n\x13GetChecksumsRequest\x12*\n\x06holder\x18\x01 \x01(\x0e\x32\x1a.rolemesh.v1.WeightsHolder\"\xdd\x01\n\x14GetChecksumsResponse\x12\x43\n\tchecksums\x18\x01 \x03(\x0b\x32\x30.rolemesh.v1.GetChecksumsResponse.ChecksumsEntry\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x36\n\x0bother_ranks\x18\x03 \x03(\x0b\x32!.rolemesh.v1.GetChecksumsResponse\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"e\n\x15PublishWeightsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12$\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.rolemesh.v1.DataType\"\x81\x01\n\x16PublishWeightsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x33\n\x06result\x18\x02 \x01(\x0b\x32!.rolemesh.v1.PublishWeightsResultH\x00\x42\x07\n\x05\x65vent\"i\n\x14PublishWeightsResult\x12(\n\x07weights\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.WeightsRef\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"\x81\x02\n\nWeightsRef\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12$\n\x05\x64type\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.DataType\x12.\n\nparameters\x18\x04 \x03(\x0b\x32\x1a.rolemesh.v1.ParameterSpec\x12\x33\n\x06layout\x18\x05 \x03(\x0b\x32#.rolemesh.v1.WeightsRef.LayoutEntry\x12\x11\n\taddresses\x18\x06 \x03(\t\x1a-\n\x0bLayoutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"v\n\x13\x46\x65tchWeightsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12&\n\x05\x62oxes\x18\x03 \x03(\x0b\x32\x17.rolemesh.v1.WeightsBox\x12\x0f\n\x07host_id\x18\x04 \x01(\t\"<\n\nWeightsBox\x12\x11\n\tparameter\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04stop\x18\x03 \x03(\x03\"b\n\x14\x46\x65tchWeightsResponse\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32\x1f.rolemesh.v1.FetchWeightsHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"r\n\x12\x46\x65tchWeightsHeader\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x03\x12\x1a\n\x12shared_memory_path\x18\x02 \x01(\t\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.rolemesh.v1.SegmentTensor\"=\n\rSegmentTensor\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x03(\x03\x12\r\n\x05shape\x18\x03 \x03(\x03\"R\n\x15SaveCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"}\n\x16SaveCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"\x7f\n\x10\x43heckpointResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fmanifest_sha256\x18\x03 \x01(\t\x12\'\n\x06report\x18\x04 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"R\n\x15LoadCheckpointRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"}\n\x16LoadCheckpointResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent\"J\n\rExportRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x11\n\tdirectory\x18\x02 \x01(\t\"u\n\x0e\x45xportResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.CheckpointResultH\x00\x42\x07\n\x05\x65vent*g\n\rWeightsHolder\x12\x1e\n\x1aWEIGHTS_HOLDER_UNSPECIFIED\x10\x00\x12\x1a\n\x16WEIGHTS_HOLDER_TRAINER\x10\x01\x12\x1a\n\x16WEIGHTS_HOLDER_SAMPLER\x10\x02\x32\xc4\x05\n\x0eWeightsService\x12\\\n\x0bGetManifest\x12\x1f.rolemesh.v1.GetManifestRequest\x1a .rolemesh.v1.GetManifestResponse\"\n\x9a\xdb\x18\x06\n\x02\x08<\x10\x01\x12`\n\x0cGetChecksums\x12 .rolemesh.v1.GetChecksumsRequest\x1a!.rolemesh.v1.GetChecksumsResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xac\x02\x10\x01\x12h\n\x0ePublishWeights\x12\".rolemesh.v1.PublishWeightsRequest\x1a#.rolemesh.v1.PublishWeightsResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x02\x30\x01\x12\x62\n\x0c\x46\x65tchWeights\x12 .rolemesh.v1.FetchWeightsRequest\x1a!.rolemesh.v1.FetchWeightsResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\xd8\x04\x10\x01\x30\x01\x12h\n\x0eSaveCheckpoint\x12\".rolemesh.v1.SaveCheckpointRequest\x1a#.rolemesh.v1.SaveCheckpointResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x12h\n\x0eLoadCheckpoint\x12\".rolemesh.v1.LoadCheckpointRequest\x1a#.rolemesh.v1.LoadCheckpointResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x12P\n\x06\x45xport\x12\x1a.rolemesh.v1.ExportRequest\x1a\x1b.rolemesh.v1.ExportResponse\"\x0b\x9a\xdb\x18\x07\n\x03\x08\x88\x0e\x10\x02\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +36,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETCHECKSUMSRESPONSE_CHECKSUMSENTRY']._loaded_options = None
   _globals['_GETCHECKSUMSRESPONSE_CHECKSUMSENTRY']._serialized_options = b'8\001'
+  _globals['_WEIGHTSREF_LAYOUTENTRY']._loaded_options = None
+  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_options = b'8\001'
   _globals['_WEIGHTSSERVICE'].methods_by_name['GetManifest']._loaded_options = None
   _globals['_WEIGHTSSERVICE'].methods_by_name['GetManifest']._serialized_options = b'\232\333\030\006\n\002\010<\020\001'
   _globals['_WEIGHTSSERVICE'].methods_by_name['GetChecksums']._loaded_options = None
   _globals['_WEIGHTSSERVICE'].methods_by_name['GetChecksums']._serialized_options = b'\232\333\030\007\n\003\010\254\002\020\001'
+  _globals['_WEIGHTSSERVICE'].methods_by_name['PublishWeights']._loaded_options = None
+  _globals['_WEIGHTSSERVICE'].methods_by_name['PublishWeights']._serialized_options = b'\232\333\030\007\n\003\010\330\004\020\002'
+  _globals['_WEIGHTSSERVICE'].methods_by_name['FetchWeights']._loaded_options = None
+  _globals['_WEIGHTSSERVICE'].methods_by_name['FetchWeights']._serialized_options = b'\232\333\030\007\n\003\010\330\004\020\001'
   _globals['_WEIGHTSSERVICE'].methods_by_name['SaveCheckpoint']._loaded_options = None
   _globals['_WEIGHTSSERVICE'].methods_by_name['SaveCheckpoint']._serialized_options = b'\232\333\030\007\n\003\010\210\016\020\002'
   _globals['_WEIGHTSSERVICE'].methods_by_name['LoadCheckpoint']._loaded_options = None
   _globals['_WEIGHTSSERVICE'].methods_by_name['LoadCheckpoint']._serialized_options = b'\232\333\030\007\n\003\010\210\016\020\002'
   _globals['_WEIGHTSSERVICE'].methods_by_name['Export']._loaded_options = None
   _globals['_WEIGHTSSERVICE'].methods_by_name['Export']._serialized_options = b'\232\333\030\007\n\003\010\210\016\020\002'
-  _globals['_WEIGHTSHOLDER']._serialized_start=1365
-  _globals['_WEIGHTSHOLDER']._serialized_end=1468
+  _globals['_WEIGHTSHOLDER']._serialized_start=2428
+  _globals['_WEIGHTSHOLDER']._serialized_end=2531
   _globals['_GETMANIFESTREQUEST']._serialized_start=127
   _globals['_GETMANIFESTREQUEST']._serialized_end=147
   _globals['_GETMANIFESTRESPONSE']._serialized_start=149
@@ -60,20 +66,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCHECKSUMSRESPONSE']._serialized_end=617
   _globals['_GETCHECKSUMSRESPONSE_CHECKSUMSENTRY']._serialized_start=569
   _globals['_GETCHECKSUMSRESPONSE_CHECKSUMSENTRY']._serialized_end=617
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=619
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=701
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=703
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=828
-  _globals['_CHECKPOINTRESULT']._serialized_start=830
-  _globals['_CHECKPOINTRESULT']._serialized_end=957
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=959
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1041
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1043
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1168
-  _globals['_EXPORTREQUEST']._serialized_start=1170
-  _globals['_EXPORTREQUEST']._serialized_end=1244
-  _globals['_EXPORTRESPONSE']._serialized_start=1246
-  _globals['_EXPORTRESPONSE']._serialized_end=1363
-  _globals['_WEIGHTSSERVICE']._serialized_start=1471
-  _globals['_WEIGHTSSERVICE']._serialized_end=1973
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=619
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=720
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=723
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=852
+  _globals['_PUBLISHWEIGHTSRESULT']._serialized_start=854
+  _globals['_PUBLISHWEIGHTSRESULT']._serialized_end=959
+  _globals['_WEIGHTSREF']._serialized_start=962
+  _globals['_WEIGHTSREF']._serialized_end=1219
+  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_start=1174
+  _globals['_WEIGHTSREF_LAYOUTENTRY']._serialized_end=1219
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=1221
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=1339
+  _globals['_WEIGHTSBOX']._serialized_start=1341
+  _globals['_WEIGHTSBOX']._serialized_end=1401
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1403
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1501
+  _globals['_FETCHWEIGHTSHEADER']._serialized_start=1503
+  _globals['_FETCHWEIGHTSHEADER']._serialized_end=1617
+  _globals['_SEGMENTTENSOR']._serialized_start=1619
+  _globals['_SEGMENTTENSOR']._serialized_end=1680
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1682
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1764
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1766
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1891
+  _globals['_CHECKPOINTRESULT']._serialized_start=1893
+  _globals['_CHECKPOINTRESULT']._serialized_end=2020
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=2022
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=2104
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=2106
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=2231
+  _globals['_EXPORTREQUEST']._serialized_start=2233
+  _globals['_EXPORTREQUEST']._serialized_end=2307
+  _globals['_EXPORTRESPONSE']._serialized_start=2309
+  _globals['_EXPORTRESPONSE']._serialized_end=2426
+  _globals['_WEIGHTSSERVICE']._serialized_start=2534
+  _globals['_WEIGHTSSERVICE']._serialized_end=3242
 # @@protoc_insertion_point(module_scope)

@@ -204,6 +204,335 @@ class GetChecksumsResponse(_message.Message):
 Global___GetChecksumsResponse: _TypeAlias = GetChecksumsResponse  # noqa: Y015
 
 @_typing.final
+class PublishWeightsRequest(_message.Message):
+    """Asks to publish weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    dtype: _tensor_pb2.DataType.ValueType
+    """Element type to publish in: what the samplers hold."""
+    @_builtins.property
+    def key(self) -> _operation_pb2.OperationKey:
+        """Key of the operation."""
+
+    def __init__(
+        self,
+        *,
+        key: _operation_pb2.OperationKey | None = ...,
+        dtype: _tensor_pb2.DataType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PublishWeightsResponse(_message.Message):
+    """One message of a publication."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _operation_pb2.Progress:
+        """Sign of life."""
+
+    @_builtins.property
+    def result(self) -> Global___PublishWeightsResult:
+        """The result; last message of the stream."""
+
+    def __init__(
+        self,
+        *,
+        progress: _operation_pb2.Progress | None = ...,
+        result: Global___PublishWeightsResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "result"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___PublishWeightsResponse: _TypeAlias = PublishWeightsResponse  # noqa: Y015
+
+@_typing.final
+class PublishWeightsResult(_message.Message):
+    """What was published."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def weights(self) -> Global___WeightsRef:
+        """Names the weights."""
+
+    @_builtins.property
+    def report(self) -> _experience_pb2.CallReport:
+        """Time and bytes."""
+
+    def __init__(
+        self,
+        *,
+        weights: Global___WeightsRef | None = ...,
+        report: _experience_pb2.CallReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishWeightsResult: _TypeAlias = PublishWeightsResult  # noqa: Y015
+
+@_typing.final
+class WeightsRef(_message.Message):
+    """Names published weights without holding them. Which box of which parameter
+    lies with which rank follows from the manifest and the training layout, by
+    the same arithmetic at both ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LayoutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The training run."""
+    policy_version: _builtins.int
+    """Version of the weights."""
+    dtype: _tensor_pb2.DataType.ValueType
+    """Element type."""
+    @_builtins.property
+    def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]:
+        """The parameters, in the model's order. Tied parameters appear once."""
+
+    @_builtins.property
+    def layout(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Layout of training: the fields of engine.specs.LayoutSpec by name."""
+
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where ranks 0, 1, ... answer, host:port."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        dtype: _tensor_pb2.DataType.ValueType = ...,
+        parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
+        layout: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "dtype", b"dtype", "layout", b"layout", "parameters", b"parameters", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsRef: _TypeAlias = WeightsRef  # noqa: Y015
+
+@_typing.final
+class FetchWeightsRequest(_message.Message):
+    """Asks for boxes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    BOXES_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The training run."""
+    policy_version: _builtins.int
+    """Version that is wanted."""
+    host_id: _builtins.str
+    """Host of the caller as in FetchRequest: the same host may be answered with shared memory."""
+    @_builtins.property
+    def boxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightsBox]:
+        """The boxes."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        boxes: _abc.Iterable[Global___WeightsBox] | None = ...,
+        host_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boxes", b"boxes", "host_id", b"host_id", "policy_version", b"policy_version", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsRequest: _TypeAlias = FetchWeightsRequest  # noqa: Y015
+
+@_typing.final
+class WeightsBox(_message.Message):
+    """A box of a parameter, in global coordinates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARAMETER_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    parameter: _builtins.str
+    """Name of the parameter."""
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First index in each dimension."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One past the last index in each dimension."""
+
+    def __init__(
+        self,
+        *,
+        parameter: _builtins.str = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        stop: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameter", b"parameter", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsBox: _TypeAlias = WeightsBox  # noqa: Y015
+
+@_typing.final
+class FetchWeightsResponse(_message.Message):
+    """One message of a fetch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """Bytes of the boxes, at most 1 MiB."""
+    @_builtins.property
+    def header(self) -> Global___FetchWeightsHeader:
+        """First message."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___FetchWeightsHeader | None = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___FetchWeightsResponse: _TypeAlias = FetchWeightsResponse  # noqa: Y015
+
+@_typing.final
+class FetchWeightsHeader(_message.Message):
+    """Describes the bytes that follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    SHARED_MEMORY_PATH_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    total_bytes: _builtins.int
+    """Size of all boxes in bytes."""
+    shared_memory_path: _builtins.str
+    """Path of the shared memory segment that has the publisher's whole copy;
+    empty when chunks follow.
+    """
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentTensor]:
+        """Where each box's own local tensor lies in the segment, in the order asked for."""
+
+    def __init__(
+        self,
+        *,
+        total_bytes: _builtins.int = ...,
+        shared_memory_path: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___SegmentTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_memory_path", b"shared_memory_path", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchWeightsHeader: _TypeAlias = FetchWeightsHeader  # noqa: Y015
+
+@_typing.final
+class SegmentTensor(_message.Message):
+    """A tensor in a shared memory segment: the publisher's part of a parameter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """First byte in the segment."""
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The part's origin within the parameter."""
+
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The part's shape, row-major."""
+
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "shape", b"shape", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentTensor: _TypeAlias = SegmentTensor  # noqa: Y015
+
+@_typing.final
 class SaveCheckpointRequest(_message.Message):
     """Asks to write a checkpoint."""
 

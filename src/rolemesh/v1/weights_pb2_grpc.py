@@ -45,6 +45,16 @@ class WeightsServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_weights__pb2.GetChecksumsRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_weights__pb2.GetChecksumsResponse.FromString,
                 _registered_method=True)
+        self.PublishWeights = channel.unary_stream(
+                '/rolemesh.v1.WeightsService/PublishWeights',
+                request_serializer=rolemesh_dot_v1_dot_weights__pb2.PublishWeightsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_weights__pb2.PublishWeightsResponse.FromString,
+                _registered_method=True)
+        self.FetchWeights = channel.unary_stream(
+                '/rolemesh.v1.WeightsService/FetchWeights',
+                request_serializer=rolemesh_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_stream(
                 '/rolemesh.v1.WeightsService/SaveCheckpoint',
                 request_serializer=rolemesh_dot_v1_dot_weights__pb2.SaveCheckpointRequest.SerializeToString,
@@ -83,6 +93,35 @@ class WeightsServiceServicer(object):
         Idempotent: reads only.
         Errors:
         FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishWeights(self, request, context):
+        """Keeps a copy of the trained weights as they are now, for others to fetch
+        while training goes on. The copy before it is dropped.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result.
+        Errors:
+        FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+        RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): no room in shared memory for the copy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchWeights(self, request, context):
+        """Sends boxes of parameters that this rank has published. Called rank to rank.
+
+        Idempotent: reads only.
+        Stream order: exactly one header, then, unless the header names a shared
+        memory segment, chunks whose bytes concatenated are the boxes in the order
+        asked for, each row-major, without gaps; each chunk at most 1 MiB.
+        Errors:
+        FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
+        INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,6 +181,16 @@ def add_WeightsServiceServicer_to_server(servicer, server):
                     servicer.GetChecksums,
                     request_deserializer=rolemesh_dot_v1_dot_weights__pb2.GetChecksumsRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_weights__pb2.GetChecksumsResponse.SerializeToString,
+            ),
+            'PublishWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.PublishWeights,
+                    request_deserializer=rolemesh_dot_v1_dot_weights__pb2.PublishWeightsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_weights__pb2.PublishWeightsResponse.SerializeToString,
+            ),
+            'FetchWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchWeights,
+                    request_deserializer=rolemesh_dot_v1_dot_weights__pb2.FetchWeightsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_stream_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -214,6 +263,60 @@ class WeightsService(object):
             '/rolemesh.v1.WeightsService/GetChecksums',
             rolemesh_dot_v1_dot_weights__pb2.GetChecksumsRequest.SerializeToString,
             rolemesh_dot_v1_dot_weights__pb2.GetChecksumsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.WeightsService/PublishWeights',
+            rolemesh_dot_v1_dot_weights__pb2.PublishWeightsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_weights__pb2.PublishWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.WeightsService/FetchWeights',
+            rolemesh_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,27 @@ class WeightsServiceStub:
     Errors:
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
+    PublishWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.PublishWeightsRequest, _weights_pb2.PublishWeightsResponse]
+    """Keeps a copy of the trained weights as they are now, for others to fetch
+    while training goes on. The copy before it is dropped.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result.
+    Errors:
+      FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): no room in shared memory for the copy.
+    """
+    FetchWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]
+    """Sends boxes of parameters that this rank has published. Called rank to rank.
+
+    Idempotent: reads only.
+    Stream order: exactly one header, then, unless the header names a shared
+    memory segment, chunks whose bytes concatenated are the boxes in the order
+    asked for, each row-major, without gaps; each chunk at most 1 MiB.
+    Errors:
+      FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
+      INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
+    """
     SaveCheckpoint: _grpc.UnaryStreamMultiCallable[_weights_pb2.SaveCheckpointRequest, _weights_pb2.SaveCheckpointResponse]
     """Writes this role's part of a checkpoint: weights, optimizer, RNG, schedule,
     KL controller. The folder appears whole or not at all.
@@ -96,6 +117,27 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Idempotent: reads only.
     Errors:
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+    """
+    PublishWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.PublishWeightsRequest, _weights_pb2.PublishWeightsResponse]  # type: ignore[assignment]
+    """Keeps a copy of the trained weights as they are now, for others to fetch
+    while training goes on. The copy before it is dropped.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result.
+    Errors:
+      FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): no room in shared memory for the copy.
+    """
+    FetchWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchWeightsRequest, _weights_pb2.FetchWeightsResponse]  # type: ignore[assignment]
+    """Sends boxes of parameters that this rank has published. Called rank to rank.
+
+    Idempotent: reads only.
+    Stream order: exactly one header, then, unless the header names a shared
+    memory segment, chunks whose bytes concatenated are the boxes in the order
+    asked for, each row-major, without gaps; each chunk at most 1 MiB.
+    Errors:
+      FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
+      INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
     """
     SaveCheckpoint: _aio.UnaryStreamMultiCallable[_weights_pb2.SaveCheckpointRequest, _weights_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes this role's part of a checkpoint: weights, optimizer, RNG, schedule,
@@ -155,6 +197,39 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: reads only.
         Errors:
           FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+        """
+
+    @_abc_1.abstractmethod
+    def PublishWeights(
+        self,
+        request: _weights_pb2.PublishWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weights_pb2.PublishWeightsResponse], _abc.AsyncIterator[_weights_pb2.PublishWeightsResponse]]:
+        """Keeps a copy of the trained weights as they are now, for others to fetch
+        while training goes on. The copy before it is dropped.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result.
+        Errors:
+          FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
+          RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): no room in shared memory for the copy.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchWeights(
+        self,
+        request: _weights_pb2.FetchWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weights_pb2.FetchWeightsResponse], _abc.AsyncIterator[_weights_pb2.FetchWeightsResponse]]:
+        """Sends boxes of parameters that this rank has published. Called rank to rank.
+
+        Idempotent: reads only.
+        Stream order: exactly one header, then, unless the header names a shared
+        memory segment, chunks whose bytes concatenated are the boxes in the order
+        asked for, each row-major, without gaps; each chunk at most 1 MiB.
+        Errors:
+          FAILED_PRECONDITION (WEIGHTS_GONE): another version is published by now, or none.
+          INVALID_ARGUMENT (BOX_INVALID): this rank does not hold the box; names the parameter.
         """
 
     @_abc_1.abstractmethod
