@@ -1,0 +1,185 @@
+"""RolloutService over any role that samples: the actor, or a rollout role of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from rolemesh.engine.data.prompts import PromptSet, Split, load_rows
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.models.folder import check_model_folder
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.sampling import (
+    SAMPLING_COLUMNS,
+    sample_experience,
+    sampling_metrics,
+)
+from rolemesh.engine.specs import DataSpec, ModelSpec, SamplingSpec
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.errors import describe
+from rolemesh.services.runtime.role import ProgressCallback
+from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc
+
+_SPLITS: dict[int, Split] = {
+    rollout_pb2.SPLIT_TRAIN: "train",
+    rollout_pb2.SPLIT_HELD_OUT: "held_out",
+}
+
+
+class PromptSource:
+    """Prompts of a run, and the tokenizer of its policy. Owned by the compute thread."""
+
+    def __init__(self, model: ModelSpec, data: DataSpec, run_seed: int) -> None:
+        """Loads both.
+
+        Raises:
+            ModelFolderError: the folder is not a model's.
+            EmptyDataError: there is no prompt.
+        """
+        check_model_folder(model.path)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=False
+        )
+        train, held_out = load_rows(data)
+        self.prompts = PromptSet(train, held_out, tokenizer=self.tokenizer, seed=run_seed)
+        self.run_seed = run_seed
+        self.facts = {
+            "data.train_prompts": str(len(train)),
+            "data.held_out_prompts": str(len(held_out)),
+        }
+        """Facts of Initialize."""
+
+
+class SamplingRole(ABC):
+    """What RolloutService needs of a role. All but the servicer runs on the compute thread.
+
+    Invariant: before a completion is sampled, `bring_weights` has seen to its weights.
+    """
+
+    @property
+    @abstractmethod
+    def backend(self) -> RolloutBackend:
+        """The sampler; raises NOT_INITIALIZED before Initialize."""
+
+    @property
+    @abstractmethod
+    def source(self) -> PromptSource:
+        """Prompts and tokenizer; raises NOT_INITIALIZED before Initialize."""
+
+    @abstractmethod
+    def bring_weights(self) -> int:
+        """Sees to it that the sampler holds the weights to sample with.
+
+        Returns:
+            Bytes that this rank received from others for it.
+
+        Raises:
+            WeightsStaleError: it cannot.
+        """
+
+    def generate(
+        self,
+        split: Split,
+        start: int,
+        count: int,
+        sampling: SamplingSpec,
+        step: int,
+        progress: ProgressCallback,
+        *,
+        only: Sequence[int],
+    ) -> Experience:
+        """Samples completions for the prompts at start..start+count-1.
+
+        Of these the ones numbered in `only`: another generation replica samples the others.
+        """
+        source = self.source
+        return sample_experience(
+            self.backend,
+            source.prompts.slice(split, start, count),
+            sampling,
+            run_seed=source.run_seed,
+            step=step,
+            tokenizer=source.tokenizer,
+            progress=progress,
+            only=only,
+        )
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """RolloutService over a role's sampler."""
+
+    def __init__(self, role: SamplingRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """See rollout.proto."""
+
+        async def work(call: Call) -> Message:
+            sampling = _sampling(request.sampling)
+            if request.prompts.split not in _SPLITS:
+                raise InvalidRequestError(
+                    "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
+                    reason="SPLIT_INVALID",
+                )
+            with call.phase("weight_sync"):
+                received = await call.compute(self._role.bring_weights)
+            prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * request.prompts.count)
+            batch = await call.compute(
+                self._role.generate,
+                _SPLITS[request.prompts.split],
+                request.prompts.start,
+                request.prompts.count,
+                sampling,
+                request.key.step,
+                call.progress,
+                only=prompts.rows,
+            )
+            share = prompts.times(sampling.samples_per_prompt)
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, batch, share=share),
+                report=call.report(
+                    {"weight_sync_bytes": received}, batch.num_tokens if share.counts else 0
+                ),
+            )
+
+        async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
+            sampled = await self._runtime.pull(result.experience, SAMPLING_COLUMNS, call)
+            result.report.metrics.update(sampling_metrics(sampled))
+
+        async for response in self._runtime.keyed(
+            request, context, rollout_pb2.GenerateResponse, work, finish=summarise
+        ):
+            yield response
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
+        """See rollout.proto."""
+        raise NotImplementedError(
+            f"the {self._runtime.role.name} brings its own trainer's weights to its sampler: only "
+            "a rollout service takes published ones"
+        )
+        yield  # the signature is that of a stream
+
+
+def _sampling(sampling: rollout_pb2.Sampling) -> SamplingSpec:
+    try:
+        return SamplingSpec(
+            samples_per_prompt=sampling.samples_per_prompt,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            greedy=sampling.greedy,
+        )
+    except ValidationError as error:
+        raise InvalidRequestError(describe(error).message, reason="SAMPLING_INVALID") from error
