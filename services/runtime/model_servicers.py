@@ -7,24 +7,20 @@ publishes what came out.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from google.protobuf import json_format
 from google.protobuf.message import Message
-from pydantic import TypeAdapter
 
-from rolemesh.engine.algorithms.advantages import estimate_advantages
-from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.batching import rows_of_update
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.seeds import derive_seed
-from rolemesh.engine.specs import EstimatorSpec, KlControllerSpec, LossSpec
+from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
-from rolemesh.services.runtime.model_role import ModelRole
+from rolemesh.services.runtime.estimate_servicer import EstimateServicer, algorithm_part
 from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import (
@@ -32,13 +28,9 @@ from rolemesh.v1 import (
     logprob_pb2,
     logprob_pb2_grpc,
     trainer_pb2,
-    trainer_pb2_grpc,
 )
 
 _Response = TypeVar("_Response", bound=Message)
-
-KL_CONTROLLER = "kl_controller"
-"""Key of the KL controller's state in a role's extra state."""
 
 TRAJECTORY = ("tokens", "prompt_lengths")
 """Columns that every forward pass needs."""
@@ -95,46 +87,8 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
             yield response
 
 
-class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """TrainerService over a trainer.
-
-    Invariant: the KL controller moves once per ComputeAdvantages, and is part of the trainer's
-    checkpoint.
-    """
-
-    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
-        self._role = role
-        self._runtime = runtime
-
-    async def ComputeAdvantages(
-        self, request: trainer_pb2.ComputeAdvantagesRequest, context: Context
-    ) -> AsyncIterator[trainer_pb2.ComputeAdvantagesResponse]:
-        """See trainer.proto."""
-
-        async def work(call: Call) -> Message:
-            spec = _part(EstimatorSpec, request.estimator)
-            columns = [
-                name
-                for name in ("rewards", "logprobs", "loss_mask", "values", "reference_logprobs")
-                if _has_column(request.experience, name)
-            ]
-            batch = await self._runtime.pull(request.experience, columns, call)
-            controller = self._controller(spec.kl_in_reward)
-            estimated, metrics = await call.compute(estimate_advantages, batch, spec, controller)
-            result = experience_pb2.ExperienceResult(
-                report=call.report(metrics, batch["loss_mask"].values.numel()),
-                experience=self._runtime.publish(request.key, estimated),
-            )
-            # Last: a call that fails before is repeated, and must find the controller unmoved.
-            if controller is not None:
-                self._role.extra_state[KL_CONTROLLER] = controller.state_dict()
-            return result
-
-        # Whitening takes the whole batch, which is numbers only: one rank computes it.
-        async for response in self._runtime.keyed(
-            request, context, trainer_pb2.ComputeAdvantagesResponse, work, on_all_ranks=False
-        ):
-            yield response
+class TrainerServicer(EstimateServicer):
+    """TrainerService over a trainer: what changes weights, besides what estimates."""
 
     async def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
@@ -142,7 +96,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """See trainer.proto."""
 
         async def work(call: Call) -> Message:
-            loss = _part(LossSpec, request.loss)
+            loss = algorithm_part(LossSpec, request.loss)
             lengths = row_tokens(request.experience)
             share = self._runtime.share("3D_PROTO", lengths)
             batch = await self._pull_for(loss, request.experience, share.rows, call)
@@ -191,7 +145,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """See trainer.proto."""
 
         async def work(call: Call) -> Message:
-            loss = _part(LossSpec, request.loss)
+            loss = algorithm_part(LossSpec, request.loss)
             if request.epochs < 1 or request.mini_batch_rows < 1:
                 raise InvalidRequestError(
                     f"epochs is {request.epochs} and mini_batch_rows is "
@@ -238,14 +192,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         ):
             yield response
 
-    def _controller(self, spec: KlControllerSpec | None) -> KlController | None:
-        if spec is None:
-            return None
-        controller = KlController.from_spec(spec)
-        if KL_CONTROLLER in self._role.extra_state:
-            controller.load_state_dict(self._role.extra_state[KL_CONTROLLER])
-        return controller
-
     async def _pull_for(
         self,
         loss: LossSpec,
@@ -255,16 +201,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> Experience:
         columns = dict.fromkeys((*TRAJECTORY, *make_loss(loss).columns))
         return await self._runtime.pull(ref, list(columns), call, rows=rows)
-
-
-def _part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:
-    """The validated spec of an algorithm part; pydantic's ValidationError names the field."""
-    parameters = json_format.MessageToDict(part.parameters)
-    return TypeAdapter(spec).validate_python({**parameters, "type": part.type})
-
-
-def _has_column(ref: experience_pb2.ExperienceRef, name: str) -> bool:
-    return any(column.name == name for group in ref.groups for column in group.columns)
 
 
 def _expect_version(trainer: Trainer, expected: int) -> None:
