@@ -33,6 +33,13 @@ from rolemesh.engine.specs.models import (
     ModelSpec,
     OptimizerSpec,
 )
+from rolemesh.engine.specs.preferences import (
+    BradleyTerryLossSpec,
+    DpoLossSpec,
+    KtoLossSpec,
+    KtoPointSpec,
+    SftLossSpec,
+)
 from rolemesh.engine.specs.rewards import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
@@ -41,6 +48,7 @@ from rolemesh.engine.specs.rewards import (
 )
 from rolemesh.engine.specs.roles import (
     ActorSpec,
+    CostSpec,
     CriticSpec,
     ReferenceSpec,
     RewardSpec,
@@ -59,10 +67,13 @@ __all__ = [
     "AggregatedLossSpec",
     "Aggregation",
     "ArithmeticRewardSpec",
+    "BradleyTerryLossSpec",
     "ClassifierRewardSpec",
     "ComputeDtype",
+    "CostSpec",
     "CriticSpec",
     "DataSpec",
+    "DpoLossSpec",
     "EstimatorSpec",
     "FixedKlSpec",
     "GaeSpec",
@@ -72,6 +83,8 @@ __all__ = [
     "KlControllerSpec",
     "KlForm",
     "KlPenaltySpec",
+    "KtoLossSpec",
+    "KtoPointSpec",
     "LayoutSpec",
     "LossSpec",
     "ModelSpec",
@@ -87,6 +100,7 @@ __all__ = [
     "RoleSpec",
     "RolloutSpec",
     "SamplingSpec",
+    "SftLossSpec",
     "Spec",
     "VllmSpec",
 ]

@@ -8,6 +8,12 @@ from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import PartSpec
 from rolemesh.engine.specs.estimators import KlForm
+from rolemesh.engine.specs.preferences import (
+    BradleyTerryLossSpec,
+    DpoLossSpec,
+    KtoLossSpec,
+    SftLossSpec,
+)
 
 Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm"]
 
@@ -67,4 +73,12 @@ class PpoValueLossSpec(AggregatedLossSpec):
         return ("values", "returns", "loss_mask")
 
 
-LossSpec = Annotated[PpoPolicyLossSpec | PpoValueLossSpec, Field(discriminator="type")]
+LossSpec = Annotated[
+    PpoPolicyLossSpec
+    | PpoValueLossSpec
+    | SftLossSpec
+    | DpoLossSpec
+    | KtoLossSpec
+    | BradleyTerryLossSpec,
+    Field(discriminator="type"),
+]

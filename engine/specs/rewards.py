@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.models import ModelSpec
@@ -36,6 +36,16 @@ class ClassifierRewardSpec(Spec):
     """Folder of an AutoModelForSequenceClassification and its tokenizer."""
     label: int = Field(default=0, ge=0)
     """Index of the logit that is the reward."""
+    new_head: bool = False
+    """The folder is a causal LM without such a head: begin with one of a single label, at zero."""
+
+    @model_validator(mode="after")
+    def _check_label(self) -> Self:
+        if self.new_head and self.label != 0:
+            raise ValueError(
+                f"label is {self.label} with new_head, which has the label 0 alone: leave label out"
+            )
+        return self
 
 
 RewardSourceSpec = Annotated[

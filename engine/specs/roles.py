@@ -10,7 +10,7 @@ from rolemesh.engine.layout import HybridLayout, TrainLayout
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.models import GenerateSpec, LayoutSpec, ModelSpec, OptimizerSpec
-from rolemesh.engine.specs.rewards import RewardSourceSpec
+from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
 
 
@@ -70,12 +70,42 @@ class ReferenceSpec(RoleSpec):
 
 
 class RewardSpec(RoleSpec):
-    """The reward role."""
+    """The reward role: judges trajectories, and learns to where it is given what that takes."""
 
     source: RewardSourceSpec
     layout: LayoutSpec = LayoutSpec()
     """How a model-based reward is spread over ranks."""
+    optimizer: OptimizerSpec | None = None
+    """Trains the source, which must then be a classifier; None: it stays as it is."""
+    data: DataSpec | None = None
+    """What it is trained on: pairs of completions. Given with optimizer, and only then."""
+
+    @model_validator(mode="after")
+    def _check_training(self) -> Self:
+        if (self.optimizer is None) != (self.data is None):
+            given, absent = (
+                ("data", "optimizer") if self.optimizer is None else ("optimizer", "data")
+            )
+            raise ValueError(
+                f"{given} is given without {absent}: give both to train the reward model, or "
+                "neither"
+            )
+        if self.optimizer is not None and not isinstance(self.source, ClassifierRewardSpec):
+            raise ValueError(
+                f"optimizer is given, but source.type is {self.source.type!r}, which has nothing "
+                "to train: leave optimizer and data out, or take a 'classifier'"
+            )
+        if self.optimizer is None and getattr(self.source, "new_head", False):
+            raise ValueError(
+                "source.new_head is true without optimizer: an untrained head scores everything "
+                "0; give optimizer and data, or a folder with a trained head"
+            )
+        return self
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""
         return HybridLayout(self.layout.layout())
+
+
+class CostSpec(RewardSpec):
+    """The cost role: a second reward, of what is to be kept low (arXiv 2310.12773)."""
