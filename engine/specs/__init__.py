@@ -4,7 +4,7 @@ One schema serves both ends. A recipe is made of these specs, and a service vali
 section it receives with the same class. Unknown keys are refused. Numbers state their unit.
 """
 
-from rolemesh.engine.specs.base import PartSpec, Spec
+from rolemesh.engine.specs.base import EstimatorPartSpec, PartSpec, Spec
 from rolemesh.engine.specs.data import (
     DataSpec,
     JsonlSpec,
@@ -12,19 +12,36 @@ from rolemesh.engine.specs.data import (
 )
 from rolemesh.engine.specs.estimators import (
     AdaptiveKlSpec,
+    CriticEstimatorSpec,
+    DrGrpoSpec,
     EstimatorSpec,
     FixedKlSpec,
     GaeSpec,
+    GroupEstimatorSpec,
+    GrpoSpec,
     KlControllerSpec,
     KlForm,
     KlPenaltySpec,
+    OnlineDpoSpec,
+    OverlongSpec,
+    ReinforcePlusPlusBaselineSpec,
+    ReinforcePlusPlusSpec,
+    RemaxSpec,
+    RlooSpec,
+    SafeRlhfSpec,
+    ShapedRewardSpec,
 )
 from rolemesh.engine.specs.losses import (
     AggregatedLossSpec,
     Aggregation,
+    CispoPolicyLossSpec,
+    GspoPolicyLossSpec,
     LossSpec,
+    PolicyLossSpec,
+    PolicyTermsSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
+    ReinforcePolicyLossSpec,
 )
 from rolemesh.engine.specs.models import (
     ComputeDtype,
@@ -60,6 +77,7 @@ from rolemesh.engine.specs.rollout import (
     SamplingSpec,
     VllmSpec,
 )
+from rolemesh.engine.specs.selection import RewardSpreadSpec, SelectionSpec
 
 __all__ = [
     "ActorSpec",
@@ -68,16 +86,23 @@ __all__ = [
     "Aggregation",
     "ArithmeticRewardSpec",
     "BradleyTerryLossSpec",
+    "CispoPolicyLossSpec",
     "ClassifierRewardSpec",
     "ComputeDtype",
     "CostSpec",
+    "CriticEstimatorSpec",
     "CriticSpec",
     "DataSpec",
     "DpoLossSpec",
+    "DrGrpoSpec",
+    "EstimatorPartSpec",
     "EstimatorSpec",
     "FixedKlSpec",
     "GaeSpec",
     "GenerateSpec",
+    "GroupEstimatorSpec",
+    "GrpoSpec",
+    "GspoPolicyLossSpec",
     "HfSpec",
     "JsonlSpec",
     "KlControllerSpec",
@@ -88,19 +113,32 @@ __all__ = [
     "LayoutSpec",
     "LossSpec",
     "ModelSpec",
+    "OnlineDpoSpec",
     "OptimizerSpec",
+    "OverlongSpec",
     "PartSpec",
+    "PolicyLossSpec",
+    "PolicyTermsSpec",
     "PpoPolicyLossSpec",
     "PpoValueLossSpec",
     "ReasoningGymRewardSpec",
     "ReasoningGymSpec",
     "ReferenceSpec",
+    "ReinforcePlusPlusBaselineSpec",
+    "ReinforcePlusPlusSpec",
+    "ReinforcePolicyLossSpec",
+    "RemaxSpec",
     "RewardSourceSpec",
     "RewardSpec",
+    "RewardSpreadSpec",
+    "RlooSpec",
     "RoleSpec",
     "RolloutSpec",
+    "SafeRlhfSpec",
     "SamplingSpec",
+    "SelectionSpec",
     "SftLossSpec",
+    "ShapedRewardSpec",
     "Spec",
     "VllmSpec",
 ]

@@ -22,3 +22,15 @@ class PartSpec(Spec):
     def columns(self) -> tuple[str, ...]:
         """Columns that it reads, besides tokens and prompt_lengths."""
         raise NotImplementedError(f"{type(self).__name__} does not say which columns it reads")
+
+
+class EstimatorPartSpec(PartSpec):
+    """A part that makes new columns of a batch from those that it has; no model takes part."""
+
+    def makes(self) -> tuple[str, ...]:
+        """Columns that it gives."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which columns it makes")
+
+    def baseline_columns(self) -> tuple[str, ...]:
+        """Columns that it reads of a second experience, with which it compares; none: no such."""
+        return ()

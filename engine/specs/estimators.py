@@ -1,12 +1,16 @@
-"""Advantage estimators and the KL that they may put into the reward."""
+"""Estimators: what makes advantages, or pairs, from rewards, and the KL in the reward.
+
+Rows with equal `prompt_ids` form one group, wherever they stand in the batch. A row without
+unmasked tokens takes no part: it is no member of its group, and no mean or deviation counts it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rolemesh.engine.specs.base import PartSpec, Spec
+from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
 
 
 class FixedKlSpec(Spec):
@@ -33,8 +37,8 @@ KlControllerSpec = Annotated[FixedKlSpec | AdaptiveKlSpec, Field(discriminator="
 KlForm = Literal["k1", "k2", "k3"]
 
 
-class KlPenaltySpec(PartSpec):
-    """What estimators share: a KL to the reference that may be part of the reward."""
+class KlPenaltySpec(EstimatorPartSpec):
+    """What estimators of advantages share: a KL to the reference that may be part of the reward."""
 
     kl_in_reward: KlControllerSpec | None = None
     """Penalise the reward of each token by coefficient * KL; None leaves rewards alone."""
@@ -51,10 +55,9 @@ class KlPenaltySpec(PartSpec):
         return ("advantages", "token_rewards")
 
 
-class GaeSpec(KlPenaltySpec):
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over completion tokens."""
+class CriticEstimatorSpec(KlPenaltySpec):
+    """What estimators with a critic share: generalised advantage estimation."""
 
-    type: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount a token."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -71,4 +74,203 @@ class GaeSpec(KlPenaltySpec):
         return (*super().makes(), "returns")
 
 
-EstimatorSpec = GaeSpec
+class GaeSpec(CriticEstimatorSpec):
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over completion tokens."""
+
+    type: Literal["gae"] = "gae"
+
+
+class SafeRlhfSpec(CriticEstimatorSpec):
+    """Safe RLHF (arXiv 2310.12773, eq. 30 and 31): rewards under a limit on the mean cost.
+
+    With the Lagrange multiplier lambda, a row earns
+
+        (reward - lambda * cost) / (1 + lambda)
+
+    and after each call ln lambda grows by multiplier_rate * lambda * (mean cost - cost_limit).
+    The paper trains one critic for rewards and one for costs; advantages are linear in both, so
+    here one critic learns the combination. `kl_in_reward` weighs the KL of that combination: its
+    coefficient is the paper's beta / 2.
+    """
+
+    type: Literal["safe_rlhf"] = "safe_rlhf"
+    cost_limit: float = 0.0
+    """Mean cost a row to hold; the paper's -d."""
+    initial_multiplier: float = Field(default=1.0, gt=0)
+    """lambda at the start."""
+    multiplier_rate: float = Field(default=0.1, gt=0)
+    """Learning rate of ln lambda."""
+    max_multiplier: float = Field(default=5.0, gt=0)
+    """lambda grows no further: its growth feeds on itself, and a limit that cannot be kept would
+    let it run away within a few steps."""
+
+    @model_validator(mode="after")
+    def _check_multiplier(self) -> Self:
+        if self.initial_multiplier > self.max_multiplier:
+            raise ValueError(
+                f"initial_multiplier is {self.initial_multiplier} and max_multiplier is "
+                f"{self.max_multiplier}: begin at or below the largest one"
+            )
+        return self
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of GAE, and costs."""
+        return (*super().columns(), "costs")
+
+
+class OverlongSpec(Spec):
+    """Soft punishment of long completions (DAPO, arXiv 2503.14476, eq. 13).
+
+    With L completion tokens (those between the policy's own, e.g. of tools, count too), a row's
+    reward changes by penalty times
+
+        0                                   for L <= max_length - buffer
+        (max_length - buffer - L) / buffer  up to max_length
+        -1                                  beyond
+    """
+
+    max_length: int = Field(ge=1)
+    """Completion tokens from which on the punishment is whole."""
+    buffer: int = Field(ge=1)
+    """Tokens before max_length over which it grows."""
+    penalty: float = Field(default=1.0, gt=0)
+    """The whole punishment, on the scale of rewards; 1 in the paper, whose rewards are 1 and -1."""
+
+    @model_validator(mode="after")
+    def _check_buffer(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError(
+                f"buffer is {self.buffer} and max_length is {self.max_length}: "
+                "the buffer is the last part of max_length"
+            )
+        return self
+
+
+class ShapedRewardSpec(KlPenaltySpec):
+    """What estimators without a critic share: a punishment of long completions."""
+
+    overlong: OverlongSpec | None = None
+    """Punish long completions before anything else; None leaves rewards alone."""
+
+
+class GroupEstimatorSpec(ShapedRewardSpec):
+    """What estimators share that compare a row with its group.
+
+    A row's score is its reward less the KL penalties of its tokens, and all its unmasked tokens
+    have the same advantage.
+    """
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of rewards, and which rows form a group."""
+        return (*super().columns(), "prompt_ids")
+
+
+class GrpoSpec(GroupEstimatorSpec):
+    """Group-relative advantages (GRPO, arXiv 2402.03300, section 4.1.2).
+
+        advantage = (score - mean of the group) / (std of the group + 1e-6)
+
+    The paper does not define its standard deviation: this one has n - 1 in the denominator, as in
+    verl and TRL. In a group of one there is nothing to compare with: its advantage is 0.
+    """
+
+    type: Literal["grpo"] = "grpo"
+    normalize_std: bool = True
+    """Divide by the group's standard deviation; false only subtracts the mean."""
+
+
+class DrGrpoSpec(GroupEstimatorSpec):
+    """Dr. GRPO (arXiv 2503.20783, section 3.2): score less the mean of the group, no division.
+
+    Its loss divides by a constant instead of lengths: aggregation "seq_sum_norm".
+    """
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+
+
+class RlooSpec(GroupEstimatorSpec):
+    """REINFORCE leave-one-out (RLOO, arXiv 2402.14740).
+
+        advantage = score - mean score of the group's other members
+
+    In a group of one there are no others: its advantage is 0 (verl takes the bare score, TRL
+    refuses such groups).
+    """
+
+    type: Literal["rloo"] = "rloo"
+
+
+class RemaxSpec(KlPenaltySpec):
+    """ReMax (arXiv 2310.10505, algorithm 1): the reward of the greedy completion is the baseline.
+
+        advantage[t] = rewards of token t and later ones, after the KL penalty, - greedy reward
+
+    The baseline is a second experience with one greedy row for each prompt of the batch.
+    """
+
+    type: Literal["remax"] = "remax"
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of rewards, and which prompt a row is of."""
+        return (*super().columns(), "prompt_ids")
+
+    def baseline_columns(self) -> tuple[str, ...]:
+        """Rewards of the greedy rows, and their prompts."""
+        return ("rewards", "prompt_ids")
+
+
+class ReinforcePlusPlusSpec(ShapedRewardSpec):
+    """REINFORCE++ (arXiv 2501.03262): returns of tokens, normalised over the batch.
+
+        advantage[t] = token reward[t] + gamma * advantage[t + 1]
+
+    then shifted and scaled to mean 0 and variance 1 over all unmasked tokens of the batch. The
+    token reward is that after the KL penalty, for which the paper takes k1.
+    """
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount a token."""
+
+
+class ReinforcePlusPlusBaselineSpec(GroupEstimatorSpec):
+    """REINFORCE++ with baseline (arXiv 2501.03262): less the group's mean, normalised over all.
+
+    Normalised as in `ReinforcePlusPlusSpec`: over all unmasked tokens, so that a long row weighs
+    more than a short one. A group of one is its own mean (verl takes 0 for the mean there).
+    """
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+
+
+class OnlineDpoSpec(EstimatorPartSpec):
+    """Pairs from sampled completions (online DPO, arXiv 2402.04792, algorithm 1).
+
+    The best and the worst row of a group by reward make a pair; of equals the first in the batch.
+    A group whose rewards are all equal makes none. The paper samples two completions a prompt and
+    asks a judge; here rewards judge, of any number.
+    """
+
+    type: Literal["online_dpo"] = "online_dpo"
+
+    def columns(self) -> tuple[str, ...]:
+        """Rewards, mask, and which rows form a group."""
+        return ("rewards", "loss_mask", "prompt_ids")
+
+    def makes(self) -> tuple[str, ...]:
+        """pair_ids (int64 row, -1: none) and preference (float32 row, 1, -1, or 0: neither)."""
+        return ("pair_ids", "preference")
+
+
+EstimatorSpec = Annotated[
+    GaeSpec
+    | SafeRlhfSpec
+    | GrpoSpec
+    | DrGrpoSpec
+    | RlooSpec
+    | RemaxSpec
+    | ReinforcePlusPlusSpec
+    | ReinforcePlusPlusBaselineSpec
+    | OnlineDpoSpec,
+    Field(discriminator="type"),
+]

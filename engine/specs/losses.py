@@ -36,16 +36,9 @@ class AggregatedLossSpec(PartSpec):
         return self
 
 
-class PpoPolicyLossSpec(AggregatedLossSpec):
-    """Clipped policy loss (arXiv 1707.06347, eq. 7), asymmetric and dual clip as options."""
+class PolicyTermsSpec(AggregatedLossSpec):
+    """What policy losses share: entropy and KL beside the policy term, aggregated as it is."""
 
-    type: Literal["ppo_policy"] = "ppo_policy"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Ratio is clipped above at 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bound c of arXiv 1912.09729, eq. 5, for negative advantages; None switches it off."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus."""
     kl_in_loss: float = Field(default=0.0, ge=0)
@@ -61,6 +54,81 @@ class PpoPolicyLossSpec(AggregatedLossSpec):
         return ("logprobs", "advantages", "loss_mask", *kl)
 
 
+class PpoPolicyLossSpec(PolicyTermsSpec):
+    """Clipped policy loss (arXiv 1707.06347, eq. 7), asymmetric and dual clip as options.
+
+    It is also the loss of GRPO (arXiv 2402.03300, eq. 3; aggregation "seq_mean_token_mean"), DAPO
+    (arXiv 2503.14476, eq. 8; clip_high above clip_low, "token_mean") and Dr. GRPO (arXiv
+    2503.20783; "seq_sum_norm").
+    """
+
+    type: Literal["ppo_policy"] = "ppo_policy"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound c of arXiv 1912.09729, eq. 5, for negative advantages; None switches it off."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Decoupled PPO (AReaL, arXiv 2505.24298, section 5.2): the ratio is that to the weights at
+    the start of the update, and each token's policy loss is weighted by their ratio to the weights
+    that sampled, truncated at this. None compares with the weights that sampled."""
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of a policy loss; log-probs at the start of the update with importance_cap."""
+        proximal = () if self.importance_cap is None else ("proximal_logprobs",)
+        return (*super().columns(), *proximal)
+
+
+class GspoPolicyLossSpec(PolicyTermsSpec):
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio for a whole row.
+
+    The ratio is exp(mean log-ratio of the row's unmasked tokens). The paper averages over rows,
+    which is the default aggregation here; libraries that average over all tokens let a long row
+    weigh more, which "token_mean" gives.
+    """
+
+    type: Literal["gspo"] = "gspo"
+    level: Literal["sequence", "token"] = "sequence"
+    """"token" is GSPO-token (eq. 13): the same ratio, but each token's gradient goes through its
+    own log-prob, so that advantages may differ within a row."""
+    aggregation: Aggregation = "seq_mean_token_mean"
+    """How token losses become one number."""
+    clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    """Ratio is clipped below at 1 - clip_low (section 5.1)."""
+    clip_high: float = Field(default=4e-4, gt=0)
+    """Ratio is clipped above at 1 + clip_high (section 5.1)."""
+
+
+class CispoPolicyLossSpec(PolicyTermsSpec):
+    """Clipped importance weights (CISPO, arXiv 2506.13585, eq. 4): no token loses its gradient.
+
+    A token's loss is -weight * advantage * logprob, where the weight is the clipped ratio, without
+    a gradient of its own.
+    """
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    """The weight is at least 1 - clip_low; None sets no lower bound, as in the paper."""
+    clip_high: float = Field(default=4.0, gt=0)
+    """The weight is at most 1 + clip_high. The paper gives no number; arXiv 2510.13786 finds
+    bounds from 4 to 8 alike."""
+
+
+class ReinforcePolicyLossSpec(PolicyTermsSpec):
+    """Plain policy gradient: -advantage * logprob (RLOO, arXiv 2402.14740; ReMax, 2310.10505).
+
+    Both papers sum over the tokens of a row, which is the default aggregation here.
+    """
+
+    type: Literal["reinforce"] = "reinforce"
+    aggregation: Aggregation = "seq_mean_token_sum"
+    """How token losses become one number."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Weigh each token by the ratio of the policy to the one that sampled, at most this and
+    without a gradient of its own; None weighs all by 1, which only holds on-policy."""
+
+
 class PpoValueLossSpec(AggregatedLossSpec):
     """Clipped squared error of values (PPO as in arXiv 2006.05990, section 3.1)."""
 
@@ -73,8 +141,17 @@ class PpoValueLossSpec(AggregatedLossSpec):
         return ("values", "returns", "loss_mask")
 
 
+PolicyLossSpec = Annotated[
+    PpoPolicyLossSpec | GspoPolicyLossSpec | CispoPolicyLossSpec | ReinforcePolicyLossSpec,
+    Field(discriminator="type"),
+]
+"""Losses that train a policy on sampled experience: they read logprobs and advantages."""
+
 LossSpec = Annotated[
     PpoPolicyLossSpec
+    | GspoPolicyLossSpec
+    | CispoPolicyLossSpec
+    | ReinforcePolicyLossSpec
     | PpoValueLossSpec
     | SftLossSpec
     | DpoLossSpec
@@ -82,3 +159,4 @@ LossSpec = Annotated[
     | BradleyTerryLossSpec,
     Field(discriminator="type"),
 ]
+"""Every loss: those above, and those on given data (`specs.preferences`)."""
