@@ -6,7 +6,7 @@ Owned by the rank's compute thread; no method is called from two threads at once
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -39,25 +39,35 @@ class RolloutTrajectory:
     """Natural log-prob of each completion token under the distribution it was drawn from."""
     finish_reason: Literal["stop", "length"]
     """"stop": a stop token ended it. "length": it was cut."""
-    policy_version: int
-    """Version of the weights that sampled it."""
+    policy_versions: Sequence[int]
+    """Version of the weights that sampled each completion token; never falls."""
 
 
 class RolloutBackend(ABC):
     """Samples completions with weights that it is handed.
 
-    Invariant: every trajectory carries the policy_version of the last whole weight update.
+    Invariant: every token carries the policy_version of the last whole weight update before it.
     After a failed update the back end is poisoned and refuses to generate until a whole one.
+
+    Weights may come in the middle of a generation, from `between_steps` alone. What runs then goes
+    on under the new ones, and its keys and values are computed again under them: the log-prob of
+    each token is that of its own version given all tokens before it, which a trainer that holds
+    this version can recompute. (Keys of old weights would spare a prefill of what runs, and their
+    tokens would come from a mixture that no version has.)
 
     Example::
 
         backend.update_weights(trainer.named_weights(), policy_version=3)
         for trajectory in backend.generate(requests, sampling):
-            ...  # in order of finishing, not of rows; trajectory.policy_version == 3
+            ...  # in order of finishing, not of rows; trajectory.policy_versions == [3, 3, 3]
     """
 
     policy_version: int
     """Version of the weights held; -1 before the first update."""
+
+    between_steps: Callable[[], None] | None = None
+    """Called before each decoding step of a generation, on the compute thread. It may update the
+    weights, where the rank samples alone; what it raises ends the generation."""
 
     takes_shards: ClassVar[bool] = False
     """Whether `update_shard` can be called."""
@@ -81,7 +91,8 @@ class RolloutBackend(ABC):
         """Replaces every weight by the given ones (Hugging Face names, global shapes).
 
         Caches computed under the old weights are dropped. Raises WeightsStaleError when a
-        parameter is missing or does not fit.
+        parameter is missing or does not fit, RuntimeError during a generation unless
+        `between_steps` calls it.
         """
 
     def update_shard(
@@ -101,6 +112,32 @@ class RolloutBackend(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} takes no parts of weights: call update_weights with whole ones"
         )
+
+    _num_updates = 0
+    """Whole updates so far."""
+    _is_between_steps = False
+    """Whether `between_steps` runs right now."""
+
+    def _pause(self) -> bool:
+        """Lets the owner of the back end act between two steps; True when it brought weights.
+
+        Raises:
+            WeightsStaleError: it tried, and the back end holds no whole set of weights now.
+        """
+        if self.between_steps is None:
+            return False
+        known = self._num_updates
+        self._is_between_steps = True
+        try:
+            self.between_steps()
+        finally:
+            self._is_between_steps = False
+        if self.policy_version < 0:
+            raise WeightsStaleError(
+                "an update in the middle of the generation failed, so the sampler holds no whole "
+                "set of weights: send one, and generate again"
+            )
+        return self._num_updates != known
 
     @abstractmethod
     def weight_checksums(self) -> Mapping[str, str]:

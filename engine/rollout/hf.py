@@ -36,6 +36,7 @@ class _RunningRow:
     generator: torch.Generator
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
 
 
 class HfBackend(RolloutBackend):
@@ -133,13 +134,12 @@ class HfBackend(RolloutBackend):
     def _decode(
         self, wave: list[_RunningRow], sampling: SamplingSpec
     ) -> Iterator[RolloutTrajectory]:
-        inputs_BP, attention_mask_BP = _pad_left([row.request.prompt_tokens for row in wave])
-        inputs = inputs_BP.to(self._device)
-        attention_mask = attention_mask_BP.to(self._device)
-        # A padded position has no meaning; 0 keeps it inside the rotary table.
-        positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+        inputs, attention_mask, positions = self._begin(wave)
         cache: Any = None
         while wave:
+            if self._pause():
+                inputs, attention_mask, positions = self._begin(wave)
+                cache = None
             with torch.no_grad():
                 outputs = self._model(
                     input_ids=inputs,
@@ -153,6 +153,8 @@ class HfBackend(RolloutBackend):
             cache = outputs.past_key_values
             tokens = _draw(outputs.logits[:, -1], wave, sampling)
             running: list[int] = []
+            for row in wave:
+                row.policy_versions.append(self.policy_version)
             for index, row in enumerate(wave):
                 reason = self._finish_reason(row)
                 if reason is None:
@@ -168,6 +170,21 @@ class HfBackend(RolloutBackend):
             attention_mask = torch.cat([attention_mask, torch.ones_like(inputs)], dim=-1)
             positions = positions[kept, -1:] + 1
 
+    def _begin(
+        self, wave: Sequence[_RunningRow]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inputs of a step without a cache: all tokens so far, their mask, their positions.
+
+        Returns:
+            int64 [B, P] each, P the longest row.
+        """
+        rows = [[*row.request.prompt_tokens, *row.tokens] for row in wave]
+        inputs_BP, attention_mask_BP = _pad_left(rows)
+        attention_mask = attention_mask_BP.to(self._device)
+        # A padded position has no meaning; 0 keeps it inside the rotary table.
+        positions = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+        return inputs_BP.to(self._device), attention_mask, positions
+
     def _finish_reason(self, row: _RunningRow) -> Literal["stop", "length"] | None:
         if row.tokens[-1] in self._folder.stop_tokens:
             return "stop"
@@ -179,7 +196,7 @@ class HfBackend(RolloutBackend):
             completion_tokens=row.tokens,
             logprobs=row.logprobs,
             finish_reason=reason,
-            policy_version=self.policy_version,
+            policy_versions=row.policy_versions,
         )
 
     def update_weights(
@@ -190,12 +207,12 @@ class HfBackend(RolloutBackend):
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The back end then refuses to
                 generate until a whole update.
-            RuntimeError: a generation is under way.
+            RuntimeError: a generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
         if policy_version < 0:
             raise ValueError(f"policy_version is {policy_version}: give a number from 0")
-        if self._is_generating:
+        if self._is_generating and not self._is_between_steps:
             raise RuntimeError("weights came during a generation: finish or close it first")
         self.policy_version = -1
         self._stale_reason = f"the update to policy_version {policy_version} failed"
@@ -203,6 +220,7 @@ class HfBackend(RolloutBackend):
         for name, tensor in self._expected.checked(weights):
             parameters[name].copy_(tensor)
         self.policy_version = policy_version
+        self._num_updates += 1
 
     def weight_checksums(self) -> Mapping[str, str]:
         """SHA-256 (hex) of each parameter, by Hugging Face name; tied ones under both names."""

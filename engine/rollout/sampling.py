@@ -116,9 +116,7 @@ def _assemble(
             "prompt_lengths": per_row([len(row.tokens) for row in rows], torch.int64),
             "logprobs": per_token(lambda t: t.logprobs, torch.float32),
             "loss_mask": per_token(lambda t: [1] * len(t.completion_tokens), torch.bool),
-            "policy_versions": per_token(
-                lambda t: [t.policy_version] * len(t.completion_tokens), torch.int64
-            ),
+            "policy_versions": per_token(lambda t: t.policy_versions, torch.int64),
             "prompt_ids": per_row([row.prompt_id for row in rows], torch.int64),
             "sample_indexes": per_row(sample_indexes, torch.int64),
             "finished": per_row([t.finish_reason == "stop" for t in trajectories], torch.bool),

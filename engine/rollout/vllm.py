@@ -55,7 +55,8 @@ class VllmBackend(RolloutBackend):
 
     Invariant: `policy_version` is that of the last whole update, or -1 while the engine holds no
     whole set of weights (at the start, after a failed update, asleep). At most one generation
-    runs at a time, and no update during it. Owned by the rank's compute thread.
+    runs at a time, and no update during it but from `between_steps`. Owned by the rank's compute
+    thread.
 
     One engine lives in a process at a time; `close` makes room for the next.
 
@@ -147,30 +148,43 @@ class VllmBackend(RolloutBackend):
 
         self._check_ready()
         self._is_generating = True
-        version = self.policy_version
         rows: dict[str, int] = {}
         engine_ids: dict[str, str] = {}
+        # Of each request: how many tokens it had when a version came, and the version.
+        versions: dict[str, list[tuple[int, int]]] = {}
         try:
             for request in requests:
                 request_id = str(next(self._request_numbers))
                 rows[request_id] = request.row
+                versions[request_id] = [(0, self.policy_version)]
                 engine_ids[request_id] = self._engine.add_request(
                     request_id,
                     tokens_input(list(request.prompt_tokens)),
                     self._sampling_params(request, sampling),
                 )
             while engine_ids:
+                if self._pause():
+                    for request_id, engine_id in engine_ids.items():
+                        versions[request_id].append(
+                            (self._num_sampled(engine_id), self.policy_version)
+                        )
                 with own_random_state():
                     outputs = self._engine.step()
                 for output in outputs:
                     if output.finished:
-                        del engine_ids[output.request_id]
-                        yield _trajectory(output, rows[output.request_id], version)
+                        request_id = output.request_id
+                        del engine_ids[request_id]
+                        yield _trajectory(output, rows[request_id], versions[request_id])
         finally:
             # Also when the caller stopped early or a step raised: the engine must be left empty.
             self._is_generating = False
             if engine_ids:
                 self._engine.abort_request(list(engine_ids.values()), internal=True)
+
+    def _num_sampled(self, engine_id: str) -> int:
+        """Tokens that a running request has by now."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        return int(scheduler.requests[engine_id].num_output_tokens)
 
     def _sampling_params(self, request: RolloutRequest, sampling: SamplingSpec) -> Any:
         from vllm import SamplingParams
@@ -204,7 +218,7 @@ class VllmBackend(RolloutBackend):
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
                 generate until a whole update.
-            RuntimeError: a generation is under way.
+            RuntimeError: a generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
         loaded: set[str] = set()
@@ -226,7 +240,7 @@ class VllmBackend(RolloutBackend):
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
                 generate until a whole update; other ranks are not told.
-            RuntimeError: a generation is under way.
+            RuntimeError: a generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
             Exception: what `tensors` raises; the engine then refuses in the same way.
         """
@@ -247,7 +261,7 @@ class VllmBackend(RolloutBackend):
         """Quarantines the engine while weights come, and after a failure."""
         if policy_version < 0:
             raise ValueError(f"policy_version is {policy_version}: give a number from 0")
-        if self._is_generating:
+        if self._is_generating and not self._is_between_steps:
             raise RuntimeError("weights came during a generation: finish or close it first")
         self.policy_version = -1
         self._stale_reason = f"the update to policy_version {policy_version} failed"
@@ -260,8 +274,11 @@ class VllmBackend(RolloutBackend):
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
         # Off by configuration; keys and values of old weights must not outlive them in any case.
-        self._engine.reset_prefix_cache()
+        # Requests that run are put back to the queue, which frees theirs: they begin again from
+        # all their tokens so far.
+        self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)
         self.policy_version = policy_version
+        self._num_updates += 1
 
     def _transfer(self, update_info: dict[str, Any]) -> None:
         self._engine.collective_rpc("start_weight_update")
@@ -386,7 +403,14 @@ def _make_engine(
     return engine
 
 
-def _trajectory(output: Any, row: int, policy_version: int) -> RolloutTrajectory:
+def _trajectory(output: Any, row: int, versions: Sequence[tuple[int, int]]) -> RolloutTrajectory:
+    """What a finished request brought.
+
+    Args:
+        output: vLLM's RequestOutput.
+        row: of the batch.
+        versions: (first token, policy_version from there on), ascending, from token 0.
+    """
     (completion,) = output.outputs
     tokens, logprobs = list(completion.token_ids), completion.logprobs
     if completion.finish_reason not in ("stop", "length"):
@@ -403,5 +427,11 @@ def _trajectory(output: Any, row: int, policy_version: int) -> RolloutTrajectory
         completion_tokens=tokens,
         logprobs=list(logprobs.logprobs),
         finish_reason=completion.finish_reason,
-        policy_version=policy_version,
+        policy_versions=[
+            version
+            for (start, version), stop in zip(
+                versions, [*(start for start, _ in versions[1:]), len(tokens)], strict=True
+            )
+            for _ in range(start, stop)
+        ],
     )

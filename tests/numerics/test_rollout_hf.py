@@ -19,6 +19,7 @@ from support.rollout_checks import (
     set_stop_tokens,
     tokens_by_row,
     trainer_checksums,
+    versions_of,
 )
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
@@ -65,7 +66,7 @@ def test_logprobs_are_those_of_a_full_forward(backend: HfBackend, model: PreTrai
     trajectories = list(backend.generate(requests, sampling))
     assert len(trajectories) == 12
     assert logprob_differences(model, requests, trajectories, 0.8).max() < FLOAT32_LOGPROB
-    assert {trajectory.policy_version for trajectory in trajectories} == {3}
+    assert versions_of(trajectories) == {3}
 
 
 def test_tokens_depend_on_the_seed_and_not_on_the_neighbours(backend: HfBackend) -> None:

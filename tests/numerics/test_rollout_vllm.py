@@ -24,6 +24,7 @@ from support.rollout_checks import (
     set_stop_tokens,
     tokens_by_row,
     trainer_checksums,
+    versions_of,
 )
 from support.sampler_shards import rank_shard, shard_tensors
 from support.tiny_models import write_tiny_llama
@@ -160,7 +161,7 @@ def test_logprobs_are_those_of_a_full_forward(
     sampling = SamplingSpec(max_new_tokens=40, temperature=temperature)
     trajectories = list(backend.generate(requests, sampling))
     assert len(trajectories) == 16
-    assert {trajectory.policy_version for trajectory in trajectories} == {3}
+    assert versions_of(trajectories) == {3}
     differences = logprob_differences(model, requests, trajectories, temperature)
     assert differences.mean() < FLOAT32_LOGPROB
 
@@ -198,7 +199,7 @@ def test_an_update_takes_effect_and_a_missed_one_shows(
         backend.update_weights(model.named_parameters(), version)
         trajectories = list(backend.generate(requests, sampling))
         assert logprob_differences(model, requests, trajectories).mean() < FLOAT32_LOGPROB
-        assert {trajectory.policy_version for trajectory in trajectories} == {version}
+        assert versions_of(trajectories) == {version}
         assert backend.weight_checksums() == expected
 
 
@@ -212,7 +213,7 @@ def test_parts_placed_by_one_rank_are_whole_weights_loaded(
         assert backend.weight_checksums() == trainer_checksums(model, torch.float32)
         trajectories = list(backend.generate(requests, sampling))
         assert logprob_differences(model, requests, trajectories).mean() < FLOAT32_LOGPROB
-        assert {trajectory.policy_version for trajectory in trajectories} == {version}
+        assert versions_of(trajectories) == {version}
     # The two ways can follow each other.
     perturb(model, seed=3)
     backend.update_weights(model.named_parameters(), 6)

@@ -22,6 +22,7 @@ from support.rollout_checks import (
     rounded_copy,
     set_stop_tokens,
     tokens_by_row,
+    versions_of,
 )
 from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
 from support.tiny_models import write_tiny_llama
@@ -245,7 +246,7 @@ def test_both_slices_sample_the_same_tokens(two_slices: list[Story]) -> None:
 def test_sliced_logprobs_are_those_of_a_full_forward(two_slices: list[Story], folder: Path) -> None:
     model = load_trainer_model(folder)
     for story in two_slices:
-        assert {trajectory.policy_version for trajectory in story.sampled} == {3}
+        assert versions_of(story.sampled) == {3}
         differences = logprob_differences(model, prompts(12), story.sampled)
         assert differences.mean() < LOGPROB_BOUND
 

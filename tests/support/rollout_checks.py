@@ -96,3 +96,11 @@ def trainer_checksums(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, s
 def tokens_by_row(trajectories: Iterable[RolloutTrajectory]) -> dict[int, list[int]]:
     """Completions by row, whatever order they arrived in."""
     return {trajectory.row: list(trajectory.completion_tokens) for trajectory in trajectories}
+
+
+def versions_of(trajectories: Iterable[RolloutTrajectory]) -> set[int]:
+    """Versions that sampled any token of them."""
+    trajectories = list(trajectories)
+    for trajectory in trajectories:
+        assert len(trajectory.policy_versions) == len(trajectory.completion_tokens)
+    return {version for trajectory in trajectories for version in trajectory.policy_versions}
