@@ -70,6 +70,7 @@ from rolemesh.engine.specs.roles import (
     ReferenceSpec,
     RewardSpec,
     RoleSpec,
+    RolloutRoleSpec,
 )
 from rolemesh.engine.specs.rollout import (
     HfSpec,
@@ -133,6 +134,7 @@ __all__ = [
     "RewardSpreadSpec",
     "RlooSpec",
     "RoleSpec",
+    "RolloutRoleSpec",
     "RolloutSpec",
     "SafeRlhfSpec",
     "SamplingSpec",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
 
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.models import GenerateSpec, LayoutSpec, ModelSpec, OptimizerSpec
@@ -42,6 +43,40 @@ class ActorSpec(RoleSpec):
     def rank_layout(self) -> HybridLayout:
         """Both layouts as rank arithmetic."""
         return HybridLayout(self.train.layout(), self.generate.layout())
+
+
+class ModelFolderSpec(Spec):
+    """A Hugging Face model folder of which weights are not read."""
+
+    path: Path
+    """Folder with config.json and tokenizer. Nothing is ever downloaded."""
+
+
+class RolloutRoleSpec(RoleSpec):
+    """The rollout role: samples apart from the trainer, with weights that the actor publishes."""
+
+    model: ModelFolderSpec
+    """Of the same model as the actor's."""
+    rollout: RolloutSpec
+    data: DataSpec
+    """The same as the actor's: both number the prompts."""
+    layout: LayoutSpec = LayoutSpec()
+    """How sampling is spread over ranks: tp slices a model, dp are generation replicas."""
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> Self:
+        if self.layout.fsdp is not None:
+            raise ValueError(
+                f"layout.fsdp is {self.layout.fsdp}: a sampler holds whole slices on each of its "
+                "dp replicas; leave fsdp out"
+            )
+        return self
+
+    def rank_layout(self) -> HybridLayout:
+        """The layout as rank arithmetic: all that would train in an actor generates here."""
+        return HybridLayout(
+            self.layout.layout(), GenerateLayout(pp=self.layout.pp, tp=self.layout.tp)
+        )
 
 
 class CriticSpec(RoleSpec):
