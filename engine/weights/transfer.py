@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -23,27 +21,26 @@ from rolemesh.engine.transport.base import (
     Transport,
 )
 from rolemesh.engine.weights.manifest import (
-    ITEM_BYTES,
-    DtypeName,
     ManifestError,
     RankShard,
     WeightLayout,
     num_elements,
 )
+from rolemesh.engine.weights.messages import (
+    TORCH_DTYPES,
+    Parcel,
+    Round,
+    buffer_bytes,
+    checksums,
+    copy_within,
+    make_parcels,
+    pack,
+    put,
+)
 from rolemesh.engine.weights.plan import Bucket, Copy, Plan
-
-TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Element types by their names in manifests."""
 
 _HEADER = struct.Struct("<8sq32s?")
 _MAGIC = b"rolemesh"
-_ALIGNMENT = 64
-"""Bytes to which messages are aligned in a buffer; not sent."""
 
 
 class TransferMismatchError(ValueError):
@@ -65,40 +62,6 @@ def plan_digest(plan: Plan) -> bytes:
         for copy in bucket.copies:
             digest.update(repr((copy, plan.wire_dtype(copy.parameter))).encode())
     return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A copy in a message."""
-
-    copy: Copy
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What goes to or comes from one peer in one round."""
-
-    peer: int
-    parts: tuple[_Part, ...]
-    start: int
-    """Where the message begins in the round's buffer."""
-    num_bytes: int
-
-    def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """uint8 [num_bytes] of the round's buffer."""
-        return buffer[self.start : self.start + self.num_bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One rank's side of a bucket."""
-
-    label: str
-    sends: tuple[_Parcel, ...]
-    receives: tuple[_Parcel, ...]
 
 
 class WeightTransfer:
@@ -288,7 +251,7 @@ class WeightTransfer:
                     f"to {self._device}, or transfer there"
                 )
 
-    def _round(self, bucket: Bucket, label: str) -> _Round | None:
+    def _round(self, bucket: Bucket, label: str) -> Round | None:
         sends: defaultdict[int, list[Copy]] = defaultdict(list)
         receives: defaultdict[int, list[Copy]] = defaultdict(list)
         for copy in bucket.copies:
@@ -298,31 +261,11 @@ class WeightTransfer:
                 receives[copy.source].append(copy)
         if not sends and not receives:
             return None
-        return _Round(label, self._parcels(sends), self._parcels(receives))
+        return Round(label, make_parcels(self._plan, sends), make_parcels(self._plan, receives))
 
-    def _parcels(self, copies_by_peer: Mapping[int, Sequence[Copy]]) -> tuple[_Parcel, ...]:
-        parcels = []
-        start = 0
-        for peer, copies in copies_by_peer.items():
-            parts = []
-            at = 0
-            # Wide elements first (otherwise in the plan's order), so that each piece is aligned
-            # to its own element type.
-            for copy in sorted(
-                copies, key=lambda copy: -ITEM_BYTES[self._plan.wire_dtype(copy.parameter)]
-            ):
-                stop = at + self._plan.wire_bytes(copy)
-                dtype = TORCH_DTYPES[self._plan.wire_dtype(copy.parameter)]
-                parts.append(_Part(copy, dtype, at, stop))
-                at = stop
-            parcels.append(_Parcel(peer, tuple(parts), start, at))
-            start += -(-at // _ALIGNMENT) * _ALIGNMENT
-        return tuple(parcels)
-
-    def _buffer(self, rounds: Iterable[tuple[_Parcel, ...]]) -> torch.Tensor:
+    def _buffer(self, rounds: Iterable[tuple[Parcel, ...]]) -> torch.Tensor:
         """uint8, large enough for the messages of any of the rounds."""
-        sizes = [parcel.start + parcel.num_bytes for parcels in rounds for parcel in parcels]
-        return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
+        return torch.empty(buffer_bytes(rounds), dtype=torch.uint8, device=self._device)
 
 
 class _Sent:
@@ -331,7 +274,7 @@ class _Sent:
     def __init__(
         self,
         transfer: WeightTransfer,
-        round_: _Round,
+        round_: Round,
         outgoing: torch.Tensor,
         incoming: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
@@ -341,7 +284,7 @@ class _Sent:
         self._exchanges: list[Exchange] = []
         self._sends = [Message(parcel.peer, parcel.of(outgoing)) for parcel in round_.sends]
         self._receives = [Message(parcel.peer, parcel.of(incoming)) for parcel in round_.receives]
-        _pack(round_.sends, outgoing, tensors)
+        pack(round_.sends, outgoing, tensors)
         self._sums: list[torch.Tensor] = []
 
     def start(self) -> None:
@@ -351,7 +294,7 @@ class _Sent:
             return
         device = self._transfer._device
         sums = [
-            Message(message.peer, _checksums(parcel, message.buffer).to(device))
+            Message(message.peer, checksums(parcel, message.buffer).to(device))
             for parcel, message in zip(self._round.sends, self._sends, strict=True)
         ]
         self._sums = [
@@ -373,7 +316,7 @@ class _Sent:
         for parcel, message, sums in zip(
             self._round.receives, self._receives, self._sums, strict=False
         ):
-            actual = _checksums(parcel, message.buffer)
+            actual = checksums(parcel, message.buffer)
             wrong = (actual != sums.cpu()).view(-1, 4).any(1).nonzero().flatten()
             if wrong.numel():
                 copy = parcel.parts[int(wrong[0])].copy
@@ -402,18 +345,18 @@ class _Arriving:
             if name not in self._transfer._num_parts:
                 yield name, self._take(name)
 
-    def prepare(self, round_: _Round) -> None:
+    def prepare(self, round_: Round) -> None:
         """Begins the tensors that a round brings something for."""
         for parcel in round_.receives:
             for part in parcel.parts:
                 self._begin(part.copy.target_tensor)
 
-    def unpack(self, round_: _Round, incoming: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def unpack(self, round_: Round, incoming: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Puts what a round brought into its tensors; those that are whole then."""
         for parcel in round_.receives:
             for part in parcel.parts:
                 name = part.copy.target_tensor
-                _put(self._begun[name], part, parcel.of(incoming))
+                put(self._begun[name], part, parcel.of(incoming))
                 yield from self._count(name)
 
     def _count(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -423,7 +366,7 @@ class _Arriving:
             return
         for copy in self._transfer._duplicates.get(name, ()):
             self._begin(copy.target_tensor)
-            _copy(copy, self._begun[name], self._begun[copy.target_tensor])
+            copy_within(copy, self._begun[name], self._begun[copy.target_tensor])
             yield from self._count(copy.target_tensor)
         yield name, self._take(name)
 
@@ -437,7 +380,7 @@ class _Arriving:
                 device=transfer._device,
             )
             for copy in transfer._local[name]:
-                _copy(copy, self._tensors[copy.source_tensor], tensor)
+                copy_within(copy, self._tensors[copy.source_tensor], tensor)
             self._begun[name] = tensor
         return self._begun[name]
 
@@ -472,42 +415,3 @@ def _tensor_dtypes(layout: WeightLayout, shard: RankShard) -> dict[str, torch.dt
                 )
             dtypes[name] = TORCH_DTYPES[known]
     return dtypes
-
-
-def _slices(origin: tuple[int, ...], copy: Copy) -> tuple[slice, ...]:
-    """Where a copy lies in the tensor in which its box begins at `origin`."""
-    return tuple(
-        slice(at, at + stop - start) for at, (start, stop) in zip(origin, copy.box, strict=True)
-    )
-
-
-@torch.no_grad()
-def _copy(copy: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
-    part = source[_slices(copy.source_origin, copy)]
-    target[_slices(copy.target_origin, copy)].copy_(part)
-
-
-@torch.no_grad()
-def _pack(
-    parcels: Sequence[_Parcel], outgoing: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Puts parts into messages, in the element type of the way."""
-    for parcel in parcels:
-        message = parcel.of(outgoing)
-        for part in parcel.parts:
-            source = tensors[part.copy.source_tensor]
-            held = source[_slices(part.copy.source_origin, part.copy)]
-            message[part.start : part.stop].view(part.dtype).view(held.shape).copy_(held)
-
-
-@torch.no_grad()
-def _put(tensor: torch.Tensor, part: _Part, message: torch.Tensor) -> None:
-    into = tensor[_slices(part.copy.target_origin, part.copy)]
-    into.copy_(message[part.start : part.stop].view(part.dtype).view(into.shape))
-
-
-def _checksums(parcel: _Parcel, message: torch.Tensor) -> torch.Tensor:
-    """uint8 [4 * parts]: CRC-32 of the bytes of each part."""
-    data = message.cpu().numpy().data
-    sums = [zlib.crc32(data[part.start : part.stop]) for part in parcel.parts]
-    return torch.frombuffer(bytearray(struct.pack(f"<{len(sums)}I", *sums)), dtype=torch.uint8)

@@ -35,6 +35,7 @@ from rolemesh.engine.transport.local import LocalTransport
 from rolemesh.engine.weights import transfer as transfer_module
 from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
 from rolemesh.engine.weights.manifest import ManifestError, WeightLayout
+from rolemesh.engine.weights.messages import pack
 from rolemesh.engine.weights.plan import Plan, make_plan
 from rolemesh.engine.weights.transfer import TransferMismatchError, WeightTransfer
 
@@ -253,7 +254,6 @@ def test_a_bucket_is_packed_while_the_last_one_travels_and_travels_while_it_is_u
     assert count >= 3
     weights = random_weights(source.manifest)
     notes: list[str] = []
-    pack = transfer_module._pack
 
     def run(transport: Transport) -> None:
         transfer = WeightTransfer(plan, transport.rank, transport, timeout_s=WAIT_S)
@@ -266,7 +266,7 @@ def test_a_bucket_is_packed_while_the_last_one_travels_and_travels_while_it_is_u
                     notes.append("packed")
                 pack(parcels, outgoing, tensors)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(transfer_module, "_pack", noted)
+            monkeypatch.setattr(transfer_module, "pack", noted)
             for name, _ in transfer.run(own):
                 notes.append(name)
         else:

@@ -19,8 +19,9 @@ from rolemesh.engine.weights.manifest import (
     RankShard,
     WeightLayout,
 )
+from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Plan
-from rolemesh.engine.weights.transfer import TORCH_DTYPES, WeightTransfer
+from rolemesh.engine.weights.transfer import WeightTransfer
 
 Weights = dict[str, torch.Tensor]
 WAIT_S = 60.0
