@@ -31,12 +31,28 @@ class LossScale:
     """Unmasked tokens."""
     num_rows: float
     """Rows with at least one unmasked token: a row that has nothing to learn dilutes nothing."""
+    num_wanted: float = 0.0
+    """Rows with preference 1; where there are pair_ids those of pairs only, so one a pair."""
+    num_unwanted: float = 0.0
+    """Rows with preference -1, counted alike."""
 
     @staticmethod
     def of(batch: Experience) -> LossScale:
         """Counts a mini-batch; it needs the column loss_mask."""
         counts = unmasked_per_row(*loss_mask_of(batch))
-        return LossScale(num_tokens=float(counts.sum()), num_rows=float((counts > 0).sum()))
+        num_wanted = num_unwanted = 0.0
+        if "preference" in batch:
+            preference_B = batch["preference"].values
+            if "pair_ids" in batch:
+                preference_B = preference_B[batch["pair_ids"].values >= 0]
+            num_wanted = float((preference_B > 0).sum())
+            num_unwanted = float((preference_B < 0).sum())
+        return LossScale(
+            num_tokens=float(counts.sum()),
+            num_rows=float((counts > 0).sum()),
+            num_wanted=num_wanted,
+            num_unwanted=num_unwanted,
+        )
 
     @staticmethod
     def total(scales: Iterable[LossScale]) -> LossScale:
@@ -45,6 +61,8 @@ class LossScale:
         return LossScale(
             num_tokens=sum(part.num_tokens for part in parts),
             num_rows=sum(part.num_rows for part in parts),
+            num_wanted=sum(part.num_wanted for part in parts),
+            num_unwanted=sum(part.num_unwanted for part in parts),
         )
 
     @property
@@ -56,6 +74,16 @@ class LossScale:
     def row_divisor(self) -> float:
         """num_rows, or 1 where there are none and every sum is 0 anyway."""
         return max(self.num_rows, 1.0)
+
+    @property
+    def pair_divisor(self) -> float:
+        """Pairs, which have a wanted row each, or 1 where there are none."""
+        return max(self.num_wanted, 1.0)
+
+    @property
+    def judged_divisor(self) -> float:
+        """Rows that are wanted or not, or 1 where there are none."""
+        return max(self.num_wanted + self.num_unwanted, 1.0)
 
 
 def token_weights(

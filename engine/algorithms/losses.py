@@ -30,6 +30,7 @@ __all__ = [
     "add_metrics",
     "loss_for",
     "make_loss",
+    "to_numbers",
 ]
 
 
@@ -43,6 +44,8 @@ class ModelOutputs:
     """float [N], entropy of the distribution that each token was drawn from, in nats."""
     values_N: torch.Tensor | None = None
     """float [N], values of the states before each token."""
+    scores_B: torch.Tensor | None = None
+    """float [B], a reward model's scores of the rows."""
 
 
 class Loss(Protocol):
@@ -50,7 +53,7 @@ class Loss(Protocol):
 
     columns: tuple[str, ...]
     """Columns it reads, besides tokens and prompt_lengths."""
-    needs: Literal["logprobs", "values"]
+    needs: Literal["logprobs", "values", "scores"]
     """The model output that it trains."""
     needs_entropy: bool
     """Whether it reads entropy."""
@@ -67,7 +70,7 @@ class Loss(Protocol):
 
         Returns:
             The scalar to run backward on, and metrics to combine with `add_metrics`. Without
-            unmasked tokens the scalar is 0 and still has a gradient, of zeros.
+            unmasked tokens (or pairs) the scalar is 0 and still has a gradient, of zeros.
         """
 
 
@@ -186,7 +189,7 @@ class PpoPolicyLoss:
             metrics |= {name: _share(numbers_M, scale) for name, numbers_M in per_token.items()}
             metrics["ratio_max"] = _maximum(ratio_M)
             metrics["sampler_logprob_diff_max"] = _maximum(difference_M)
-        return loss, _to_numbers({"loss": loss, "policy_loss": policy_loss, **metrics})
+        return loss, to_numbers({"loss": loss, "policy_loss": policy_loss, **metrics})
 
 
 @loss_for(PpoValueLossSpec)
@@ -234,7 +237,7 @@ class PpoValueLoss:
                 "values_mean": _share(values_M, scale),
                 "value_error_max": _maximum((values_M - returns_M).abs()),
             }
-        return loss, _to_numbers(metrics)
+        return loss, to_numbers(metrics)
 
 
 class _UnmaskedReader:
@@ -273,7 +276,7 @@ def _maximum(numbers_M: torch.Tensor) -> torch.Tensor:
     return numbers_M.max() if len(numbers_M) else numbers_M.new_zeros(())
 
 
-def _to_numbers(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
+def to_numbers(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
     """Moves all metrics off the device in one copy."""
     stacked = torch.stack([number.detach().double() for number in metrics.values()])
     return dict(zip(metrics, stacked.tolist(), strict=True))
