@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
+from rolemesh.engine.specs.preferences import KtoPointSpec
 
 
 class FixedKlSpec(Spec):
@@ -271,6 +272,7 @@ EstimatorSpec = Annotated[
     | RemaxSpec
     | ReinforcePlusPlusSpec
     | ReinforcePlusPlusBaselineSpec
-    | OnlineDpoSpec,
+    | OnlineDpoSpec
+    | KtoPointSpec,
     Field(discriminator="type"),
 ]

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.specs.base import PartSpec
+from rolemesh.engine.specs.base import EstimatorPartSpec, PartSpec
 
 PAIR_COLUMNS = ("pair_ids", "preference")
 """Rows with equal pair_ids belong together (-1: to no pair); preference is 1 for the chosen or
@@ -70,7 +70,7 @@ class KtoLossSpec(PartSpec):
         return ("reference_logprobs", "loss_mask", "preference", "kl_reference_point")
 
 
-class KtoPointSpec(PartSpec):
+class KtoPointSpec(EstimatorPartSpec):
     """The reference point z_0 of KTO: how far the policy is from the reference.
 
     It is estimated once a batch, with the weights that the batch begins with, and not anew for
