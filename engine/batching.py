@@ -1,6 +1,7 @@
 """How rows become forward passes: parts for ranks, token-budget micro-batches, right-padded.
 
-Padding exists only between here and the model; nothing stored or sent is padded.
+Padding exists only between here and the model; nothing stored or sent is padded. Rows may come in
+units: neighbours (of a group, of a pair) that stay together from the shuffle to the forward pass.
 
 Shape letters: B rows, T longest row, S all tokens, N completion tokens.
 """
@@ -19,8 +20,12 @@ __all__ = [
     "PAD_TOKEN",
     "PaddedRows",
     "balanced_partition",
+    "balanced_units",
+    "check_units",
     "micro_batches",
     "pad_rows",
+    "unit_lengths",
+    "unit_rows",
     "update_assignment",
 ]
 
@@ -28,16 +33,82 @@ PAD_TOKEN = 0
 """Fills the rectangle. Any id would do: no state that is read ever sees a pad."""
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def check_units(num_rows: int, rows_per_unit: int, *, what: str = "the batch") -> None:
+    """Raises ValueError unless rows can be cut into units.
+
+    Args:
+        num_rows: rows, in order.
+        rows_per_unit: neighbouring rows that stay together, at least 1.
+        what: has the rows; for the message.
+    """
+    if rows_per_unit < 1:
+        raise ValueError(f"rows_per_unit is {rows_per_unit}: give at least 1")
+    if num_rows % rows_per_unit:
+        raise ValueError(
+            f"{what} has {num_rows} rows, which is no multiple of rows_per_unit {rows_per_unit}: "
+            "give whole units"
+        )
+
+
+def unit_lengths(lengths: Sequence[int], rows_per_unit: int) -> list[int]:
+    """Tokens in each unit.
+
+    Args:
+        lengths: tokens in each row.
+        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
+
+    Raises:
+        ValueError: the rows are no multiple of rows_per_unit.
+    """
+    check_units(len(lengths), rows_per_unit)
+    return [
+        sum(lengths[first : first + rows_per_unit])
+        for first in range(0, len(lengths), rows_per_unit)
+    ]
+
+
+def unit_rows(units: Sequence[int], rows_per_unit: int) -> list[int]:
+    """The rows of units, in the order of the units.
+
+    Example: units (2, 0) of 2 rows each are the rows [4, 5, 0, 1].
+    """
+    return [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
+
+
+def balanced_units(
+    lengths: Sequence[int], num_parts: int, rows_per_unit: int = 1
+) -> list[list[int]]:
+    """Cuts rows into parts as `balanced_partition` does, but no unit apart.
+
+    Args:
+        lengths: tokens in each row.
+        num_parts: at least 1.
+        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
+
+    Returns:
+        Rows of each part, ascending.
+
+    Raises:
+        ValueError: a number is out of range, or the rows are no multiple of rows_per_unit.
+    """
+    parts = balanced_partition(unit_lengths(lengths, rows_per_unit), num_parts)
+    return [unit_rows(units, rows_per_unit) for units in parts]
+
+
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, rows_per_unit: int = 1
+) -> list[list[int]]:
     """Groups rows of similar length so that a padded group costs at most max_tokens.
 
-    The cost of a group is its rows times its longest row. Rows are taken longest first (ties by
-    index), so little is padded, the groups depend on nothing but the lengths, and the most
-    expensive pass comes first. A single row longer than max_tokens stands alone.
+    The cost of a group is its rows times its longest row. Units are taken by their longest row,
+    longest first (ties by index), so little is padded, the groups depend on nothing but the
+    lengths, and the most expensive pass comes first. A single unit that costs more than max_tokens
+    stands alone.
 
     Args:
         lengths: tokens in each row.
         max_tokens: budget of a group, padding included; at least 1.
+        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
 
     Returns:
         Row indexes, each exactly once.
@@ -46,23 +117,34 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}: give at least 1")
+    check_units(len(lengths), rows_per_unit)
+    longest_of = [
+        max(lengths[first : first + rows_per_unit])
+        for first in range(0, len(lengths), rows_per_unit)
+    ]
     groups: list[list[int]] = []
     longest = 0
-    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        if not groups or (len(groups[-1]) + 1) * longest > max_tokens:
+    for unit in sorted(range(len(longest_of)), key=lambda index: (-longest_of[index], index)):
+        if not groups or (len(groups[-1]) + rows_per_unit) * longest > max_tokens:
             groups.append([])
-            longest = lengths[row]
-        groups[-1].append(row)
+            longest = longest_of[unit]
+        groups[-1] += unit_rows([unit], rows_per_unit)
     return groups
 
 
 def update_assignment(
-    lengths: Sequence[int], *, epochs: int, mini_batch_rows: int, seed: int, num_parts: int
+    lengths: Sequence[int],
+    *,
+    epochs: int,
+    mini_batch_rows: int,
+    seed: int,
+    num_parts: int,
+    rows_per_unit: int = 1,
 ) -> list[list[list[int]]]:
     """Which rows each data-parallel rank trains on in each optimizer step of an update.
 
     Every rank works it out for itself. The mini-batches do not depend on num_parts: each epoch's
-    rows are shuffled (torch.randperm of a generator with the seed) and split in order, and each
+    units are shuffled (torch.randperm of a generator with the seed) and split in order, and each
     mini-batch is then cut by `balanced_partition`.
 
     Args:
@@ -72,22 +154,33 @@ def update_assignment(
             epoch may have fewer.
         seed: of the shuffles.
         num_parts: data-parallel ranks.
+        rows_per_unit: neighbouring rows that stay together; 1: each row for itself. Divides the
+            rows and mini_batch_rows.
 
     Returns:
-        Rows by mini-batch and part, in the order in which they were drawn. A mini-batch of fewer
-        rows than parts leaves parts empty.
+        Rows by mini-batch and part, in the order in which their units were drawn. A mini-batch of
+        fewer units than parts leaves parts empty.
     """
     for name, number in (("epochs", epochs), ("mini_batch_rows", mini_batch_rows)):
         if number < 1:
             raise ValueError(f"{name} is {number}: give at least 1")
+    lengths_of_units = unit_lengths(lengths, rows_per_unit)
+    if mini_batch_rows % rows_per_unit:
+        raise ValueError(
+            f"mini_batch_rows is {mini_batch_rows}, no multiple of rows_per_unit {rows_per_unit}: "
+            "give whole units"
+        )
     shuffle = torch.Generator().manual_seed(seed)
     assignment = []
+    step = mini_batch_rows // rows_per_unit
     for _ in range(epochs):
-        order: list[int] = torch.randperm(len(lengths), generator=shuffle).tolist()
-        for start in range(0, len(order), mini_batch_rows):
-            rows = order[start : start + mini_batch_rows]
-            parts = balanced_partition([lengths[row] for row in rows], num_parts)
-            assignment.append([[rows[place] for place in part] for part in parts])
+        order: list[int] = torch.randperm(len(lengths_of_units), generator=shuffle).tolist()
+        for start in range(0, len(order), step):
+            units = order[start : start + step]
+            parts = balanced_partition([lengths_of_units[unit] for unit in units], num_parts)
+            assignment.append(
+                [unit_rows([units[place] for place in part], rows_per_unit) for part in parts]
+            )
     return assignment
 
 
@@ -99,6 +192,7 @@ def rows_of_update(
     seed: int,
     num_parts: int,
     part: int,
+    rows_per_unit: int = 1,
 ) -> list[int]:
     """Rows that one data-parallel rank trains on in any step of an update, ascending.
 
@@ -109,9 +203,15 @@ def rows_of_update(
         seed: see `update_assignment`.
         num_parts: data-parallel ranks.
         part: this one of them.
+        rows_per_unit: see `update_assignment`.
     """
     assignment = update_assignment(
-        lengths, epochs=epochs, mini_batch_rows=mini_batch_rows, seed=seed, num_parts=num_parts
+        lengths,
+        epochs=epochs,
+        mini_batch_rows=mini_batch_rows,
+        seed=seed,
+        num_parts=num_parts,
+        rows_per_unit=rows_per_unit,
     )
     return sorted({row for parts in assignment for row in parts[part]})
 

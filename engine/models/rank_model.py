@@ -97,19 +97,21 @@ class RankModel(nn.Module):
             return hidden_BTD
         return self.model.finish(hidden_BTD, rows, **arguments)
 
-    def micro_batches(self, batch: Experience) -> list[MicroBatch]:
+    def micro_batches(self, batch: Experience, rows_per_unit: int = 1) -> list[MicroBatch]:
         """Groups the rows of a batch; see `batching.micro_batches`. Uses no collective.
 
         Args:
             batch: with the columns tokens and prompt_lengths.
+            rows_per_unit: neighbouring rows that share a micro-batch; 1: each row for itself.
 
         Raises:
-            ValueError: rows cannot be laid out, or a token is not in the vocabulary.
+            ValueError: rows cannot be laid out or are no whole units, or a token is not in the
+                vocabulary.
         """
         check_in_vocabulary(batch["tokens"].values, self.model.config)
         found = []
         lengths = batch["tokens"].lengths().tolist()
-        for group in micro_batches(lengths, self.model.spec.micro_batch_tokens):
+        for group in micro_batches(lengths, self.model.spec.micro_batch_tokens, rows_per_unit):
             rows = torch.tensor(group, dtype=torch.int64)
             part = batch.select(rows)
             found.append(MicroBatch(rows, part, pad_rows(part, self.device)))

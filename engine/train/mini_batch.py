@@ -32,6 +32,8 @@ def accumulate(
     *,
     temperature: float,
     progress: Progress | None,
+    rows_per_unit: int = 1,
+    weight: float = 1.0,
 ) -> tuple[dict[str, float], Experience]:
     """Adds the gradients of a loss over a mini-batch to those of the parameters.
 
@@ -45,6 +47,8 @@ def accumulate(
         loss: what to minimise.
         temperature: of a policy's softmax.
         progress: called after each micro-batch.
+        rows_per_unit: neighbouring places that share a micro-batch; 1: each row for itself.
+        weight: of the gradients; metrics are not weighted.
 
     Returns:
         Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
@@ -61,7 +65,7 @@ def accumulate(
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, float, float]]:
         columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
-        passes = rank_model.micro_batches(part)
+        passes = rank_model.micro_batches(part, rows_per_unit)
         counts = LossScale.of(part)
         _try(loss, filler_rows(part), counts)
         return (part, passes), (len(passes), counts.num_tokens, counts.num_rows)
@@ -81,7 +85,7 @@ def accumulate(
         share, metrics = loss(found, passes[number].part, scale)
         add_metrics(shares, metrics)
         collector.add(passes[number], {loss.needs: trained_N})
-        return share
+        return share if weight == 1.0 else weight * share
 
     arguments: dict[str, Any] = {}
     if loss.needs == "logprobs":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolemesh.engine.batching import balanced_partition, update_assignment
+from rolemesh.engine.batching import balanced_units, update_assignment
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.mesh import RankGroup
 
@@ -53,18 +53,25 @@ class HeldRows:
                     f"{self.lengths[row]}: give the lengths of the whole batch"
                 )
 
-    def of_mini_batch(self, dp: RankGroup) -> list[int]:
+    def of_mini_batch(self, dp: RankGroup, rows_per_unit: int = 1) -> list[int]:
         """Places of this rank's part, where the whole batch is one mini-batch; rows ascend.
 
         Raises:
-            ValueError: there are no rows, or one of the part's is not held.
+            ValueError: there are no rows, they are no whole units, or one of the part's is not
+                held.
         """
         if not self.lengths:
             raise ValueError("the batch has 0 rows: give at least one")
-        return self._places(balanced_partition(self.lengths, dp.size)[dp.index])
+        return self._places(balanced_units(self.lengths, dp.size, rows_per_unit)[dp.index])
 
     def of_update(
-        self, dp: RankGroup, *, epochs: int, mini_batch_rows: int, seed: int
+        self,
+        dp: RankGroup,
+        *,
+        epochs: int,
+        mini_batch_rows: int,
+        seed: int,
+        rows_per_unit: int = 1,
     ) -> list[list[int]]:
         """Places of this rank's part of each mini-batch; see `batching.update_assignment`.
 
@@ -77,8 +84,17 @@ class HeldRows:
             mini_batch_rows=mini_batch_rows,
             seed=seed,
             num_parts=dp.size,
+            rows_per_unit=rows_per_unit,
         )
-        return [self._places(parts[dp.index]) for parts in assignment]
+        return self.places([parts[dp.index] for parts in assignment])
+
+    def places(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Places of rows of the whole batch.
+
+        Raises:
+            ValueError: a row is not held.
+        """
+        return [self._places(part) for part in parts]
 
     def _places(self, rows: Sequence[int]) -> list[int]:
         absent = [row for row in rows if row not in self._place_of]
@@ -86,6 +102,6 @@ class HeldRows:
             raise ValueError(
                 f"this rank trains on row {absent[0]} ({len(absent)} such rows), but the batch "
                 "does not hold it: give it the rows of `batching.update_assignment` (update) or "
-                "`balanced_partition` (forward_backward)"
+                "`balanced_units` (forward_backward)"
             )
         return [self._place_of[row] for row in rows]

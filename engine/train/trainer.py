@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from rolemesh.engine.agreement import prepare_together
-from rolemesh.engine.algorithms.losses import add_metrics, make_loss
+from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
@@ -24,10 +24,12 @@ from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import ComputeDtype, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.mini_batch import accumulate
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer
 from rolemesh.engine.train.rows import HeldRows
+from rolemesh.engine.train.step_metrics import StepMetrics
 from rolemesh.engine.weights.export import gathered, write_model_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
@@ -39,9 +41,6 @@ _TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
     "values": (ValueModel, "a value loss"),
 }
 """By a loss's needs: the model that has them, and what the loss is called."""
-
-SAMPLER_METRICS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max")
-"""They compare sampler and trainer at equal weights, which only the first mini-batch has."""
 
 
 class GradientPendingError(RuntimeError):
@@ -145,10 +144,11 @@ class Trainer:
         *,
         rows: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        rows_per_unit: int = 1,
     ) -> dict[str, float]:
         """Adds the gradients of a loss over a mini-batch to those already accumulated.
 
-        Each data-parallel replica takes its rows of the mini-batch: `balanced_partition` by length.
+        Each data-parallel replica takes its rows of the mini-batch: `balanced_units` by length.
 
         Args:
             batch: with tokens, prompt_lengths and the columns that the loss names.
@@ -157,6 +157,8 @@ class Trainer:
             rows: which rows of the mini-batch those of `batch` are; this rank's must be among them.
                 None: all of them, in order.
             lengths: tokens in each row of the mini-batch, where `rows` is given.
+            rows_per_unit: neighbouring rows of the mini-batch that go to the same replica and
+                forward pass; 1: each row for itself.
 
         Returns:
             The loss's metrics, "loss" among them, over the whole mini-batch.
@@ -166,7 +168,7 @@ class Trainer:
             ColumnMissingError: the batch lacks a column.
         """
         metrics, _ = self.forward_backward_with_outputs(
-            batch, loss_spec, progress, rows=rows, lengths=lengths
+            batch, loss_spec, progress, rows=rows, lengths=lengths, rows_per_unit=rows_per_unit
         )
         return metrics
 
@@ -178,6 +180,7 @@ class Trainer:
         *,
         rows: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        rows_per_unit: int = 1,
     ) -> tuple[dict[str, float], Experience]:
         """As `forward_backward`; also returns the column logprobs or values of its forward.
 
@@ -185,15 +188,19 @@ class Trainer:
 
         Returns:
             Metrics; and the outputs for this replica's rows in ascending order
-            (`balanced_partition(lengths, dp)[own]`), on the last stage; no rows on other stages.
+            (`balanced_units(lengths, dp, rows_per_unit)[own]`), on the last stage; no rows on
+            other stages.
         """
         try:
             places, _ = prepare_together(
-                lambda: (HeldRows(batch, rows, lengths).of_mini_batch(self.mesh.dp), None),
+                lambda: (
+                    HeldRows(batch, rows, lengths).of_mini_batch(self.mesh.dp, rows_per_unit),
+                    None,
+                ),
                 self.mesh.dp,
                 self.model.device,
             )
-            return self._accumulate(batch, places, loss_spec, progress)
+            return self._accumulate(batch, places, loss_spec, progress, rows_per_unit=rows_per_unit)
         except BaseException:
             self.drop_gradients()
             raise
@@ -204,6 +211,9 @@ class Trainer:
         places: Sequence[int],
         loss_spec: LossSpec,
         progress: Progress | None,
+        *,
+        rows_per_unit: int = 1,
+        weight: float = 1.0,
     ) -> tuple[dict[str, float], Experience]:
         loss = make_loss(loss_spec)
         self._check_model(*_TRAINED_BY[loss.needs])
@@ -214,6 +224,8 @@ class Trainer:
             loss,
             temperature=getattr(loss_spec, "temperature", 1.0),
             progress=progress,
+            rows_per_unit=rows_per_unit,
+            weight=weight,
         )
         self._has_gradient = True
         return metrics, outputs
@@ -254,6 +266,8 @@ class Trainer:
         progress: Progress | None = None,
         rows: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
+        rows_per_unit: int = 1,
+        auxiliary: Sequence[AuxiliaryLoss] = (),
     ) -> dict[str, float]:
         """Trains: for each epoch, an optimizer step for each mini-batch of shuffled rows.
 
@@ -274,49 +288,70 @@ class Trainer:
             rows: which rows of the whole batch those of `batch` are; all that this rank trains on
                 must be among them. None: all of them, in order.
             lengths: tokens in each row of the whole batch, where `rows` is given.
+            rows_per_unit: neighbouring rows of the whole batch that go to the same mini-batch,
+                replica and forward pass; divides mini_batch_rows. 1: each row for itself.
+            auxiliary: further losses over rows of their own.
 
         Returns:
             Means over mini-batches (maxima for names ending in "_max") of the loss's metrics,
             grad_norm and learning_rate; sampler_logprob_diff_* of the first mini-batch alone,
-            the only one whose weights the sampler had; and optimizer_steps.
+            the only one whose weights the sampler had; optimizer_steps; and metrics of auxiliary
+            losses, "auxiliary/<type>/" before each name, over the steps that had rows of theirs.
 
         Raises:
             LossNotFiniteError: see `forward_backward` and `optim_step`.
-            ValueError: a number is out of range, or a row that this rank needs is not in `batch`.
+            ValueError: a number is out of range, a row that this rank needs is not in `batch`, or
+                a loss needs another output than this model has.
         """
         self.drop_gradients()
-        steps, _ = prepare_together(
+        check_auxiliary(auxiliary)
+        for spec in (loss_spec, *(extra.loss for extra in auxiliary)):
+            self._check_model(*_TRAINED_BY[make_loss(spec).needs])
+        (steps, extra_steps), _ = prepare_together(
             lambda: (
-                HeldRows(batch, rows, lengths).of_update(
-                    self.mesh.dp, epochs=epochs, mini_batch_rows=mini_batch_rows, seed=seed
+                self._places_of_update(
+                    HeldRows(batch, rows, lengths),
+                    auxiliary,
+                    epochs=epochs,
+                    mini_batch_rows=mini_batch_rows,
+                    seed=seed,
+                    rows_per_unit=rows_per_unit,
                 ),
                 None,
             ),
             self.mesh.dp,
             self.model.device,
         )
-        num_rows = sum(len(places) for places in steps)
-        totals: dict[str, float] = {}
-        first: dict[str, float] = {}
-        num_steps = done = 0
-        for places in steps:
-            within = _shifted(progress, done, num_rows)
+        num_rows = sum(len(places) for part in (steps, *extra_steps) for places in part)
+        means = StepMetrics()
+        done = 0
+        for step, places in enumerate(steps):
             try:
-                metrics, _ = self._accumulate(batch, places, loss_spec, within)
+                metrics, _ = self._accumulate(
+                    batch,
+                    places,
+                    loss_spec,
+                    _shifted(progress, done, num_rows),
+                    rows_per_unit=rows_per_unit,
+                )
+                done += len(places)
+                for extra, extra_places in zip(auxiliary, extra_steps, strict=True):
+                    if not extra.has_rows(step, len(steps)):
+                        continue
+                    found, _ = self._accumulate(
+                        extra.batch,
+                        extra_places[step],
+                        extra.loss,
+                        _shifted(progress, done, num_rows),
+                        weight=extra.weight,
+                    )
+                    metrics |= {extra.prefix + name: number for name, number in found.items()}
+                    done += len(extra_places[step])
             except BaseException:
                 self.drop_gradients()
                 raise
-            metrics |= self.optim_step()
-            sampler = {name: metrics.pop(name) for name in SAMPLER_METRICS if name in metrics}
-            first = first or sampler
-            add_metrics(totals, metrics)
-            num_steps += 1
-            done += len(places)
-        means = {
-            name: total if name.endswith("_max") else total / num_steps
-            for name, total in totals.items()
-        }
-        return {**means, **first, "optimizer_steps": float(num_steps)}
+            means.add(metrics | self.optim_step())
+        return {**means.result(), "optimizer_steps": float(len(steps))}
 
     # --- weights --------------------------------------------------------------------------
 
@@ -428,6 +463,26 @@ class Trainer:
         )
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _places_of_update(
+        self,
+        held: HeldRows,
+        auxiliary: Sequence[AuxiliaryLoss],
+        *,
+        epochs: int,
+        mini_batch_rows: int,
+        seed: int,
+        rows_per_unit: int,
+    ) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """This rank's places in each optimizer step: of the main loss, and of each further one."""
+        steps = held.of_update(
+            self.mesh.dp,
+            epochs=epochs,
+            mini_batch_rows=mini_batch_rows,
+            seed=seed,
+            rows_per_unit=rows_per_unit,
+        )
+        return steps, [extra.places(self.mesh.dp, len(steps)) for extra in auxiliary]
 
     def _check_model(self, model_class: type[TrainedModel], what: str) -> None:
         if not isinstance(self.model, model_class):

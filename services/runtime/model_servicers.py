@@ -12,12 +12,13 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import Message
 
 from rolemesh.engine.algorithms.losses import make_loss
-from rolemesh.engine.batching import rows_of_update
+from rolemesh.engine.batching import rows_of_update, unit_lengths
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import LossSpec
+from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.runtime.estimate_servicer import EstimateServicer, algorithm_part
@@ -98,7 +99,9 @@ class TrainerServicer(EstimateServicer):
         async def work(call: Call) -> Message:
             loss = algorithm_part(LossSpec, request.loss)
             lengths = row_tokens(request.experience)
-            share = self._runtime.share("3D_PROTO", lengths)
+            rows_per_unit = _rows_per_unit(request.rows_per_unit, len(lengths))
+            units = self._runtime.share("3D_PROTO", unit_lengths(lengths, rows_per_unit))
+            share = units.times(rows_per_unit)
             batch = await self._pull_for(loss, request.experience, share.rows, call)
             metrics, outputs = await call.compute(
                 self._role.trainer.forward_backward_with_outputs,
@@ -107,6 +110,7 @@ class TrainerServicer(EstimateServicer):
                 call.progress,
                 rows=share.rows,
                 lengths=lengths,
+                rows_per_unit=rows_per_unit,
             )
             return trainer_pb2.ForwardBackwardResult(
                 report=call.report(metrics, batch.num_tokens if share.counts else 0),
@@ -155,6 +159,9 @@ class TrainerServicer(EstimateServicer):
             trainer = self._role.trainer
             seed = derive_seed(self._role.run_seed, request.key.step, self._role.name, "update")
             lengths = row_tokens(request.experience)
+            rows_per_unit = _rows_per_unit(
+                request.rows_per_unit, len(lengths), request.mini_batch_rows
+            )
             rows = rows_of_update(
                 lengths,
                 epochs=request.epochs,
@@ -162,8 +169,14 @@ class TrainerServicer(EstimateServicer):
                 seed=seed,
                 num_parts=trainer.mesh.dp.size,
                 part=trainer.mesh.dp.index,
+                rows_per_unit=rows_per_unit,
             )
             batch = await self._pull_for(loss, request.experience, rows, call)
+            num_steps = request.epochs * -(-len(lengths) // request.mini_batch_rows)
+            auxiliary = [
+                await self._auxiliary(extra, num_steps, call) for extra in request.auxiliary
+            ]
+            num_tokens = sum(held.num_tokens for held in (batch, *(x.batch for x in auxiliary)))
             counts = trainer.mesh.model.is_first
 
             def update() -> tuple[dict[str, float], int]:
@@ -178,19 +191,37 @@ class TrainerServicer(EstimateServicer):
                     progress=call.progress,
                     rows=rows,
                     lengths=lengths,
+                    rows_per_unit=rows_per_unit,
+                    auxiliary=auxiliary,
                 )
                 return metrics, trainer.policy_version
 
             metrics, policy_version = await call.compute(update)
             return trainer_pb2.UpdateResult(
                 policy_version=policy_version,
-                report=call.report(metrics, batch.num_tokens if counts else 0),
+                report=call.report(metrics, num_tokens if counts else 0),
             )
 
         async for response in self._runtime.keyed(
             request, context, trainer_pb2.UpdateResponse, work
         ):
             yield response
+
+    async def _auxiliary(
+        self, extra: trainer_pb2.AuxiliaryLoss, num_steps: int, call: Call
+    ) -> AuxiliaryLoss:
+        """A further loss with this rank's rows of it."""
+        loss = algorithm_part(LossSpec, extra.loss)
+        lengths = row_tokens(extra.experience)
+        dp = self._role.trainer.mesh.dp
+        rows = rows_of_auxiliary(lengths, num_steps=num_steps, num_parts=dp.size, part=dp.index)
+        return AuxiliaryLoss(
+            batch=await self._pull_for(loss, extra.experience, rows, call),
+            loss=loss,
+            weight=extra.weight,
+            rows=rows,
+            lengths=lengths,
+        )
 
     async def _pull_for(
         self,
@@ -201,6 +232,24 @@ class TrainerServicer(EstimateServicer):
     ) -> Experience:
         columns = dict.fromkeys((*TRAJECTORY, *make_loss(loss).columns))
         return await self._runtime.pull(ref, list(columns), call, rows=rows)
+
+
+def _rows_per_unit(asked: int, num_rows: int, mini_batch_rows: int = 0) -> int:
+    """Rows of a unit, 0 meaning 1; raises InvalidRequestError where units would be cut apart."""
+    if asked < 0:
+        raise InvalidRequestError(
+            f"rows_per_unit is {asked}: give at least 1, or 0 for rows by themselves",
+            reason="SPEC_INVALID",
+        )
+    rows_per_unit = asked or 1
+    for name, number in (("the batch's rows", num_rows), ("mini_batch_rows", mini_batch_rows)):
+        if number % rows_per_unit:
+            raise InvalidRequestError(
+                f"{name} are {number}, which is no multiple of rows_per_unit {rows_per_unit}: "
+                "give whole units",
+                reason="SPEC_INVALID",
+            )
+    return rows_per_unit
 
 
 def _expect_version(trainer: Trainer, expected: int) -> None:

@@ -85,7 +85,7 @@ def measure(at: RankContext, job: Job, repetitions: int) -> dict[str, list[tuple
         for repetition in range(repetitions + 1):
             for name, parts in partitions(lengths).items():
                 # The trainer always balances: give it another way of cutting for this step.
-                trained_rows.balanced_partition = lambda _lengths, _parts, found=parts: found
+                trained_rows.balanced_units = lambda _lengths, _parts, _unit, found=parts: found
                 mesh_is_ready(mesh)
                 began, computed = time.perf_counter(), time.thread_time()
                 trainer.forward_backward(job.batch, job.loss)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rolemesh.engine.batching import (
     balanced_partition,
+    balanced_units,
     micro_batches,
     pad_rows,
     update_assignment,
@@ -135,4 +136,83 @@ def test_sizes_of_an_update_below_one_are_refused(
             mini_batch_rows=mini_batch_rows,
             seed=0,
             num_parts=num_parts,
+        )
+
+
+# --- units --------------------------------------------------------------------------------
+
+UNITS = st.integers(1, 4).flatmap(
+    lambda size: st.tuples(
+        st.just(size),
+        st.lists(st.lists(st.integers(1, 40), min_size=size, max_size=size), max_size=12),
+    )
+)
+"""(rows_per_unit, lengths of each unit's rows)."""
+
+
+def _units_of(rows: list[int], rows_per_unit: int) -> list[int]:
+    """The units of rows; fails where one is cut apart or out of order."""
+    found = rows[::rows_per_unit]
+    assert rows == [first + row for first in found for row in range(rows_per_unit)]
+    assert all(first % rows_per_unit == 0 for first in found)
+    return [first // rows_per_unit for first in found]
+
+
+@given(UNITS, st.integers(1, 100))
+def test_micro_batches_cut_no_unit(units: tuple[int, list[list[int]]], max_tokens: int) -> None:
+    rows_per_unit, by_unit = units
+    lengths = [length for unit in by_unit for length in unit]
+    groups = micro_batches(lengths, max_tokens, rows_per_unit)
+    found = [_units_of(group, rows_per_unit) for group in groups]
+    assert sorted(unit for group in found for unit in group) == list(range(len(by_unit)))
+    for group in groups:
+        cost = len(group) * max(lengths[row] for row in group)
+        assert cost <= max_tokens or len(group) == rows_per_unit
+
+
+@given(UNITS, st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
+def test_an_update_cuts_no_unit(
+    units: tuple[int, list[list[int]]], epochs: int, units_per_step: int, num_parts: int
+) -> None:
+    rows_per_unit, by_unit = units
+    arguments = {"epochs": epochs, "seed": 3, "num_parts": num_parts}
+    assignment = update_assignment(
+        [length for unit in by_unit for length in unit],
+        mini_batch_rows=units_per_step * rows_per_unit,
+        rows_per_unit=rows_per_unit,
+        **arguments,
+    )
+    # Units are dealt out as rows of their total length are.
+    expected = update_assignment(
+        [sum(unit) for unit in by_unit], mini_batch_rows=units_per_step, **arguments
+    )
+    found = [[_units_of(rows, rows_per_unit) for rows in parts] for parts in assignment]
+    assert found == expected
+
+
+def test_parts_of_a_mini_batch_cut_no_unit() -> None:
+    lengths = [9, 9, 1, 1, 5, 4, 8, 2]
+    assert balanced_units(lengths, 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert balanced_units(lengths, 2) == balanced_partition(lengths, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mini_batch_rows", "rows_per_unit", "message"),
+    [
+        (5, 2, 2, "the batch has 5 rows, which is no multiple of rows_per_unit 2"),
+        (6, 3, 2, "mini_batch_rows is 3, no multiple of rows_per_unit 2"),
+        (6, 2, 0, "rows_per_unit is 0: give at least 1"),
+    ],
+)
+def test_units_that_do_not_divide_the_rows_are_refused(
+    rows: int, mini_batch_rows: int, rows_per_unit: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        update_assignment(
+            [1] * rows,
+            epochs=1,
+            mini_batch_rows=mini_batch_rows,
+            seed=0,
+            num_parts=1,
+            rows_per_unit=rows_per_unit,
         )

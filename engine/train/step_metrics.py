@@ -1,0 +1,39 @@
+"""Metrics of an update from those of its optimizer steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rolemesh.engine.algorithms.losses import add_metrics
+
+SAMPLER_METRICS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max")
+"""They compare sampler and trainer at equal weights, which only the first mini-batch has."""
+
+
+class StepMetrics:
+    """Means over optimizer steps.
+
+    Example: steps with loss 1.0 and 2.0 and ratio_max 1.1 and 1.3 give loss 1.5, ratio_max 1.3.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Takes those of the next step; SAMPLER_METRICS of the first step that has them alone."""
+        taken = {
+            name: number
+            for name, number in metrics.items()
+            if name not in SAMPLER_METRICS or name not in self._totals
+        }
+        add_metrics(self._totals, taken)
+        self._counts.update(taken.keys())
+
+    def result(self) -> dict[str, float]:
+        """Means over the steps that had the name; maxima for names that end in "_max"."""
+        return {
+            name: total if name.endswith("_max") else total / self._counts[name]
+            for name, total in self._totals.items()
+        }
