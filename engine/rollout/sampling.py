@@ -24,6 +24,10 @@ class Decoder(Protocol):
         """Text of tokens."""
 
 
+OnBlock = Callable[[int, Experience], None]
+"""Is handed the number of a block, and its rows."""
+
+
 def sample_experience(
     backend: RolloutBackend,
     prompts: Sequence[Prompt],
@@ -34,12 +38,17 @@ def sample_experience(
     tokenizer: Decoder,
     progress: Progress,
     only: Sequence[int] | None = None,
+    block_rows: int = 0,
+    on_block: OnBlock | None = None,
 ) -> Experience:
     """Samples `samples_per_prompt` completions a prompt.
 
     Rows are ordered by prompt, then by sample index, whatever order they finished in. The seed
     of a row derives from (run seed, step, prompt id, sample index); a prompt that stands in the
     slice twice goes on counting its sample index.
+
+    Example: 3 prompts x 2 samples with block_rows 4 make block 0 (rows 0 to 3) and block 1 (rows 4
+    and 5). With only=(1, 2) the part of block 0 that is handed over is rows 2 and 3.
 
     Args:
         backend: draws the tokens.
@@ -51,21 +60,35 @@ def sample_experience(
         progress: called after each completion.
         only: places of the prompts to sample, ascending; None means all. A row has the same seed
             whether the others are sampled here or elsewhere.
+        block_rows: rows of a block of the whole batch, a multiple of samples_per_prompt; block i is
+            rows i * block_rows to (i + 1) * block_rows - 1. 0 means that there are no blocks.
+        on_block: with block_rows, is handed each block (the part of it that is sampled here) as
+            soon as all its rows are finished, before the next completion is waited for. Blocks come
+            in the order in which they are whole; what is in them does not depend on it.
 
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
+
+    Raises:
+        ValueError: block_rows would cut the samples of a prompt apart.
     """
+    check_block_rows(block_rows, sampling)
+    samples = sampling.samples_per_prompt
     requests: list[RolloutRequest] = []
     sample_indexes: list[int] = []
+    rows: list[Prompt] = []
+    blocks: list[int] = []
     seen: Counter[int] = Counter()
     wanted = set(range(len(prompts)) if only is None else only)
     for place, prompt in enumerate(prompts):
-        for _ in range(sampling.samples_per_prompt):
+        for sample in range(samples):
             sample_index = seen[prompt.prompt_id]
             seen[prompt.prompt_id] += 1
             if place not in wanted:
                 continue
             sample_indexes.append(sample_index)
+            rows.append(prompt)
+            blocks.append((place * samples + sample) // block_rows if block_rows else 0)
             requests.append(
                 RolloutRequest(
                     row=len(requests),
@@ -73,22 +96,55 @@ def sample_experience(
                     seed=derive_seed(run_seed, step, prompt.prompt_id, sample_index),
                 )
             )
-    finished: list[RolloutTrajectory | None] = [None] * len(requests)
+
+    # Rows lie in batch order, so a block is a run of them.
+    members: dict[int, list[int]] = {}
+    for row, block in enumerate(blocks):
+        members.setdefault(block, []).append(row)
+    missing = Counter(blocks)
+    finished: dict[int, RolloutTrajectory] = {}
+    assembled: dict[int, Experience] = {}
     for done, trajectory in enumerate(backend.generate(requests, sampling), start=1):
         finished[trajectory.row] = trajectory
         progress("generate", done, len(requests))
-    trajectories = [trajectory for trajectory in finished if trajectory is not None]
-    if len(trajectories) != len(requests):
-        raise RuntimeError(
-            f"the rollout back end finished {len(trajectories)} of {len(requests)} completions"
+        block = blocks[trajectory.row]
+        missing[block] -= 1
+        if missing[block]:
+            continue
+        here = members[block]
+        assembled[block] = _assemble(
+            [rows[row] for row in here],
+            [sample_indexes[row] for row in here],
+            [finished.pop(row) for row in here],
+            tokenizer,
         )
-    rows = [
-        prompt
-        for place, prompt in enumerate(prompts)
-        for _ in range(sampling.samples_per_prompt)
-        if place in wanted
-    ]
-    return _assemble(rows, sample_indexes, trajectories, tokenizer)
+        if block_rows and on_block is not None:
+            on_block(block, assembled[block])
+    unfinished = missing.total()
+    if unfinished:
+        raise RuntimeError(
+            f"the rollout back end finished {len(requests) - unfinished} of {len(requests)} "
+            "completions"
+        )
+    if not assembled:
+        return _assemble([], [], [], tokenizer)
+    if len(assembled) == 1:
+        return next(iter(assembled.values()))
+    return Experience.concat([assembled[block] for block in sorted(assembled)])
+
+
+def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:
+    """Refuses blocks that cut the samples of a prompt apart.
+
+    Raises:
+        ValueError: names block_rows.
+    """
+    samples = sampling.samples_per_prompt
+    if block_rows < 0 or block_rows % samples:
+        raise ValueError(
+            f"block_rows is {block_rows}: give a multiple of samples_per_prompt ({samples}), or 0 "
+            "for no blocks"
+        )
 
 
 def _assemble(

@@ -11,11 +11,12 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from rolemesh.engine.memory import PhaseMemory
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.compute import ComputeThread
-from rolemesh.services.runtime.operations import Operation
+from rolemesh.services.runtime.operations import Operation, task_of
 from rolemesh.v1 import experience_pb2
 
 Result = TypeVar("Result")
@@ -83,6 +84,7 @@ class Call:
         self._memory: dict[str, PhaseMemory] = {}
         self._lock = threading.Lock()
         self._is_abandoned = threading.Event()
+        self._join_events: Callable[[Message], Message | None] | None = None
 
     async def compute(self, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Runs fn(*args, **kwargs) on the compute thread.
@@ -118,6 +120,21 @@ class Call:
         self._check_wanted(stage)
         operation = self._operation
         operation.stage, operation.done, operation.total = stage, done, total
+
+    def tell(self, event: Message) -> None:
+        """Tells the callers something ahead of the result. May be called from any thread.
+
+        The event is a message type of which the response has a field. Callers get it before a
+        result that the work returns later.
+        """
+        whole = event if self._join_events is None else self._join_events(event)
+        if whole is not None:
+            operation = self._operation
+            task_of(operation).get_loop().call_soon_threadsafe(operation.add_event, whole)
+
+    def join_events(self, join: Callable[[Message], Message | None]) -> None:
+        """From now on callers are told what `join` returns for each event, unless it is None."""
+        self._join_events = join
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -31,6 +31,9 @@ Answer = TypeVar("Answer", bound=Message)
 FAILED_RANK = "failed_rank"
 """Key of an error's metadata: the rank of this service that failed, when it is not the face."""
 
+EVENTS_AHEAD = ("block",)
+"""Fields of a response that carry something ahead of its result."""
+
 SETTLE_S = 10.0
 """When one rank has failed, the others get this long to end the same call. A rank that waits for
 the failed one inside a collective operation never does."""
@@ -71,13 +74,18 @@ class Face:
         self._divergence = ""
 
     async def everywhere(
-        self, request: Message, work: Callable[[], Awaitable[Answer]]
+        self,
+        request: Message,
+        work: Callable[[], Awaitable[Answer]],
+        on_event: Callable[[Message], None] | None = None,
     ) -> list[Answer]:
         """Has every rank do the work of a request.
 
         Args:
             request: passed on as it is.
             work: this rank's own part.
+            on_event: is handed what the other ranks tell ahead of their answers; what it raises
+                fails the call.
 
         The work goes on when the caller's deadline has passed: were each rank to end at a moment of
         its own, they would no longer fit together.
@@ -94,7 +102,7 @@ class Face:
             with _without_deadline():
                 tasks = [asyncio.ensure_future(work())]
                 tasks += [
-                    asyncio.create_task(self._ask(rank, channel, request))
+                    asyncio.create_task(self._ask(rank, channel, request, on_event))
                     for rank, channel in enumerate(self._peers, start=1)
                 ]
             try:
@@ -181,7 +189,13 @@ class Face:
             done = [rank for rank in range(len(tasks)) if rank not in failures]
             self._diverge(f"ranks {done} have done what another rank failed to do")
 
-    async def _ask(self, rank: int, channel: MeshChannel, request: Message) -> Any:
+    async def _ask(
+        self,
+        rank: int,
+        channel: MeshChannel,
+        request: Message,
+        on_event: Callable[[Message], None] | None,
+    ) -> Any:
         path, response_type, is_stream = _method_of(request.DESCRIPTOR.full_name)
         if not is_stream:
             return await self._call(rank, channel, path, request)
@@ -194,7 +208,10 @@ class Face:
         try:
             async for message in call:
                 kind = message.WhichOneof("event")
-                if kind != "progress":
+                if kind in EVENTS_AHEAD:
+                    if on_event is not None:
+                        on_event(getattr(message, kind))
+                elif kind != "progress":
                     result = getattr(message, kind)
         except RolemeshError as error:
             raise self._of_rank(rank, error) from error

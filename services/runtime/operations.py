@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -41,6 +41,10 @@ class Operation:
     num_listeners: int = 0
     """Callers that wait for the answer right now."""
     task: asyncio.Task[Message] | None = None
+    events: list[Message] = field(default_factory=list)
+    """What the work has told ahead of its answer, in order; kept for repeats."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, with each event and at the end."""
 
     @property
     def name(self) -> str:
@@ -51,6 +55,40 @@ class Operation:
     def progress(self) -> operation_pb2.Progress:
         """The newest sign of life."""
         return operation_pb2.Progress(stage=self.stage, done=self.done, total=self.total)
+
+    def add_event(self, event: Message) -> None:
+        """Tells all callers something ahead of the answer. On the loop."""
+        self.events.append(event)
+        self.changed()
+
+    def changed(self) -> None:
+        """Wakes the callers that wait in `told`. On the loop."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def told(self, interval_s: float) -> AsyncGenerator[Message | None, None]:
+        """All events from the first one, until the work has ended; then the answer is due.
+
+        Each caller gets every event once and in order, whether it came first or long after.
+
+        Args:
+            interval_s: after a silence of this long, None: a sign of life is due.
+        """
+        task, sent = task_of(self), 0
+        while True:
+            # Asked first: what is told before the end is told before the answer.
+            is_done, changed = task.done(), self._changed
+            while sent < len(self.events):
+                sent += 1
+                yield self.events[sent - 1]
+            if is_done:
+                return
+            if changed.is_set():
+                continue
+            try:
+                await asyncio.wait_for(changed.wait(), interval_s)
+            except TimeoutError:
+                yield None
 
 
 def task_of(operation: Operation) -> asyncio.Task[Message]:
@@ -178,6 +216,7 @@ class OperationLedger:
         task = operation.task
         if task is None:
             return
+        operation.changed()
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
             self._operations.pop(operation.identity, None)

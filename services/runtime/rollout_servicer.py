@@ -16,14 +16,18 @@ from rolemesh.engine.models.folder import check_model_folder
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.sampling import (
     SAMPLING_COLUMNS,
+    OnBlock,
+    check_block_rows,
     sample_experience,
     sampling_metrics,
 )
 from rolemesh.engine.specs import DataSpec, ModelSpec, SamplingSpec
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.blocks import BlockParts, block_of
 from rolemesh.services.runtime.errors import describe
 from rolemesh.services.runtime.role import ProgressCallback
-from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.rows import merge_parts
+from rolemesh.services.runtime.runtime import Call, Context, Runtime, Share
 from rolemesh.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc
 
 _SPLITS: dict[int, Split] = {
@@ -93,10 +97,13 @@ class SamplingRole(ABC):
         progress: ProgressCallback,
         *,
         only: Sequence[int],
+        block_rows: int = 0,
+        on_block: OnBlock | None = None,
     ) -> Experience:
         """Samples completions for the prompts at start..start+count-1.
 
         Of these the ones numbered in `only`: another generation replica samples the others.
+        `on_block` is handed rows as soon as a block of `block_rows` is finished.
         """
         source = self.source
         return sample_experience(
@@ -108,6 +115,8 @@ class SamplingRole(ABC):
             tokenizer=source.tokenizer,
             progress=progress,
             only=only,
+            block_rows=block_rows,
+            on_block=on_block,
         )
 
 
@@ -124,7 +133,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """See rollout.proto."""
 
         async def work(call: Call) -> Message:
-            sampling = _sampling(request.sampling)
+            sampling = _sampling(request)
             if request.prompts.split not in _SPLITS:
                 raise InvalidRequestError(
                     "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
@@ -133,30 +142,45 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             with call.phase("weight_sync"):
                 received = await call.compute(self._role.bring_weights)
             prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * request.prompts.count)
-            batch = await call.compute(
-                self._role.generate,
-                _SPLITS[request.prompts.split],
-                request.prompts.start,
-                request.prompts.count,
-                sampling,
-                request.key.step,
-                call.progress,
-                only=prompts.rows,
+            published = _PublishedBlocks(
+                self._runtime, request, prompts.times(sampling.samples_per_prompt), call
             )
-            share = prompts.times(sampling.samples_per_prompt)
-            return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, batch, share=share),
-                report=call.report(
-                    {"weight_sync_bytes": received}, batch.num_tokens if share.counts else 0
-                ),
-            )
+            try:
+                batch = await call.compute(
+                    self._role.generate,
+                    _SPLITS[request.prompts.split],
+                    request.prompts.start,
+                    request.prompts.count,
+                    sampling,
+                    request.key.step,
+                    call.progress,
+                    only=prompts.rows,
+                    block_rows=request.block_rows if published.share.counts else 0,
+                    on_block=published.add,
+                )
+                return experience_pb2.ExperienceResult(
+                    experience=published.whole(batch),
+                    report=call.report(
+                        {"weight_sync_bytes": received},
+                        batch.num_tokens if published.share.counts else 0,
+                    ),
+                )
+            except BaseException:
+                # A repeat samples anew, and nobody would ever release these.
+                published.drop()
+                raise
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
             sampled = await self._runtime.pull(result.experience, SAMPLING_COLUMNS, call)
             result.report.metrics.update(sampling_metrics(sampled))
 
         async for response in self._runtime.keyed(
-            request, context, rollout_pb2.GenerateResponse, work, finish=summarise
+            request,
+            context,
+            rollout_pb2.GenerateResponse,
+            work,
+            finish=summarise,
+            join_events=BlockParts,
         ):
             yield response
 
@@ -171,9 +195,52 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         yield  # the signature is that of a stream
 
 
-def _sampling(sampling: rollout_pb2.Sampling) -> SamplingSpec:
+class _PublishedBlocks:
+    """The rows of one generation that this rank has published: block by block, or all at once.
+
+    Invariant: each row is in the store once, whether it left with a block or not.
+    """
+
+    def __init__(
+        self, runtime: Runtime, request: rollout_pb2.GenerateRequest, share: Share, call: Call
+    ) -> None:
+        """Begins; `share` says which rows of the batch are this rank's."""
+        self.share = share
+        self._runtime = runtime
+        self._request = request
+        self._call = call
+        self._parts: list[experience_pb2.ExperienceRef] = []
+
+    def add(self, index: int, experience: Experience) -> None:
+        """Publishes this rank's rows of a block, and sends them. On the compute thread."""
+        block_rows = self._request.block_rows
+        rows = [row for row in self.share.rows if row // block_rows == index]
+        share = Share(rows=rows, num_rows=self.share.num_rows, counts=True)
+        part = self._runtime.publish(self._request.key, experience, share=share)
+        self._parts.append(part)
+        self._call.tell(block_of(part, index, block_rows))
+
+    def whole(self, batch: Experience) -> experience_pb2.ExperienceRef:
+        """This rank's rows, all of them; published here unless blocks have brought them."""
+        if self._parts:
+            return merge_parts(self._parts)
+        return self._runtime.publish(self._request.key, batch, share=self.share)
+
+    def drop(self) -> None:
+        """Forgets what was published."""
+        ids = [
+            shard.experience_id
+            for part in self._parts
+            for group in part.groups
+            for shard in group.shards
+        ]
+        self._runtime.store.release_ids(self._request.key.run_id, ids)
+
+
+def _sampling(request: rollout_pb2.GenerateRequest) -> SamplingSpec:
+    sampling = request.sampling
     try:
-        return SamplingSpec(
+        spec = SamplingSpec(
             samples_per_prompt=sampling.samples_per_prompt,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -181,5 +248,9 @@ def _sampling(sampling: rollout_pb2.Sampling) -> SamplingSpec:
             max_new_tokens=sampling.max_new_tokens,
             greedy=sampling.greedy,
         )
+        check_block_rows(request.block_rows, spec)
     except ValidationError as error:
         raise InvalidRequestError(describe(error).message, reason="SAMPLING_INVALID") from error
+    except ValueError as error:
+        raise InvalidRequestError(str(error), reason="SAMPLING_INVALID") from error
+    return spec

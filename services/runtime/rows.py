@@ -125,6 +125,41 @@ def place(
     return found
 
 
+def merge_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.ExperienceRef:
+    """One reference from some parts of the same batch, which need not make up all of it.
+
+    Args:
+        parts: one at least; those of ranks without rows have no groups.
+
+    Returns:
+        Shards ordered by their first row; no group when no part has one.
+
+    Raises:
+        RuntimeError: columns differ.
+    """
+    filled = [part for part in parts if part.groups]
+    merged = experience_pb2.ExperienceRef()
+    merged.CopyFrom(filled[0] if filled else parts[0])
+    for part in filled[1:]:
+        if len(part.groups) != len(merged.groups) or part.num_rows != merged.num_rows:
+            raise RuntimeError(
+                f"ranks published parts of {merged.num_rows} and {part.num_rows} rows, in "
+                f"{len(merged.groups)} and {len(part.groups)} groups"
+            )
+        for group, more in zip(merged.groups, part.groups, strict=True):
+            if list(group.columns) != list(more.columns):
+                raise RuntimeError(
+                    f"ranks published the columns {[c.name for c in group.columns]} and "
+                    f"{[c.name for c in more.columns]}"
+                )
+            group.shards.extend(more.shards)
+    for group in merged.groups:
+        shards = sorted(group.shards, key=lambda shard: shard.row_start)
+        del group.shards[:]
+        group.shards.extend(shards)
+    return merged
+
+
 def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.ExperienceRef:
     """One reference from those of ranks that each published some rows of the same batch.
 
@@ -134,29 +169,41 @@ def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.
     Raises:
         RuntimeError: columns differ, or the rows do not make up the batch.
     """
-    filled = [part for part in parts if part.groups]
-    if not filled:
+    if not any(part.groups for part in parts):
         raise RuntimeError("no rank has published a row")
-    joined = experience_pb2.ExperienceRef()
-    joined.CopyFrom(filled[0])
-    for part in filled[1:]:
-        if len(part.groups) != len(joined.groups) or part.num_rows != joined.num_rows:
-            raise RuntimeError(
-                f"ranks published parts of {joined.num_rows} and {part.num_rows} rows, in "
-                f"{len(joined.groups)} and {len(part.groups)} groups"
-            )
-        for group, more in zip(joined.groups, part.groups, strict=True):
-            if list(group.columns) != list(more.columns):
-                raise RuntimeError(
-                    f"ranks published the columns {[c.name for c in group.columns]} and "
-                    f"{[c.name for c in more.columns]}"
-                )
-            group.shards.extend(more.shards)
+    joined = merge_parts(parts)
     for group in joined.groups:
-        shards = sorted(group.shards, key=lambda shard: shard.row_start)
-        held = sorted(row for shard in shards for row in rows_of(shard))
+        held = sorted(row for shard in group.shards for row in rows_of(shard))
         if held != list(range(joined.num_rows)):
             raise RuntimeError(f"ranks published {len(held)} rows of a batch of {joined.num_rows}")
-        del group.shards[:]
-        group.shards.extend(shards)
     return joined
+
+
+def cut_out(
+    part: experience_pb2.ExperienceRef, first_row: int, num_rows: int
+) -> experience_pb2.ExperienceRef:
+    """The same rows as a batch of their own, in which row 0 is `first_row`.
+
+    Args:
+        part: of a batch; all its rows lie between first_row and first_row + num_rows - 1.
+        first_row: first row of the cut.
+        num_rows: rows of the cut; the part may hold some of them only.
+
+    Raises:
+        ValueError: a shard holds a row that is not in the cut.
+    """
+    cut = experience_pb2.ExperienceRef()
+    cut.CopyFrom(part)
+    cut.num_rows = num_rows
+    for group in cut.groups:
+        for shard in group.shards:
+            rows = [row - first_row for row in rows_of(shard)]
+            if rows[0] < 0 or rows[-1] >= num_rows:
+                raise ValueError(
+                    f"shard {shard.experience_id} holds rows {rows[0] + first_row} to "
+                    f"{rows[-1] + first_row}, outside the cut of {num_rows} rows from {first_row}"
+                )
+            shard.row_start = rows[0]
+            if shard.rows:
+                shard.rows[:] = rows
+    return cut

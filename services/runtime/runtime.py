@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
@@ -60,6 +61,9 @@ class KeyedRequest(Protocol):
 
 Finish: TypeAlias = Callable[[Any, Call], Awaitable[None]]
 """Completes a result in place."""
+
+JoinEvents: TypeAlias = Callable[[Any], Message | None]
+"""Is handed what ranks tell ahead of their answers, from any thread; returns what is whole."""
 
 Response = TypeVar("Response", bound=Message)
 Answer = TypeVar("Answer", bound=Message)
@@ -191,10 +195,14 @@ class Runtime:
         work: Callable[[Call], Awaitable[Message]],
         *,
         finish: Finish | None = None,
+        join_events: Callable[[], JoinEvents] | None = None,
         on_all_ranks: bool = True,
         needs_initialized: bool = True,
     ) -> AsyncIterator[Response]:
         """Serves a streaming keyed call: progress at most once a second, then the result.
+
+        What the work tells with `Call.tell` goes out before the result, at once and in order, also
+        to whoever repeats the key later.
 
         Args:
             request: carries the key.
@@ -203,6 +211,8 @@ class Runtime:
             work: makes the result, or this rank's part of it; runs once however often the key is
                 repeated.
             finish: is handed the whole result, all ranks' parts joined, for what needs all of it.
+            join_events: makes, for one run of the work, what joins the events that ranks tell;
+                asked only where there are several. None: the work tells nothing.
             on_all_ranks: whether every rank of the service does its part of the work.
             needs_initialized: whether the role must hold a run.
 
@@ -212,15 +222,18 @@ class Runtime:
         """
         operation = self._begin(
             request,
-            self._spread(request, work, finish) if on_all_ranks else work,
+            self._spread(request, work, finish, join_events) if on_all_ranks else work,
             needs_initialized,
         )
-        task = task_of(operation)
         operation.num_listeners += 1
         try:
-            while not (await asyncio.wait({task}, timeout=PROGRESS_INTERVAL_S))[0]:
-                yield response_type(progress=operation.progress())
-            yield _in_result_field(response_type, await task)
+            async with aclosing(operation.told(PROGRESS_INTERVAL_S)) as told:
+                async for event in told:
+                    if event is None:
+                        yield response_type(progress=operation.progress())
+                    else:
+                        yield _in_its_field(response_type, event)
+            yield _in_its_field(response_type, await task_of(operation))
         finally:
             operation.num_listeners -= 1
 
@@ -249,11 +262,12 @@ class Runtime:
         request: KeyedRequest,
         work: Callable[[Call], Awaitable[Message]],
         finish: Finish | None,
+        join_events: Callable[[], JoinEvents] | None = None,
     ) -> Callable[[Call], Awaitable[Message]]:
         """The work of the whole service, made of the work of a rank."""
 
         async def spread(call: Call) -> Message:
-            result = await self.on_all_ranks(request, work, call)
+            result = await self.on_all_ranks(request, work, call, join_events)
             if finish is not None and self.is_face:
                 await finish(result, call)
             return result
@@ -261,13 +275,19 @@ class Runtime:
         return spread
 
     async def on_all_ranks(
-        self, request: KeyedRequest, work: Callable[[Call], Awaitable[Answer]], call: Call
+        self,
+        request: KeyedRequest,
+        work: Callable[[Call], Awaitable[Answer]],
+        call: Call,
+        join_events: Callable[[], JoinEvents] | None = None,
     ) -> Answer:
         """Has every rank do its part of a request; returns the joined answer."""
         if self.face is None:
             return await work(call)
         message = cast(Message, request)
-        return join_answers(await self.face.everywhere(message, lambda: work(call)))
+        if join_events is not None:
+            call.join_events(join_events())
+        return join_answers(await self.face.everywhere(message, lambda: work(call), call.tell))
 
     def _begin(
         self,
@@ -456,7 +476,7 @@ class Runtime:
             await channel.close()
 
 
-def _in_result_field(response_type: type[Response], result: Message) -> Response:
+def _in_its_field(response_type: type[Response], result: Message) -> Response:
     for field in response_type.DESCRIPTOR.fields:
         if field.name != "progress" and field.message_type is result.DESCRIPTOR:
             return response_type(**{field.name: result})

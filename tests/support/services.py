@@ -227,17 +227,22 @@ class ServiceProcess:
         return self.process.wait(30)
 
 
-def service_command(*flags: str) -> list[str]:
+TOY_SCRIPT = Path(__file__).resolve()
+
+
+def service_command(*flags: str, script: Path = TOY_SCRIPT) -> list[str]:
     """The command line of a toy service."""
-    return [sys.executable, str(Path(__file__).resolve()), *flags]
+    return [sys.executable, str(script), *flags]
 
 
-def spawn_service(directory: Path, *flags: str) -> ServiceProcess:
+def spawn_service(directory: Path, *flags: str, script: Path = TOY_SCRIPT) -> ServiceProcess:
     """Starts a toy service and waits until it announces itself."""
     announce = directory / "announce.json"
     announce.unlink(missing_ok=True)
     process = subprocess.Popen(
-        service_command("--announce", str(announce), "--log-directory", str(directory), *flags),
+        service_command(
+            *("--announce", str(announce), "--log-directory", str(directory), *flags), script=script
+        ),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
