@@ -13,7 +13,13 @@ GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" 
 
 MODEL := .models/SmolLM2-135M-Instruct
 JUDGE := .models/form-judge
-BENCHMARKS = $(sort $(wildcard tests/benchmarks/*.py))
+# Those against a peer need an environment of their own: bench-peers makes it and runs them.
+AGAINST_PEERS = $(sort $(wildcard tests/benchmarks/*_against_trl.py))
+BENCHMARKS = $(filter-out $(AGAINST_PEERS),$(sort $(wildcard tests/benchmarks/*.py)))
+
+PEERS := .venv-peers
+PEERS_INSTALLED := $(PEERS)/.installed-$(shell cat tests/benchmarks/peers/install.sh \
+	tests/benchmarks/peers/requirements*.txt | sha256sum | cut -c1-16)
 
 # The machine's own Python where there is no .venv: machines with a GPU bring their own torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
@@ -25,7 +31,7 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup model judge quickstart test test-slow test-gpu format lint type protos \
-	protos-check bench check lock
+	protos-check bench bench-peers check lock
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -116,6 +122,14 @@ protos-check: $(GENERATOR_INSTALLED) ## fail when src/rolemesh/v1 is not what pr
 
 bench: model ## one JSON line a benchmark
 	@for file in $(BENCHMARKS); do PYTHONPATH=tests $(BIN)/python $$file || exit 1; done
+
+$(PEERS_INSTALLED):
+	tests/benchmarks/peers/install.sh "$(BASE_PYTHON)" $(PEERS)
+	@touch $@
+
+bench-peers: model $(PEERS_INSTALLED) ## ours against TRL, half an hour; ARGS='--rounds 2'
+	@for model in tiny $(MODEL); do for file in $(AGAINST_PEERS); do \
+		$(BIN)/python $$file --model $$model $(ARGS) || exit 1; done; done
 
 check: lint type protos-check test ## what CI runs
 

