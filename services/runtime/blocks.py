@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import threading
 
-from google.protobuf.message import Message
-
 from rolemesh.services.runtime.rows import cut_out, join_parts, merge_parts, rows_of
 from rolemesh.v1 import experience_pb2, rollout_pb2
 
@@ -45,7 +43,7 @@ class BlockParts:
         self._lock = threading.Lock()
         self._parts: dict[int, list[experience_pb2.ExperienceRef]] = {}
 
-    def __call__(self, part: rollout_pb2.GeneratedBlock) -> Message | None:
+    def __call__(self, part: rollout_pb2.GeneratedBlock) -> rollout_pb2.GeneratedBlock | None:
         """The whole block, if this part makes it whole.
 
         Raises:

@@ -78,3 +78,63 @@ def test_epochs_only_rise_and_each_run_has_its_own() -> None:
     with pytest.raises(PreconditionError) as caught:
         ledger.check_epoch(key(epoch=2))
     assert caught.value.reason == "STALE_EPOCH"
+
+
+async def test_each_listener_hears_all_events_in_order_whenever_it_comes() -> None:
+    ledger = OperationLedger()
+    gate, heard_first = asyncio.Event(), asyncio.Event()
+
+    async def work(operation: Operation) -> worker_pb2.SleepResponse:
+        operation.add_event(request(1))
+        await heard_first.wait()
+        operation.add_event(request(2))
+        await gate.wait()
+        # The last one together with the end.
+        operation.add_event(request(3))
+        return worker_pb2.SleepResponse()
+
+    operation = ledger.start(ledger.check_epoch(key()), "M", request(), work)
+
+    async def listen() -> list[int]:
+        steps = []
+        async for event in operation.told(60.0):
+            assert isinstance(event, worker_pb2.SleepRequest)
+            steps.append(event.key.step)
+            heard_first.set()
+            if steps == [1, 2]:
+                gate.set()
+        return steps
+
+    async with asyncio.TaskGroup() as group:
+        early = [group.create_task(listen()) for _ in range(3)]
+    assert [task.result() for task in early] == [[1, 2, 3]] * 3
+    assert await listen() == [1, 2, 3]
+
+
+async def test_silence_asks_for_a_sign_of_life() -> None:
+    ledger = OperationLedger()
+    gate = asyncio.Event()
+
+    async def work(operation: Operation) -> worker_pb2.SleepResponse:
+        await gate.wait()
+        return worker_pb2.SleepResponse()
+
+    operation = ledger.start(ledger.check_epoch(key()), "M", request(), work)
+    told = operation.told(0.001)
+    assert [await anext(told), await anext(told)] == [None, None]
+    gate.set()
+    assert [event async for event in told if event is not None] == []
+
+
+async def test_what_was_told_before_a_failure_is_heard() -> None:
+    ledger = OperationLedger()
+
+    async def work(operation: Operation) -> worker_pb2.SleepResponse:
+        operation.add_event(request(1))
+        raise ValueError("no more")
+
+    operation = ledger.start(ledger.check_epoch(key()), "M", request(), work)
+    operation.num_listeners += 1
+    assert [event async for event in operation.told(60.0)] == [request(1)]
+    assert operation.task is not None
+    assert isinstance(operation.task.exception(), ValueError)

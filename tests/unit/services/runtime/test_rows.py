@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from rolemesh.engine.experience import ColumnMissingError
+from rolemesh.services.runtime.blocks import BlockParts, block_of
 from rolemesh.services.runtime.rows import (
+    cut_out,
     group_with,
     is_consecutive,
     join_parts,
+    merge_parts,
     place,
     row_tokens,
     rows_of,
@@ -159,3 +162,51 @@ def test_parts_that_do_not_make_up_the_batch_are_refused(
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         join_parts(parts)
+
+
+def test_parts_of_some_rows_merge_without_being_the_whole() -> None:
+    nothing = experience_pb2.ExperienceRef(num_rows=6)
+    merged = merge_parts([nothing, ref(6, shard([4, 5], "b")), ref(6, shard([1], "a"))])
+    assert [s.experience_id for s in merged.groups[0].shards] == ["a", "b"]
+    assert merge_parts([nothing, nothing]) == nothing
+
+
+def test_a_cut_numbers_the_same_shards_anew() -> None:
+    part = ref(9, shard([4, 6], "a", tokens=[7, 8]), shard([5], "b"))
+    cut = cut_out(part, 4, 3)
+    assert [rows_of(s) for s in cut.groups[0].shards] == [[0, 2], range(1, 2)]
+    assert list(cut.groups[0].shards[0].row_tokens) == [7, 8]
+    assert cut.num_rows == 3
+    assert part.groups[0].shards[0].row_start == 4, "the part stays as it was"
+
+
+@pytest.mark.parametrize("rows", [[3, 4], [6, 7]])
+def test_a_shard_beyond_the_cut_is_refused(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="outside the cut of 3 rows from 4"):
+        cut_out(ref(9, shard(rows)), 4, 3)
+
+
+def test_a_block_is_whole_with_the_part_that_brings_its_last_rows() -> None:
+    parts = BlockParts()
+    whole = ref(10, shard([4, 5, 7], "a"), shard([6], "b"))
+    first, second = (ref(10, s) for s in whole.groups[0].shards)
+    assert parts(block_of(first, 1, 4)) is None
+    assert parts(block_of(ref(10, shard([8], "c")), 2, 4)) is None
+    block = parts(block_of(second, 1, 4))
+    assert block is not None
+    assert block.index == 1
+    assert block.experience.num_rows == 4
+    assert [(s.experience_id, list(rows_of(s))) for s in block.experience.groups[0].shards] == [
+        ("a", [0, 1, 3]),
+        ("b", [2]),
+    ]
+    last = parts(block_of(ref(10, shard([9], "d")), 2, 4))
+    assert last is not None
+    assert last.experience.num_rows == 2
+
+
+def test_a_row_of_a_block_that_two_ranks_send_is_an_error() -> None:
+    parts = BlockParts()
+    assert parts(block_of(ref(4, shard([0, 1])), 0, 3)) is None
+    with pytest.raises(RuntimeError, match="published 4 rows of a batch of 3"):
+        parts(block_of(ref(4, shard([1, 2])), 0, 3))
