@@ -1,0 +1,363 @@
+"""Weights that one service publishes and another one takes, box by box.
+
+A publishing rank copies its training shard into one run of bytes. A taking rank plans from the
+training layout to its own, asks each publisher for the boxes it needs, and puts its tensors
+together. What lies where follows from manifest and layout, by the same arithmetic at both ends.
+Knows no wire: `services/runtime` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.transport.shm import Segment
+from rolemesh.engine.weights.layouts import train_layout
+from rolemesh.engine.weights.manifest import (
+    ITEM_BYTES,
+    Box,
+    DtypeName,
+    Manifest,
+    ManifestError,
+    Parameter,
+    Piece,
+    RankShard,
+    WeightLayout,
+    intersection,
+    num_elements,
+)
+from rolemesh.engine.weights.messages import TORCH_DTYPES
+from rolemesh.engine.weights.plan import Copy, make_plan, part_of
+from rolemesh.engine.weights.sharded_tensors import part
+
+ALIGNMENT_BYTES = 64
+"""Every tensor of a publication begins on a cache line."""
+
+_UNCUT = 1 << 60
+"""Bytes of a plan's only bucket: boxes are asked for whole."""
+
+_NOTHING = RankShard((), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor within a publication."""
+
+    offset: int
+    """First byte."""
+    shape: tuple[int, ...]
+    """Row-major."""
+    dtype: torch.dtype
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, in uint8 [n] memory that begins where the publication does."""
+        num_bytes = torch.Size(self.shape).numel() * self.dtype.itemsize
+        flat = memory[self.offset : self.offset + num_bytes]
+        return flat.view(self.dtype).view(self.shape)
+
+
+def places(layout: WeightLayout, rank: int) -> tuple[dict[str, Place], int]:
+    """Where each tensor of a rank lies in its publication.
+
+    Args:
+        layout: of training, in the element type of the publication.
+        rank: the publisher.
+
+    Returns:
+        Places by tensor name, and the bytes in all.
+    """
+    shard, dtype = layout.ranks[rank], TORCH_DTYPES[_dtype(layout)]
+    found, at = {}, 0
+    # A slice may hold no rows of a parameter.
+    for name in dict.fromkeys(piece.tensor for piece in shard.pieces):
+        shape = tuple(shard.shapes[name])
+        found[name] = Place(at, shape, dtype)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        at += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return found, at
+
+
+class Publication:
+    """One rank's copy of its training weights at one version. Immutable once made.
+
+    Invariant: the memory outlives everybody who maps or views it. `close`, or the end of the
+    process in order, removes the name of the shared segment; whoever mapped it keeps it.
+
+    Example::
+
+        publication = Publication(layout, rank, weights, policy_version=7, shares_memory=True)
+        publication.boxes([("model.norm.weight", ((0, 64),))])  # views
+        publication.close()
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        rank: int,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        policy_version: int,
+        shares_memory: bool,
+    ) -> None:
+        """Copies the weights, rounded to the layout's element type.
+
+        Args:
+            layout: of training, in the element type to publish.
+            rank: this one.
+            weights: this rank's parts by name, floating, on any device.
+            policy_version: of the weights.
+            shares_memory: in a segment that peers of this host can map, or in plain memory.
+
+        Raises:
+            ManifestError: the weights are not those of the layout.
+            OSError: shared memory is full.
+        """
+        self.layout = layout
+        self.rank = rank
+        self.policy_version = policy_version
+        self.places, self.num_bytes = places(layout, rank)
+        self._pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+        for piece in layout.ranks[rank].pieces:
+            self._pieces[piece.parameter].append(piece)
+        self.segment: Segment | None = None
+        if shares_memory and self.num_bytes:
+            self.segment = Segment.create(self.num_bytes)
+            self._finalizer = weakref.finalize(self, self.segment.unlink)
+            self._memory = self.segment.tensor()
+        else:
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8)
+        try:
+            with torch.no_grad():
+                for name, place in self.places.items():
+                    weight = weights.get(name)
+                    if weight is None or tuple(weight.shape) != place.shape:
+                        found = None if weight is None else list(weight.shape)
+                        raise ManifestError(
+                            f"rank {rank} holds {name!r} with shape {found}, its layout says "
+                            f"{list(place.shape)}: give the layout that the weights are cut by"
+                        )
+                    place.view(self._memory).copy_(weight)
+        except BaseException:
+            self.close()
+            raise
+
+    def holder(self, parameter: str, box: Box) -> Piece:
+        """The piece of this rank that a box lies in.
+
+        Raises:
+            ManifestError: no such parameter, or the box is empty or not this rank's.
+        """
+        known = self.layout.manifest.get(parameter)
+        if known is None or len(box) != len(known.shape):
+            raise ManifestError(
+                f"{parameter!r} with {len(box)} dimensions is not among the published parameters: "
+                "ask for those of the reference"
+            )
+        for piece in self._pieces[parameter]:
+            if num_elements(box) > 0 and intersection(piece.box, box) == box:
+                return piece
+        raise ManifestError(
+            f"rank {self.rank} does not hold {box} of {parameter!r}: ask the rank that the "
+            "training layout names"
+        )
+
+    def view(self, parameter: str, box: Box) -> torch.Tensor:
+        """A box that this rank holds, without a copy; strided where it is cut out of columns.
+
+        Raises:
+            ManifestError: as `holder`.
+        """
+        piece = part_of(self.holder(parameter, box), box)
+        return part(self.places[piece.tensor].view(self._memory), piece.origin, box)
+
+    def close(self) -> None:
+        """Removes the segment's name. Safe to repeat."""
+        if self.segment is not None:
+            self._finalizer()
+
+
+def published_layout(layout: WeightLayout, dtype: DtypeName) -> WeightLayout:
+    """A training layout in the element type of a publication."""
+    manifest = {
+        name: Parameter(parameter.shape, dtype) for name, parameter in layout.manifest.items()
+    }
+    return WeightLayout(manifest, layout.ranks, dtype)
+
+
+def whole_of(manifest: Manifest, dtype: DtypeName) -> WeightLayout:
+    """Every parameter whole on one rank, under its own name, in one element type."""
+    pieces = tuple(
+        Piece(name, parameter.box, name, (0,) * len(parameter.shape))
+        for name, parameter in manifest.items()
+    )
+    shapes = {name: parameter.shape for name, parameter in manifest.items()}
+    return published_layout(WeightLayout(manifest, (RankShard(pieces, shapes),)), dtype)
+
+
+def source_layout(
+    manifest: Manifest, train: TrainLayout, dtype: DtypeName, shape: DecoderShape | None
+) -> WeightLayout:
+    """What each publishing rank holds, as somebody else sees it.
+
+    Args:
+        manifest: of the publication.
+        train: layout of the publishing service.
+        dtype: element type of the publication.
+        shape: of the model, as the taker knows it; needed where the publisher has several ranks.
+
+    Raises:
+        ManifestError: another model's parameters, or a model without a plan.
+        LayoutError: the model cannot be cut so.
+    """
+    if train.world_size == 1:
+        return whole_of(manifest, dtype)
+    if shape is None:
+        raise ManifestError(
+            f"the weights are published by {train.world_size} ranks, but this model's family has "
+            "no plan: publish from one rank"
+        )
+    check_manifest(manifest, shape.manifest(dtype))
+    return train_layout(shape, train, dtype)
+
+
+def check_manifest(found: Mapping[str, Parameter], expected: Mapping[str, Parameter]) -> None:
+    """Raises ManifestError, which names the parameter, unless both have the same ones."""
+    for name in (*expected, *found):
+        theirs = found[name].shape if name in found else None
+        own = expected[name].shape if name in expected else None
+        if theirs != own:
+            raise ManifestError(
+                f"parameter {name!r} is {theirs or 'absent'} in the published weights and "
+                f"{own or 'absent'} in the sampler's model: publish and sample one model"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """What one rank takes from publishers, and what it makes of it.
+
+    Invariant: the copies bring each element that the rank needs once.
+    """
+
+    target: WeightLayout
+    """Of the taking service."""
+    rank: int
+    """The taker."""
+    copies: Mapping[int, tuple[Copy, ...]]
+    """By publishing rank: its boxes, in the order in which they are asked for."""
+    duplicates: tuple[Copy, ...]
+    """Boxes that two of the rank's tensors need; `source_tensor` is the first of them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(self.bytes_from(source) for source in self.copies)
+
+    def bytes_from(self, source: int) -> int:
+        """Bytes of a publisher's boxes."""
+        item_bytes = ITEM_BYTES[_dtype(self.target)]
+        return item_bytes * sum(num_elements(copy.box) for copy in self.copies[source])
+
+    def tensors(
+        self, boxes: Mapping[int, Sequence[torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rank's tensors, one after another; each is let go before the next is made.
+
+        A tensor that is one box is that box itself, without a copy.
+
+        Args:
+            boxes: by publishing rank, in the order of `copies`; shaped, in the target's type.
+        """
+        parts: defaultdict[str, list[_Part]] = defaultdict(list)
+        for source, copies in self.copies.items():
+            for copy, values in zip(copies, boxes[source], strict=True):
+                piece = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
+                parts[copy.target_tensor].append(_Part(piece, values))
+        for copy in self.duplicates:
+            first = list(parts[copy.source_tensor])
+            parts[copy.target_tensor] += [
+                again for known in first if (again := known.again(copy)) is not None
+            ]
+        shard = self.target.ranks[self.rank]
+        dtype = TORCH_DTYPES[_dtype(self.target)]
+        for name, shape in shard.shapes.items():
+            found = parts.pop(name, [])
+            if len(found) == 1 and tuple(found[0].values.shape) == tuple(shape):
+                yield name, found[0].values
+                continue
+            covered = sum(num_elements(one.piece.box) for one in found)
+            make = torch.empty if covered == torch.Size(shape).numel() else torch.zeros
+            tensor = make(tuple(shape), dtype=dtype)
+            for one in found:
+                part(tensor, one.piece.origin, one.piece.box).copy_(one.values)
+            yield name, tensor
+            del tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box that arrived, and where it goes."""
+
+    piece: Piece
+    values: torch.Tensor
+
+    def again(self, copy: Copy) -> _Part | None:
+        """What it gives of a duplicate, if anything."""
+        if self.piece.parameter != copy.parameter:
+            return None
+        common = intersection(self.piece.box, copy.box)
+        if common is None:
+            return None
+        held = Piece(copy.parameter, self.piece.box, copy.source_tensor, (0,) * len(common))
+        wanted = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
+        values = part(self.values, part_of(held, common).origin, common)
+        return _Part(part_of(wanted, common), values)
+
+
+def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking:
+    """Plans what one rank of a service takes from the ranks of another one.
+
+    All publishers are equally near, so replicas are asked in turn, by the bytes that they give.
+
+    Args:
+        source: what the publishers hold.
+        target: what the takers hold; of the same parameters in the same element type.
+        rank: the taker.
+
+    Raises:
+        ManifestError: other parameters, or an element that nobody publishes.
+    """
+    if _dtype(source) != _dtype(target):
+        raise ManifestError(
+            f"the weights are published in {source.dtype} and would be taken in {target.dtype}: "
+            "plan for the type in which they are published"
+        )
+    # A plan numbers processes. The takers' numbers begin at a power of two above the publishers',
+    # so that no publisher is in a taker's block of ranks and nearness decides nothing.
+    first = 1 << (len(source.ranks) - 1).bit_length() if len(source.ranks) > 1 else 1
+    shifted = replace(target, ranks=(_NOTHING,) * first + target.ranks)
+    plan = make_plan(source, shifted, bucket_bytes=_UNCUT)
+    copies: defaultdict[int, list[Copy]] = defaultdict(list)
+    for bucket in plan.buckets:
+        for copy in bucket.copies:
+            if copy.target == first + rank:
+                copies[copy.source].append(copy)
+    return Taking(
+        target,
+        rank,
+        {number: tuple(copies[number]) for number in sorted(copies)},
+        plan.duplicates[first + rank],
+    )
+
+
+def _dtype(layout: WeightLayout) -> DtypeName:
+    """The one element type of a layout of a publication."""
+    if layout.dtype is None:
+        raise ManifestError("a layout of published weights has no element type: give it one")
+    return layout.dtype

@@ -1,0 +1,196 @@
+"""Weights from the ranks of one service to those of another, box by box, without a wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from support.weight_shards import PADDING, numbered, shards
+
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
+from rolemesh.engine.weights.layouts import generate_layout, train_layout
+from rolemesh.engine.weights.manifest import ManifestError, WeightLayout, num_elements
+from rolemesh.engine.weights.published import (
+    Publication,
+    places,
+    plan_taking,
+    published_layout,
+    source_layout,
+    whole_of,
+)
+
+
+def shape_of(**changes: object) -> DecoderShape:
+    sizes = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 21,
+        "tie_word_embeddings": True,
+    }
+    return DecoderShape.from_config({**sizes, **changes})
+
+
+TRAIN = {
+    "one": TrainLayout(),
+    "tp2": TrainLayout(tp=2),
+    "fsdp2": TrainLayout(dp=2, fsdp=2),
+    "pp2-tp2-dp2": TrainLayout(pp=2, tp=2, dp=2, fsdp=1),
+    "fsdp3": TrainLayout(dp=3, fsdp=3),
+    "tp2-fsdp2": TrainLayout(tp=2, dp=2, fsdp=2),
+}
+GENERATE = {
+    "one": HybridLayout(TrainLayout()),
+    "tp2": HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2)),
+    "tp2-dp2": HybridLayout(TrainLayout(tp=2, dp=2, fsdp=2), GenerateLayout(tp=2)),
+    "pp2": HybridLayout(TrainLayout(pp=2), GenerateLayout(pp=2)),
+}
+
+
+def publications(layout: WeightLayout, *, shares_memory: bool = False) -> list[Publication]:
+    """Of all ranks; every element is another number, exact in float32."""
+    parts = shards(layout, numbered(layout.manifest))
+    return [
+        Publication(
+            layout,
+            rank,
+            {name: torch.from_numpy(array).float() for name, array in part.items()},
+            policy_version=4,
+            shares_memory=shares_memory,
+        )
+        for rank, part in enumerate(parts)
+    ]
+
+
+@pytest.mark.parametrize("generate", [*GENERATE, "whole"])
+@pytest.mark.parametrize("train", TRAIN)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_every_rank_gets_its_tensors_and_each_byte_once(
+    train: str, generate: str, is_tied: bool
+) -> None:
+    shape = shape_of(tie_word_embeddings=is_tied)
+    source = source_layout(shape.manifest("float32"), TRAIN[train], "float32", shape)
+    target = (
+        whole_of(source.manifest, "float32")
+        if generate == "whole"
+        else generate_layout(shape, GENERATE[generate], "float32")
+    )
+    published = publications(source)
+    expected = shards(target, numbered(target.manifest))
+    for rank, tensors in enumerate(expected):
+        taking = plan_taking(source, target, rank)
+        boxes = {
+            number: [published[number].view(copy.parameter, copy.box) for copy in copies]
+            for number, copies in taking.copies.items()
+        }
+        found = dict(taking.tensors(boxes))
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            # vLLM keeps zeros where no parameter lies.
+            assert np.array_equal(found[name].numpy(), np.where(tensor == PADDING, 0, tensor)), name
+        # Elements of the rank, not counting what two of its tensors share.
+        needed = {
+            (piece.parameter, *index)
+            for piece in target.ranks[rank].pieces
+            for index in np.ndindex(*(stop - start for start, stop in piece.box))
+            for index in [tuple(at + box[0] for at, box in zip(index, piece.box, strict=True))]
+        }
+        assert taking.num_bytes == 4 * len(needed)
+        assert taking.num_bytes == sum(box.nbytes for part in boxes.values() for box in part)
+
+
+def test_replicas_share_the_work() -> None:
+    shape = shape_of(num_hidden_layers=8)
+    layout = TrainLayout(dp=4, fsdp=1)
+    source = source_layout(shape.manifest("bfloat16"), layout, "bfloat16", shape)
+    taking = plan_taking(source, whole_of(source.manifest, "bfloat16"), 0)
+    given = [taking.bytes_from(rank) for rank in range(4)]
+    largest = max(parameter.num_bytes for parameter in source.manifest.values())
+    assert max(given) - min(given) <= largest
+
+
+def test_a_taker_with_the_number_of_a_publisher_still_takes_everything() -> None:
+    # Rank 0 here and rank 0 there are two processes.
+    shape = shape_of()
+    source = source_layout(shape.manifest("float32"), TRAIN["tp2"], "float32", shape)
+    target = generate_layout(shape, GENERATE["tp2"], "float32")
+    taking = plan_taking(source, target, 0)
+    assert taking.num_bytes == 4 * sum(num_elements(piece.box) for piece in target.ranks[0].pieces)
+
+
+def test_publications_round_to_their_type_and_lie_in_shared_memory() -> None:
+    shape = shape_of()
+    layout = published_layout(train_layout(shape, TRAIN["tp2"]), "bfloat16")
+    weights = {
+        name: torch.randn(sizes, generator=torch.Generator().manual_seed(1))
+        for name, sizes in layout.ranks[0].shapes.items()
+    }
+    publication = Publication(layout, 0, weights, policy_version=0, shares_memory=True)
+    assert publication.segment is not None
+    path = SHM_DIRECTORY / publication.segment.name
+    found, num_bytes = places(layout, 0)
+    mapped = open_segment(path.name, num_bytes)
+    for name, weight in weights.items():
+        assert torch.equal(found[name].view(mapped), weight.bfloat16())
+        assert found[name].offset % 64 == 0
+    publication.close()
+    publication.close()
+    assert not path.exists()
+    # Whoever has it mapped keeps it.
+    assert torch.equal(
+        found["model.norm.weight"].view(mapped), weights["model.norm.weight"].bfloat16()
+    )
+
+
+def test_a_forgotten_publication_leaves_no_file() -> None:
+    shape = shape_of()
+    layout = published_layout(train_layout(shape, TRAIN["one"]), "float32")
+    (publication,) = publications(layout, shares_memory=True)
+    assert publication.segment is not None
+    path = SHM_DIRECTORY / publication.segment.name
+    assert path.exists()
+    del publication
+    assert not path.exists()
+
+
+def test_weights_that_do_not_fit_leave_no_file() -> None:
+    layout = published_layout(train_layout(shape_of(), TRAIN["tp2"]), "float32")
+    before = Counter(path.name for path in SHM_DIRECTORY.iterdir())
+    with pytest.raises(ManifestError, match=r"embed_tokens.*its layout says"):
+        Publication(layout, 0, {}, policy_version=0, shares_memory=True)
+    left = Counter(path.name for path in SHM_DIRECTORY.glob("rolemesh-*")) - before
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("parameter", "box", "words"),
+    [
+        ("model.norm.weight", ((0, 9),), "does not hold"),
+        ("model.norm.weight", ((3, 3),), "does not hold"),
+        ("model.norm.weight", ((0, 4), (0, 4)), "2 dimensions"),
+        ("model.norm.bias", ((0, 4),), "'model.norm.bias'"),
+        ("model.layers.0.mlp.down_proj.weight", ((0, 8), (0, 6)), "does not hold"),
+    ],
+)
+def test_boxes_that_a_rank_does_not_hold_are_refused(
+    parameter: str, box: tuple[tuple[int, int], ...], words: str
+) -> None:
+    layout = published_layout(train_layout(shape_of(), TRAIN["tp2"]), "float32")
+    with pytest.raises(ManifestError, match=words):
+        publications(layout)[0].view(parameter, box)
+
+
+def test_another_model_is_refused_by_the_parameter_that_differs() -> None:
+    manifest = shape_of(intermediate_size=32).manifest("float32")
+    with pytest.raises(ManifestError, match=r"layers\.0\.mlp\.gate_proj\.weight"):
+        source_layout(manifest, TRAIN["tp2"], "float32", shape_of())
+    with pytest.raises(ManifestError, match="no plan"):
+        source_layout(manifest, TRAIN["tp2"], "float32", None)
