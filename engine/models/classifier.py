@@ -18,14 +18,20 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
-from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
+from rolemesh.engine.models.reward_model import RewardModel
+from rolemesh.engine.models.sequence_classifier import (
+    SequenceClassifier,
+    check_label,
+    pad_token_rows,
+)
 from rolemesh.engine.specs import ModelSpec
 
 
 class Classifier:
-    """Scores rows by one logit of a classifier's head. Frozen.
+    """Scores rows by one logit of a classifier's head.
 
-    Owned by the rank's compute thread.
+    Owned by the rank's compute thread. Frozen, unless it scores with a model that is being trained:
+    then with the weights of the moment.
 
     Example::
 
@@ -40,6 +46,7 @@ class Classifier:
         label: int = 0,
         device: torch.device | str = "cpu",
         mesh: RankMesh | None = None,
+        trained: RankModel | None = None,
     ) -> None:
         """Loads model and tokenizer.
 
@@ -48,6 +55,8 @@ class Classifier:
             label: index of the logit that is the score.
             device: where the weights live.
             mesh: the rank's place; None for a rank that is alone.
+            trained: a `RewardModel` of the folder, with the same label, device and mesh, to score
+                with; None loads the folder.
 
         Raises:
             ModelFolderError: the folder is missing or not whole.
@@ -56,17 +65,20 @@ class Classifier:
             UnsupportedFamilyError: more than one rank, and the family has no plan.
         """
         self.spec = spec
-        self.device = torch.device(device)
-        config = read_config(spec)
-        if not 0 <= label < config.num_labels:
-            raise ValueError(
-                f"label is {label}, but the classifier in {str(spec.path)!r} has "
-                f"{config.num_labels} labels: give 0 to {config.num_labels - 1}"
-            )
         self.label = label
-        self._model = SequenceClassifier(spec, config=config, device=device, mesh=mesh)
-        self._rank_model = RankModel(self._model) if self._model.is_decoder else None
-        self._max_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self._rank_model: RankModel | None
+        if trained is None:
+            config = read_config(spec)
+            check_label(label, config, spec.path)
+            self._model = SequenceClassifier(spec, config=config, device=device, mesh=mesh)
+            self._rank_model = RankModel(self._model) if self._model.is_decoder else None
+        else:
+            if not isinstance(trained.model, RewardModel):
+                raise ValueError(
+                    f"trained holds a {type(trained.model).__name__}: give a RewardModel's"
+                )
+            self._model, self._rank_model = trained.model, trained
+        self._max_tokens: int | None = getattr(self._model.config, "max_position_embeddings", None)
         self._tokenizer = AutoTokenizer.from_pretrained(
             spec.path, local_files_only=True, trust_remote_code=False
         )
@@ -77,6 +89,11 @@ class Classifier:
             return []
         rows: list[list[int]] = self._tokenizer(list(texts))["input_ids"]
         return rows
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest row that the model sees; None where its config does not say."""
+        return self._max_tokens
 
     @torch.no_grad()
     def score(
@@ -107,13 +124,15 @@ class Classifier:
             groups = self._row_groups(token_rows)
             return groups, len(groups)
 
-        groups, numbers = prepare_together(prepare, mesh.dp, self.device)
+        groups, numbers = prepare_together(prepare, mesh.dp, self._model.device)
         scores_B = torch.empty(len(token_rows) if mesh.pp.is_last else 0, dtype=torch.float32)
         num_done = 0
 
-        def keep(number: int, logits_BL: torch.Tensor) -> None:
+        def keep(number: int, outputs: torch.Tensor) -> None:
             if number < len(groups):
-                scores_B[groups[number]] = logits_BL[:, self.label].float().cpu()
+                # A reward model picks its label itself.
+                of_rows_B = outputs if outputs.dim() == 1 else outputs[:, self.label]
+                scores_B[groups[number]] = of_rows_B.float().cpu()
 
         def done(number: int) -> None:
             nonlocal num_done
@@ -151,6 +170,6 @@ class Classifier:
         return micro_batches(lengths, self.spec.micro_batch_tokens)
 
     def _micro_batch(self, token_rows: Sequence[Sequence[int]], group: list[int]) -> MicroBatch:
-        padded = pad_token_rows([token_rows[row] for row in group], self.device)
+        padded = pad_token_rows([token_rows[row] for row in group], self._model.device)
         lengths = Column(ColumnKind.ROW, padded.lengths_B.cpu())
         return MicroBatch(torch.tensor(group), Experience({"lengths": lengths}), padded)

@@ -98,29 +98,26 @@ def completion_lengths(batch: Experience) -> torch.Tensor:
 class Collector:
     """Gathers model outputs of micro-batches, and gives them back in the order of the batch."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        empty = Column.ragged(ColumnKind.COMPLETION, [], torch.float32)
-        self._parts = [Experience(dict.fromkeys(names, empty))]
+    def __init__(self, names: tuple[str, ...], kind: ColumnKind = ColumnKind.COMPLETION) -> None:
+        """Collects columns of these names, of completions or of rows."""
+        self._kind = kind
+        self._parts = [Experience(dict.fromkeys(names, self._column(torch.empty(0), [])))]
         self._rows = [torch.empty(0, dtype=torch.int64)]
 
     def add(self, micro_batch: MicroBatch, outputs: dict[str, torch.Tensor]) -> None:
-        """Keeps outputs, float [N] each, as completion columns on the CPU, float32."""
+        """Keeps outputs, float [N] (or [B]) each, as columns on the CPU, float32."""
         if not len(micro_batch.rows):
             return
         lengths = completion_lengths(micro_batch.part).tolist()
-        self._parts.append(
-            Experience(
-                {
-                    name: Column.ragged(
-                        ColumnKind.COMPLETION,
-                        torch.split(output_N.detach().float().cpu(), lengths),
-                        torch.float32,
-                    )
-                    for name, output_N in outputs.items()
-                }
-            )
-        )
+        columns = {name: self._column(output, lengths) for name, output in outputs.items()}
+        self._parts.append(Experience(columns))
         self._rows.append(micro_batch.rows)
+
+    def _column(self, output: torch.Tensor, lengths: list[int]) -> Column:
+        values = output.detach().float().cpu()
+        if self._kind is ColumnKind.ROW:
+            return Column(self._kind, values.contiguous())
+        return Column.ragged(self._kind, torch.split(values, lengths), torch.float32)
 
     def in_batch_order(self) -> Experience:
         """The columns of all rows that were added."""

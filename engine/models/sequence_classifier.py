@@ -6,6 +6,7 @@ Shape letters: B rows, T longest row, D width, L labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from rolemesh.engine.specs import ModelSpec
 
 
 class SequenceClassifier(Decoder):
-    """Layers and head of a sequence classifier, frozen. Owned by the rank's compute thread.
+    """Layers and head of a sequence classifier. Owned by the rank's compute thread.
+
+    Frozen, unless it is a `RewardModel`.
 
     Decoder-only families call their head `score` and read it at the last token; encoders read a
     marker token and need an attention mask.
@@ -83,6 +86,15 @@ class SequenceClassifier(Decoder):
         row_B = torch.arange(len(rows.lengths_B), device=hidden_BTD.device)
         logits_BL: torch.Tensor = self.lm.score(hidden_BTD[row_B, rows.lengths_B - 1].float())
         return logits_BL
+
+
+def check_label(label: int, config: Any, folder: Path) -> None:
+    """Raises ValueError unless a head with the config's labels has this one."""
+    if not 0 <= label < config.num_labels:
+        raise ValueError(
+            f"label is {label}, but the classifier in {str(folder)!r} has {config.num_labels} "
+            f"labels: give 0 to {config.num_labels - 1}"
+        )
 
 
 def pad_token_rows(

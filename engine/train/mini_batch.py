@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from rolemesh.engine.agreement import gather_facts, prepare_together
 from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, add_metrics
-from rolemesh.engine.experience import Experience
+from rolemesh.engine.algorithms.pairs import Pairs
+from rolemesh.engine.experience import ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.rank_model import (
@@ -52,39 +54,41 @@ def accumulate(
 
     Returns:
         Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
-        logprobs or values of the forward pass for this replica's part, in the order of `places`.
+        logprobs, values or scores of the forward pass for this replica's part, in the order of
+        `places`.
 
     Raises:
         LossNotFiniteError: the loss of the whole mini-batch is NaN or infinite; on all ranks.
         ColumnMissingError: the batch lacks a column.
         ValueError: the rows of this rank, or of another one, cannot be used, or the loss refuses
             a column.
+        PairIncompleteError: a pair's rows do not share a micro-batch.
     """
     mesh, device = rank_model.mesh, rank_model.device
 
-    def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, float, float]]:
+    def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
         columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
         passes = rank_model.micro_batches(part, rows_per_unit)
         counts = LossScale.of(part)
         _try(loss, filler_rows(part), counts)
-        return (part, passes), (len(passes), counts.num_tokens, counts.num_rows)
+        if "pair_ids" in loss.columns:
+            for micro_batch in passes:
+                Pairs.of(micro_batch.part)
+        return (part, passes), (len(passes), dataclasses.astuple(counts))
 
     (part, passes), facts = prepare_together(prepare, mesh.dp, device)
-    passes = with_fillers(passes, part, max(number for number, _, _ in facts), device)
-    scale = LossScale.total(LossScale(tokens, rows) for _, tokens, rows in facts)
+    passes = with_fillers(passes, part, max(number for number, _ in facts), device)
+    scale = LossScale.total(LossScale(*counts) for _, counts in facts)
     shares: dict[str, float] = {}
-    collector = scoring.Collector((loss.needs,))
+    kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
+    collector = scoring.Collector((loss.needs,), kind)
 
     def close(number: int, outputs: Any) -> torch.Tensor:
-        if loss.needs == "values":
-            trained_N, found = outputs, ModelOutputs(values_N=outputs)
-        else:
-            trained_N, entropy_N = outputs
-            found = ModelOutputs(logprobs_N=trained_N, entropy_N=entropy_N)
+        trained, found = _found(loss, outputs)
         share, metrics = loss(found, passes[number].part, scale)
         add_metrics(shares, metrics)
-        collector.add(passes[number], {loss.needs: trained_N})
+        collector.add(passes[number], {loss.needs: trained})
         return share if weight == 1.0 else weight * share
 
     arguments: dict[str, Any] = {}
@@ -108,10 +112,20 @@ def _try(loss: Loss, no_tokens: Experience, scale: LossScale) -> None:
     What it refuses would otherwise be found in the middle of a pass, on the last stage alone.
     """
     nothing_N = torch.zeros(0)
+    outputs: Any = (nothing_N, nothing_N)
+    if loss.needs != "logprobs":
+        outputs = nothing_N if loss.needs == "values" else torch.zeros(no_tokens.num_rows)
+    loss(_found(loss, outputs)[1], no_tokens, scale)
+
+
+def _found(loss: Loss, outputs: Any) -> tuple[torch.Tensor, ModelOutputs]:
+    """What a model gave that a loss needs: the trained output, and all of them by name."""
     if loss.needs == "values":
-        loss(ModelOutputs(values_N=nothing_N), no_tokens, scale)
-    else:
-        loss(ModelOutputs(logprobs_N=nothing_N, entropy_N=nothing_N), no_tokens, scale)
+        return outputs, ModelOutputs(values_N=outputs)
+    if loss.needs == "scores":
+        return outputs, ModelOutputs(scores_B=outputs)
+    logprobs_N, entropy_N = outputs
+    return logprobs_N, ModelOutputs(logprobs_N=logprobs_N, entropy_N=entropy_N)
 
 
 def _metrics_of_all(

@@ -20,9 +20,16 @@ from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.data_parallel import local_part
 from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.models.reward_model import RewardModel
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
-from rolemesh.engine.specs import ComputeDtype, LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    ComputeDtype,
+    LossSpec,
+    ModelSpec,
+    OptimizerSpec,
+)
 from rolemesh.engine.train import state as trainer_state
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.gradients import Gradients
@@ -35,10 +42,12 @@ from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 __all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
 
-TrainedModel = CausalLm | ValueModel
+TrainerKind = Literal["policy", "critic", "reward"]
+TrainedModel = CausalLm | ValueModel | RewardModel
 _TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
     "logprobs": (CausalLm, "a policy loss"),
     "values": (ValueModel, "a value loss"),
+    "scores": (RewardModel, "a reward model's loss"),
 }
 """By a loss's needs: the model that has them, and what the loss is called."""
 
@@ -68,7 +77,7 @@ class Trainer:
 
     def __init__(
         self,
-        kind: Literal["policy", "critic"],
+        kind: TrainerKind,
         model: TrainedModel,
         optimizer: OptimizerSpec,
     ) -> None:
@@ -103,6 +112,18 @@ class Trainer:
     ) -> Trainer:
         """A trainer of a value model; raises ModelFolderError when its folder cannot be used."""
         return cls("critic", ValueModel(model, device=device, mesh=mesh), optimizer)
+
+    @classmethod
+    def reward(
+        cls,
+        source: ClassifierRewardSpec,
+        optimizer: OptimizerSpec,
+        *,
+        device: torch.device | str = "cpu",
+        mesh: RankMesh | None = None,
+    ) -> Trainer:
+        """A trainer of a reward model; raises ModelFolderError when its folder cannot be used."""
+        return cls("reward", RewardModel(source, device=device, mesh=mesh), optimizer)
 
     @property
     def mesh(self) -> RankMesh:
@@ -440,16 +461,20 @@ class Trainer:
         )
         return extra
 
-    def export(self, directory: Path, dtype: ComputeDtype = "bfloat16") -> None:
+    def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
         """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
 
-        A policy is saved as a causal LM, a critic as a token classifier with one label. With many
-        ranks all of them call it, and the files do not depend on the layout.
+        A policy is saved as a causal LM, a critic as a token classifier with one label, a reward
+        model as a sequence classifier. With many ranks all of them call it, and the files do not
+        depend on the layout.
 
         Args:
             directory: the folder, on a disk that all ranks see.
-            dtype: type of the saved weights.
+            dtype: type of the saved weights; None: bfloat16, but float32 for a reward model, whose
+                scores are then those that it gives here.
         """
+        if dtype is None:
+            dtype = "float32" if self.kind == "reward" else "bfloat16"
         weights = self._trained_weights()
         write_model_folder(
             Path(directory),
