@@ -1,42 +1,34 @@
-"""Prompts by position: a training split in shuffled epochs without end, and a held-out split.
+"""Rows by position: training rows in epochs without end, held-out rows once, and bare texts.
 
-A position always names the same prompt, so the coordinator sends positions and no text, and a
+A position always names the same row, so the coordinator sends positions and no text, and a
 replayed step sees the same prompts. Held-out prompts are never training prompts.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
 
-from rolemesh.engine.specs import DataSpec, JsonlSpec, ReasoningGymSpec
+from rolemesh.engine.data.curriculum import epoch_order
+from rolemesh.engine.data.filtering import without_long_rows
+from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
+from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.rows import PromptRow as PromptRow
+from rolemesh.engine.data.sources import Source, load_sources
+from rolemesh.engine.specs import DataSpec, MixtureSpec
 
-Message = Mapping[str, str]
-Split = Literal["train", "held_out"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRow:
-    """One prompt as the data set has it."""
-
-    messages: Sequence[Message]
-    """Chat turns, each with role and content."""
-    assistant_prefix: str = ""
-    """Text that the assistant's turn already begins with; part of the prompt."""
-    answer: str = ""
-    """Expected answer, empty when the data set has none."""
-    metadata: str = "{}"
-    """The row as JSON, for rewards."""
+Split = Literal["train", "held_out", "pretraining"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A prompt that is ready for sampling."""
 
     prompt_id: int
-    """Index in the data set; held-out prompts follow the training prompts."""
+    """Index of the row: training rows, then held-out rows, then rows of pretraining."""
     text: str
     """The rendered prompt."""
     tokens: Sequence[int]
@@ -45,24 +37,18 @@ class Prompt:
     metadata: str
 
 
-class ChatTokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Renders chat turns."""
-
-    def __call__(self, text: str, **kwargs: Any) -> Any:
-        """Encodes text."""
-
-
 class EmptyDataError(ValueError):
-    """A split that is asked for has no prompts."""
+    """A split that is asked for has no rows."""
 
 
 class PromptSet:
-    """The prompts of a run.
+    """The rows of a run.
 
-    Invariant: `slice` is a pure function of its arguments and of (rows, seed).
+    Invariant: `slice` and `rows` are pure functions of their arguments and of (rows, seed): a
+    position is all that a resumed run has to know.
+
+    Example: with 10 training rows, `slice("train", 20, 10)` is the third epoch, whatever was
+    asked before.
     """
 
     def __init__(
@@ -72,22 +58,64 @@ class PromptSet:
         *,
         tokenizer: ChatTokenizer,
         seed: int,
+        pretraining: Sequence[PromptRow] = (),
+        orders: Mapping[Split, Order] | None = None,
+        num_filtered: Mapping[Split, int] | None = None,
+        num_repeated: int = 0,
     ) -> None:
-        """Takes the rows of both splits; seed decides the order of training epochs."""
-        self._rows: dict[Split, Sequence[PromptRow]] = {"train": train, "held_out": held_out}
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._order: tuple[int, list[int]] = (-1, [])
+        """Takes the rows of each split.
+
+        Args:
+            train: rows to train on.
+            held_out: rows that are never trained on.
+            tokenizer: of the policy, with its chat template.
+            seed: decides the order of epochs.
+            pretraining: rows that keep what pretraining taught.
+            orders: of the splits without end; where one is absent, each epoch is shuffled.
+            num_filtered: rows of each split that were left out because of their length.
+            num_repeated: training rows left out because a source of the mixture holds them out.
+        """
+        self._rows: dict[Split, Sequence[PromptRow]] = {
+            "train": train,
+            "held_out": held_out,
+            "pretraining": pretraining,
+        }
+        self._orders: dict[Split, Order] = {
+            "train": Epochs(len(train), shuffled(len(train), str(seed))),
+            "pretraining": Epochs(
+                len(pretraining), shuffled(len(pretraining), f"{seed}/pretraining")
+            ),
+            **(orders or {}),
+        }
+        self.tokenizer = tokenizer
+        self.renderer = Renderer(tokenizer)
+        self.num_filtered: Mapping[Split, int] = MappingProxyType(
+            dict.fromkeys(self._rows, 0) | dict(num_filtered or {})
+        )
+        self.num_repeated = num_repeated
 
     def size(self, split: Split) -> int:
-        """Prompts in the split."""
+        """Rows in the split."""
         return len(self._rows[split])
 
-    def slice(self, split: Split, start: int, count: int) -> list[Prompt]:
-        """The prompts at positions start..start+count-1.
+    def facts(self) -> dict[str, str]:
+        """What a service says about its data at Initialize."""
+        facts = {
+            "data.train_prompts": str(self.size("train")),
+            "data.held_out_prompts": str(self.size("held_out")),
+            "data.filtered_prompts": str(sum(self.num_filtered.values())),
+        }
+        if self.num_repeated:
+            facts["data.repeated_prompts"] = str(self.num_repeated)
+        if self.size("pretraining"):
+            facts["data.pretraining_rows"] = str(self.size("pretraining"))
+        return facts
+
+    def rows(self, split: Split, start: int, count: int) -> list[tuple[int, PromptRow]]:
+        """(index of the row, row) at positions start..start+count-1.
 
         Raises:
-            EmptyDataError: the split has no prompts.
+            EmptyDataError: the split has no rows.
             ValueError: the range is not valid, or reaches beyond the held-out split.
         """
         rows = self._rows[split]
@@ -96,66 +124,173 @@ class PromptSet:
                 f"prompts start={start}, count={count}: start must be >= 0 and count >= 1"
             )
         if not rows:
-            raise EmptyDataError(
-                f"the {split} split of the data is empty: raise data.{split}_size, or give a "
-                "file with at least one prompt"
+            remedy = (
+                "give the role pretraining_data"
+                if split == "pretraining"
+                else f"raise data.{split}_size, or give a file with at least one prompt"
             )
-        if split == "held_out":
-            if start + count > len(rows):
-                raise ValueError(
-                    f"held-out prompts {start} to {start + count - 1} were asked for, but there "
-                    f"are {len(rows)}: lower run.evaluation.num_prompts or raise the held-out split"
-                )
-            return [self._render(split, index) for index in range(start, start + count)]
-        return [self._render(split, self._train_index(at)) for at in range(start, start + count)]
+            raise EmptyDataError(f"the {split} split of the data is empty: {remedy}")
+        offset = self._offset(split)
+        if split != "held_out":
+            indexes = self._orders[split].rows(start, count)
+            return [(offset + index, rows[index]) for index in indexes]
+        if start + count > len(rows):
+            raise ValueError(
+                f"held-out prompts {start} to {start + count - 1} were asked for, but there "
+                f"are {len(rows)}: lower run.evaluation.num_prompts or raise the held-out split"
+            )
+        return [(offset + index, rows[index]) for index in range(start, start + count)]
 
-    def _train_index(self, position: int) -> int:
-        epoch, within = divmod(position, len(self._rows["train"]))
-        if self._order[0] != epoch:
-            order = list(range(len(self._rows["train"])))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1][within]
+    def slice(self, split: Split, start: int, count: int) -> list[Prompt]:
+        """The prompts at positions start..start+count-1, rendered.
 
-    def _render(self, split: Split, index: int) -> Prompt:
-        row = self._rows[split][index]
-        text = self._tokenizer.apply_chat_template(
-            list(row.messages), add_generation_prompt=True, tokenize=False
-        )
-        text += row.assistant_prefix
-        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        offset = 0 if split == "train" else len(self._rows["train"])
+        Raises:
+            EmptyDataError: the split has no prompts.
+            DataInvalidError: a row is bare text, or the chat template refuses its turns.
+            ValueError: the range is not valid, or reaches beyond the held-out split.
+        """
+        return [self._render(index, row) for index, row in self.rows(split, start, count)]
+
+    def _offset(self, split: Split) -> int:
+        if split == "train":
+            return 0
+        return self.size("train") + (0 if split == "held_out" else self.size("held_out"))
+
+    def _render(self, index: int, row: PromptRow) -> Prompt:
+        text = self.renderer.prompt_text(row)
         return Prompt(
-            prompt_id=offset + index,
+            prompt_id=index,
             text=text,
-            tokens=tokens,
+            tokens=self.renderer.tokens(text),
             answer=row.answer,
             metadata=row.metadata,
         )
 
 
-def load_rows(spec: DataSpec) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Loads training and held-out rows; raises EmptyDataError when there is nothing to train on."""
-    loaders: dict[str, Callable[[Any], tuple[list[PromptRow], list[PromptRow]]]] = {
-        "reasoning_gym": _load_reasoning_gym,
-        "jsonl": _load_jsonl,
-    }
-    train, held_out = loaders[spec.type](spec)
-    if not train:
+def load_prompts(
+    data: DataSpec,
+    *,
+    tokenizer: ChatTokenizer,
+    seed: int,
+    pretraining: DataSpec | None = None,
+) -> PromptSet:
+    """Loads the rows of a role: all of them at once, so that what is wrong shows at the start.
+
+    Args:
+        data: training and held-out rows.
+        tokenizer: of the policy, with its chat template.
+        seed: of the run; decides the order of epochs.
+        pretraining: rows that keep what pretraining taught.
+
+    Raises:
+        EmptyDataError: a source has no training row, or all of them are too long.
+        DataInvalidError: something cannot be read, or a row is not what it should be.
+    """
+    renderer = Renderer(tokenizer)
+    sources, filtered = _filtered(data, "data", renderer)
+    extra: list[Source] = []
+    orders: dict[Split, Order] = {"train": _order(sources, seed, str(seed))}
+    held_out = [row for source in sources for row in source.held_out]
+    if pretraining is not None:
+        extra, left_out = _filtered(pretraining, "pretraining_data", renderer)
+        filtered["pretraining"] = left_out["train"]
+        orders["pretraining"] = _order(extra, seed, f"{seed}/pretraining")
+        _check_pretraining(extra, held_out)
+    return PromptSet(
+        [row for source in sources for row in source.train],
+        held_out,
+        tokenizer=tokenizer,
+        seed=seed,
+        pretraining=[row for source in extra for row in source.train],
+        orders=orders,
+        num_filtered=filtered,
+        num_repeated=sum(source.num_repeated for source in sources),
+    )
+
+
+def load_rows(data: DataSpec) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out rows of every source, however long; raises as load_prompts does."""
+    sources = load_sources(data, "data")
+    for source in sources:
+        _check_not_empty(source)
+    return (
+        [row for source in sources for row in source.train],
+        [row for source in sources for row in source.held_out],
+    )
+
+
+def _check_not_empty(source: Source) -> None:
+    if not source.train:
         raise EmptyDataError(
-            f"actor.data ({spec.type}) holds no training prompt: give a file with prompts, or "
-            "raise train_size"
+            f"{source.field} ({type(source.spec).__name__}) holds no training prompt: give a file "
+            "with prompts, or raise train_size"
         )
-    return train, held_out
 
 
-def _load_reasoning_gym(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
-    from rolemesh.engine.data.reasoning_gym import load
+def _filtered(
+    data: DataSpec, field: str, renderer: Renderer
+) -> tuple[list[Source], dict[Split, int]]:
+    """The sources without their over-long rows, and how many those are."""
+    num_filtered: dict[Split, int] = {"train": 0, "held_out": 0}
+    kept = []
+    for source in load_sources(data, field):
+        _check_not_empty(source)
+        specs = [source.spec, data] if isinstance(data, MixtureSpec) else [source.spec]
+        bounds = {
+            "max_prompt_tokens": _least([spec.max_prompt_tokens for spec in specs]),
+            "max_row_tokens": _least([spec.max_row_tokens for spec in specs]),
+        }
+        train = without_long_rows(source.train, renderer, **bounds)
+        held_out = without_long_rows(source.held_out, renderer, **bounds)
+        if not train.rows:
+            limits = ", ".join(
+                f"{name} {value}" for name, value in bounds.items() if value is not None
+            )
+            raise EmptyDataError(
+                f"{source.field}: every one of {train.num_left_out} training rows is too long for "
+                f"{limits}: they have {train.shortest} to {train.longest} tokens; raise the bound"
+            )
+        num_filtered["train"] += train.num_left_out
+        num_filtered["held_out"] += held_out.num_left_out
+        kept.append(dataclasses.replace(source, train=train.rows, held_out=held_out.rows))
+    return kept, num_filtered
 
-    return load(spec)
+
+def _least(bounds: Sequence[int | None]) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
-def _load_jsonl(spec: JsonlSpec) -> tuple[list[PromptRow], list[PromptRow]]:
-    from rolemesh.engine.data.jsonl import load
+def _order(sources: Sequence[Source], seed: int, shuffle_seed: str) -> Order:
+    """The order of the training rows of one source, or of several in their shares."""
+    orders = []
+    for number, source in enumerate(sources):
+        own = shuffle_seed if len(sources) == 1 else f"{shuffle_seed}/source {number}"
+        order = epoch_order(
+            source.spec.curriculum, source.train, seed=seed, shuffle_seed=own, field=source.field
+        )
+        # A curriculum that fails does so at the start.
+        order(0)
+        orders.append(Epochs(len(source.train), order))
+    if len(orders) == 1:
+        return orders[0]
+    return Mixture(
+        orders,
+        [len(source.train) for source in sources],
+        [source.weight for source in sources],
+        seed,
+    )
 
-    return load(spec)
+
+def _check_pretraining(sources: Sequence[Source], held_out: Sequence[PromptRow]) -> None:
+    kept_apart = {row.identity for row in held_out}
+    for source in sources:
+        if source.held_out:
+            raise DataInvalidError(
+                f"{source.field} holds out {len(source.held_out)} rows, which nothing evaluates: "
+                "take held_out_size (or the held-out file or split) out"
+            )
+        for row in source.train:
+            if row.identity in kept_apart:
+                raise DataInvalidError(
+                    f"{row.where}: is a held-out prompt of data: take it out of one of both"
+                )

@@ -8,7 +8,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from rolemesh.engine.data.prompts import Message, PromptRow
+from rolemesh.engine.data.rows import Message, PromptRow
 from rolemesh.engine.specs import ReasoningGymSpec
 
 _MAX_DRAWS_PER_ROW = 50
@@ -39,7 +39,7 @@ def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
     held_out: dict[str, PromptRow] = {}
     train: list[PromptRow] = []
     for index in range(num_draws):
-        row = _row(entries[index], spec)
+        row = _row(entries[index], spec, f"task {spec.task!r}, draw {index}")
         identity = row.messages[-1]["content"] + row.assistant_prefix
         if len(held_out) < spec.held_out_size:
             held_out.setdefault(identity, row)
@@ -56,7 +56,7 @@ def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
     return train, list(held_out.values())
 
 
-def _row(entry: dict[str, Any], spec: ReasoningGymSpec) -> PromptRow:
+def _row(entry: dict[str, Any], spec: ReasoningGymSpec, where: str) -> PromptRow:
     fields = {**entry["metadata"], "question": entry["question"]}
     messages: list[Message] = []
     if spec.system_prompt is not None:
@@ -70,6 +70,7 @@ def _row(entry: dict[str, Any], spec: ReasoningGymSpec) -> PromptRow:
         metadata=json.dumps(
             {"question": entry["question"], "metadata": entry["metadata"]}, default=str
         ),
+        where=where,
     )
 
 

@@ -1,16 +1,101 @@
-"""Where prompts come from."""
+"""Where the rows of a run come from: prompts, and what is given beside them.
+
+A source is a file, a folder or a task; a mixture draws from several. Everything is local:
+nothing is ever downloaded, and no code of a data set is run.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
 
 
-class ReasoningGymSpec(Spec):
+class ColumnsSpec(Spec):
+    """Names of the columns that are read.
+
+    None takes the column that is called like the field, where there is one and no other field
+    names it. A column that is named here has to exist.
+    """
+
+    prompt: str | None = None
+    """What is answered: text, or messages with role and content that end before the answer."""
+    messages: str | None = None
+    """A whole conversation: the prompt is what stands before the first assistant turn."""
+    text: str | None = None
+    """Text without a prompt, to keep what pretraining taught."""
+    answer: str | None = None
+    """Expected answer: text or a number."""
+    completion: str | None = None
+    """Given completion: text, or messages that begin with an assistant turn."""
+    chosen: str | None = None
+    """The better of two completions."""
+    rejected: str | None = None
+    """The worse of two completions."""
+    label: str | None = None
+    """Whether the completion is wanted: a boolean, 0 or 1."""
+
+    @model_validator(mode="after")
+    def _check_distinct(self) -> Self:
+        named = Counter(name for _, name in self if name is not None)
+        for column, count in named.items():
+            if count > 1:
+                fields = ", ".join(field for field, name in self if name == column)
+                raise ValueError(
+                    f"columns {fields} all name the column {column!r}: a column has one meaning"
+                )
+        return self
+
+
+class SortedCurriculumSpec(Spec):
+    """Every epoch runs through the rows by a value of their metadata; ties are shuffled."""
+
+    type: Literal["sorted"] = "sorted"
+    by: str
+    """Key of the metadata, a dot leads into an object ("metadata.difficulty"); the values are all
+    numbers or all texts."""
+    ascending: bool = True
+    """Whether the lowest value comes first."""
+
+
+class PythonCurriculumSpec(Spec):
+    """A function of the user's decides the order of each epoch.
+
+    It is called as `function(metadata, epoch, seed)`: a list with one dict a row, the number of
+    the epoch from 0, the seed of the run. It returns every row number once, in the order of the
+    epoch, and must be a pure function of its arguments: every rank calls it.
+    """
+
+    type: Literal["python"] = "python"
+    function: str = Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    """"path/to/file.py:name" or "module:name"; the actor's process imports it, so that whoever
+    writes the recipe chooses code that runs there."""
+
+
+CurriculumSpec = Annotated[SortedCurriculumSpec | PythonCurriculumSpec, Field(discriminator="type")]
+
+
+class BoundedSpec(Spec):
+    """Rows that are too long are left out before anything is shuffled, and counted."""
+
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest rendered prompt in tokens; None measures none."""
+    max_row_tokens: int | None = Field(default=None, ge=2)
+    """Longest prompt with the longest of its given completions, in tokens; None measures none."""
+
+
+class SourceSpec(BoundedSpec):
+    """One source of rows."""
+
+    curriculum: CurriculumSpec | None = None
+    """Order of the training rows of an epoch; None shuffles each epoch anew."""
+
+
+class ReasoningGymSpec(SourceSpec):
     """Prompts from a reasoning-gym task, made on the spot and verifiable."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
@@ -32,18 +117,104 @@ class ReasoningGymSpec(Spec):
     """Text that the assistant's turn already begins with, filled like question_template."""
 
 
-class JsonlSpec(Spec):
-    """Prompts from JSON lines with the keys prompt (text or messages) and, optionally, answer."""
+class StoredRowsSpec(SourceSpec):
+    """Rows that lie on a disk, one record each."""
+
+    columns: ColumnsSpec = ColumnsSpec()
+    metadata: tuple[str, ...] | None = None
+    """Columns that become the row's metadata; None takes all that have no other meaning."""
+    system_prompt: str | None = None
+    """Text of the system turn of rows that bring none; None leaves the turn out."""
+    assistant_prefix: str = ""
+    """Text that the assistant's turn already begins with, e.g. "<think>"; a part of the prompt."""
+    held_out_size: int = Field(default=0, ge=0)
+    """Prompts that are drawn from the training rows and held out; each distinct."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of that draw."""
+
+    def held_out_field(self) -> str | None:
+        """The field that names given held-out rows, None when it is not set."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it holds out")
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        field = self.held_out_field()
+        if field is not None and self.held_out_size:
+            raise ValueError(
+                f"{field} is set and held_out_size is {self.held_out_size}: held-out prompts are "
+                "either given or drawn; take one out"
+            )
+        return self
+
+
+class PathSpec(StoredRowsSpec):
+    """Rows of files."""
+
+    path: Path
+    """The training rows."""
+    held_out_path: Path | None = None
+    """The held-out rows."""
+
+    def held_out_field(self) -> str | None:
+        """See StoredRowsSpec."""
+        return None if self.held_out_path is None else "held_out_path"
+
+
+class JsonlSpec(PathSpec):
+    """JSON lines: one object a line."""
 
     type: Literal["jsonl"] = "jsonl"
+
+
+class ParquetSpec(PathSpec):
+    """Parquet: a file, or a folder whose files are read in the order of their names."""
+
+    type: Literal["parquet"] = "parquet"
+
+
+class HfDatasetSpec(StoredRowsSpec):
+    """A Hugging Face data set that lies in a folder.
+
+    Either what `save_to_disk` wrote (one split or several), or a copy of a data set's repository
+    with Parquet files that are named after their splits.
+    """
+
+    type: Literal["hf_dataset"] = "hf_dataset"
     path: Path
-    """File with the training prompts."""
-    held_out_path: Path | None = None
-    """File with the held-out prompts."""
-    system_prompt: str | None = None
-    """Text of the system turn for plain-text prompts; None leaves the turn out."""
-    assistant_prefix: str = ""
-    """Text that the assistant's turn already begins with, e.g. "<think>"."""
+    """The folder."""
+    name: str | None = Field(default=None, pattern=r"^[\w.-]*\w[\w.-]*$")
+    """Folder of one configuration inside it, where a repository has several."""
+    split: str = "train"
+    """Split of the training rows; leave it out where the folder holds one split alone."""
+    held_out_split: str | None = None
+    """Split of the held-out rows."""
+
+    def held_out_field(self) -> str | None:
+        """See StoredRowsSpec."""
+        return None if self.held_out_split is None else "held_out_split"
 
 
-DataSpec = Annotated[ReasoningGymSpec | JsonlSpec, Field(discriminator="type")]
+AnySourceSpec = Annotated[
+    ReasoningGymSpec | JsonlSpec | ParquetSpec | HfDatasetSpec, Field(discriminator="type")
+]
+
+
+class MixedSourceSpec(Spec):
+    """One source of a mixture."""
+
+    data: AnySourceSpec
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the training rows, relative to the other weights."""
+
+
+class MixtureSpec(BoundedSpec):
+    """Several sources, drawn from in fixed shares; each runs through epochs of its own."""
+
+    type: Literal["mixture"] = "mixture"
+    sources: tuple[MixedSourceSpec, ...] = Field(min_length=1)
+
+
+DataSpec = Annotated[
+    ReasoningGymSpec | JsonlSpec | ParquetSpec | HfDatasetSpec | MixtureSpec,
+    Field(discriminator="type"),
+]

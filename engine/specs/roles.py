@@ -30,6 +30,8 @@ class ActorSpec(RoleSpec):
     optimizer: OptimizerSpec = OptimizerSpec()
     rollout: RolloutSpec
     data: DataSpec
+    pretraining_data: DataSpec | None = None
+    """Rows that keep what pretraining taught, for a loss beside the main one."""
     train: LayoutSpec = LayoutSpec()
     """Layout of training and scoring."""
     generate: GenerateSpec = GenerateSpec()

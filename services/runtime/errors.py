@@ -73,6 +73,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
             _INVALID, "MODEL_PACKAGE_MISSING"
         ),
         "rolemesh.engine.data.prompts.EmptyDataError": CatalogueEntry(_INVALID, "DATA_EMPTY"),
+        "rolemesh.engine.data.rows.DataInvalidError": CatalogueEntry(_INVALID, "DATA_INVALID"),
         "rolemesh.engine.rewards.sources.RewardInvalidError": CatalogueEntry(
             _PRECONDITION, "REWARD_INVALID"
         ),

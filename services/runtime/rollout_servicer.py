@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from rolemesh.engine.data.prompts import PromptSet, Split, load_rows
+from rolemesh.engine.data.prompts import PromptSet, Split, load_prompts
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.folder import check_model_folder
 from rolemesh.engine.rollout.base import RolloutBackend
@@ -39,24 +39,29 @@ _SPLITS: dict[int, Split] = {
 class PromptSource:
     """Prompts of a run, and the tokenizer of its policy. Owned by the compute thread."""
 
-    def __init__(self, model: ModelSpec, data: DataSpec, run_seed: int) -> None:
-        """Loads both.
+    def __init__(
+        self,
+        model: ModelSpec,
+        data: DataSpec,
+        run_seed: int,
+        pretraining: DataSpec | None = None,
+    ) -> None:
+        """Loads both, and the rows of pretraining where there are some.
 
         Raises:
             ModelFolderError: the folder is not a model's.
             EmptyDataError: there is no prompt.
+            DataInvalidError: data cannot be read, or is not what it should be.
         """
         check_model_folder(model.path)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
             model.path, local_files_only=True, trust_remote_code=False
         )
-        train, held_out = load_rows(data)
-        self.prompts = PromptSet(train, held_out, tokenizer=self.tokenizer, seed=run_seed)
+        self.prompts: PromptSet = load_prompts(
+            data, tokenizer=self.tokenizer, seed=run_seed, pretraining=pretraining
+        )
         self.run_seed = run_seed
-        self.facts = {
-            "data.train_prompts": str(len(train)),
-            "data.held_out_prompts": str(len(held_out)),
-        }
+        self.facts = self.prompts.facts()
         """Facts of Initialize."""
 
 

@@ -1,0 +1,139 @@
+"""Curricula: the order of an epoch as a pure function of (metadata of the rows, epoch, seed)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolemesh.engine.data.orders import EpochOrder, shuffled
+from rolemesh.engine.data.rows import DataInvalidError, PromptRow
+from rolemesh.engine.specs import CurriculumSpec, PythonCurriculumSpec, SortedCurriculumSpec
+
+CurriculumFunction = Callable[[Sequence[Mapping[str, Any]], int, int], Sequence[int]]
+"""(metadata of each row, epoch from 0, seed of the run) -> every row number once."""
+
+
+def epoch_order(
+    curriculum: CurriculumSpec | None,
+    rows: Sequence[PromptRow],
+    *,
+    seed: int,
+    shuffle_seed: str,
+    field: str,
+) -> EpochOrder:
+    """The order of each epoch of a source.
+
+    Args:
+        curriculum: what the recipe asks for; None shuffles.
+        rows: training rows of the source.
+        seed: of the run, for the user's function.
+        shuffle_seed: of the shuffle.
+        field: of the source, e.g. "data".
+
+    Returns:
+        A function that raises DataInvalidError when a user's function fails or gives no order.
+
+    Raises:
+        DataInvalidError: a row lacks the key to sort by, or the function cannot be loaded.
+    """
+    shuffle = shuffled(len(rows), shuffle_seed)
+    if curriculum is None:
+        return shuffle
+    if isinstance(curriculum, SortedCurriculumSpec):
+        return _sorted(curriculum, rows, shuffle, f"{field}.curriculum.by")
+    return _called(curriculum, rows, seed, f"{field}.curriculum.function")
+
+
+def _sorted(
+    curriculum: SortedCurriculumSpec, rows: Sequence[PromptRow], shuffle: EpochOrder, field: str
+) -> EpochOrder:
+    values = [_value(row, curriculum.by, field) for row in rows]
+    if len({isinstance(value, str) for value in values}) > 1:
+        raise DataInvalidError(
+            f"{field} is {curriculum.by!r}, which is a number in some rows and text in others: "
+            "they have no common order"
+        )
+
+    def order(epoch: int) -> list[int]:
+        # sorted keeps equal values in the order in which the shuffle has them, also in reverse.
+        return sorted(shuffle(epoch), key=values.__getitem__, reverse=not curriculum.ascending)
+
+    return order
+
+
+def _value(row: PromptRow, key: str, field: str) -> Any:
+    value: Any = json.loads(row.metadata)
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            known = ", ".join(value) if isinstance(value, dict) else ""
+            raise DataInvalidError(
+                f"{field} is {key!r}, but the metadata of {row.where} has no {part!r}; it has "
+                f"{known or 'nothing'}"
+            )
+        value = value[part]
+    if isinstance(value, str) or (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ):
+        return value
+    raise DataInvalidError(
+        f"{field} is {key!r}, which is {value!r} in {row.where}: only numbers and texts have an "
+        "order"
+    )
+
+
+def _called(
+    curriculum: PythonCurriculumSpec, rows: Sequence[PromptRow], seed: int, field: str
+) -> EpochOrder:
+    function = _load_function(curriculum.function, field)
+    metadata = [json.loads(row.metadata) for row in rows]
+
+    def order(epoch: int) -> list[int]:
+        try:
+            order = [int(row) for row in function(metadata, epoch, seed)]
+        except Exception as error:
+            # Whatever the user's function raises: it is told with its epoch.
+            raise DataInvalidError(
+                f"{field} {curriculum.function!r} failed for epoch {epoch}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if sorted(order) != list(range(len(rows))):
+            raise DataInvalidError(
+                f"{field} {curriculum.function!r} gave {len(order)} row numbers for epoch {epoch}, "
+                f"which are not 0 to {len(rows) - 1} once each: return a permutation"
+            )
+        return order
+
+    return order
+
+
+def _load_function(name: str, field: str) -> CurriculumFunction:
+    """Imports "path/to/file.py:name" or "module:name"."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            path = Path(place).resolve()
+            module_spec = importlib.util.spec_from_file_location(
+                f"rolemesh_curriculum_{path.stem}", path
+            )
+            if module_spec is None or module_spec.loader is None or not path.is_file():
+                raise FileNotFoundError(f"{path} is no file")
+            module = importlib.util.module_from_spec(module_spec)
+            module_spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:
+        # Importing runs the user's code: it may raise anything.
+        raise DataInvalidError(
+            f"{field} {name!r} cannot be imported ({type(error).__name__}: {error}): give "
+            "'path/to/file.py:name' or 'module:name', as the service's process finds it"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise DataInvalidError(f"{field} {name!r}: {place} has no function {attribute!r}")
+    loaded: CurriculumFunction = function
+    return loaded

@@ -1,0 +1,310 @@
+"""Rows of data: what a record of a file means, checked field by field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.engine.specs import StoredRowsSpec
+
+MAX_METADATA_BYTES = 64 * 1024
+"""Metadata travels with every trajectory of the row."""
+
+Message = Mapping[str, Any]
+"""A chat turn: role and content, and whatever else the template reads."""
+Completion = str | Sequence[Message]
+"""A given answer: its text, or turns that begin and end with the assistant's."""
+
+
+class DataInvalidError(ValueError):
+    """Data is not what it has to be: which row, which field, what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One row as the data set has it: a prompt with what is given beside it, or a bare text."""
+
+    messages: Sequence[Message]
+    """Chat turns of the prompt; empty in a row of bare text."""
+    assistant_prefix: str = ""
+    """Text that the assistant's turn already begins with; part of the prompt."""
+    answer: str = ""
+    """Expected answer, empty when the data set has none."""
+    metadata: str = "{}"
+    """Other columns as JSON, for rewards and curricula."""
+    completion: Completion | None = None
+    """Given completion."""
+    chosen: Completion | None = None
+    """The better of two completions; never without `rejected`."""
+    rejected: Completion | None = None
+    """The worse of two completions."""
+    is_wanted: bool | None = None
+    """Judgement of `completion`."""
+    text: str | None = None
+    """Text of a row without a prompt."""
+    where: str = "a row"
+    """Where the row stands, for messages."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for rows whose prompts are equal."""
+        if self.text is not None:
+            return self.text
+        return json.dumps([list(self.messages), self.assistant_prefix], sort_keys=True)
+
+
+class RowReader:
+    """Makes rows of records, with the columns that a source names."""
+
+    def __init__(self, spec: StoredRowsSpec, field: str) -> None:
+        """Takes the source and the field of the recipe that holds it, e.g. "data"."""
+        self._spec = spec
+        self._field = field
+        named = dict(spec.columns)
+        claimed = set(named.values()) - {None}
+        self._columns: dict[str, str | None] = {
+            meaning: name or (None if meaning in claimed else meaning)
+            for meaning, name in named.items()
+        }
+
+    def wanted(self, columns: Sequence[str]) -> list[str]:
+        """Those of a table's columns that are read."""
+        if self._spec.metadata is None:
+            return list(columns)
+        used = {*self._columns.values(), *self._spec.metadata}
+        return [column for column in columns if column in used]
+
+    def read(self, record: Any, where: str) -> PromptRow:
+        """One row.
+
+        Args:
+            record: names to values, as JSON and Arrow give them; None is no value.
+            where: names file and row in messages.
+
+        Raises:
+            DataInvalidError: the record is no row.
+        """
+        if not isinstance(record, Mapping):
+            raise DataInvalidError(f"{where}: needs an object with the key 'prompt'")
+        self._check_named(record, where)
+        taken = set(self._columns.values())
+        others = [name for name in record if name not in taken]
+        metadata = self._metadata(record, others, where)
+        text = self._value(record, "text")
+        prompt, turns = self._value(record, "prompt"), self._value(record, "messages")
+        if prompt is None and turns is None:
+            if text is not None:
+                return PromptRow(
+                    messages=(),
+                    text=self._text(text, "text", where),
+                    metadata=metadata,
+                    where=where,
+                )
+            raise DataInvalidError(
+                f"{where}: needs an object with the key {self._columns['prompt']!r} (or "
+                f"{self._columns['messages']!r}, or {self._columns['text']!r} alone); it has "
+                f"{_listed(record)}: name the right one in {self._field}.columns"
+            )
+        completion = self._value(record, "completion")
+        if prompt is None:
+            messages, completion = self._conversation(turns, completion, where)
+        else:
+            messages = self._prompt(prompt, where)
+        chosen, rejected = self._value(record, "chosen"), self._value(record, "rejected")
+        if (chosen is None) != (rejected is None):
+            lacking = "chosen" if chosen is None else "rejected"
+            raise DataInvalidError(
+                f"{where}: {self._name(lacking)!r} is missing: a preference needs both completions"
+            )
+        given: dict[str, Completion | None] = {
+            meaning: None if value is None else self._completion(value, meaning, messages, where)
+            for meaning, value in (
+                ("completion", completion),
+                ("chosen", chosen),
+                ("rejected", rejected),
+            )
+        }
+        return PromptRow(
+            messages=self._with_system(messages),
+            assistant_prefix=self._spec.assistant_prefix,
+            answer=self._answer(self._value(record, "answer"), where),
+            metadata=metadata,
+            is_wanted=self._label(self._value(record, "label"), where),
+            where=where,
+            completion=given["completion"],
+            chosen=given["chosen"],
+            rejected=given["rejected"],
+        )
+
+    def _check_named(self, record: Mapping[str, Any], where: str) -> None:
+        """A column that the recipe names has to be there; its value may be null."""
+        for meaning, column in self._spec.columns:
+            if column is not None and column not in record:
+                raise DataInvalidError(
+                    f"{where}: has no column {column!r}, which {self._field}.columns.{meaning} "
+                    f"names; it has {_listed(record)}"
+                )
+        for column in self._spec.metadata or ():
+            if column not in record:
+                raise DataInvalidError(
+                    f"{where}: has no column {column!r}, which {self._field}.metadata names; it "
+                    f"has {_listed(record)}"
+                )
+
+    def _name(self, meaning: str) -> str:
+        return self._columns[meaning] or meaning
+
+    def _value(self, record: Mapping[str, Any], meaning: str) -> Any:
+        column = self._columns[meaning]
+        return None if column is None else record.get(column)
+
+    def _text(self, value: Any, meaning: str, where: str) -> str:
+        if not isinstance(value, str):
+            raise DataInvalidError(
+                f"{where}: {self._name(meaning)!r} must be text, not {type(value).__name__}"
+            )
+        return value
+
+    def _prompt(self, prompt: Any, where: str) -> list[Message]:
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        turns = self._turns(prompt, "prompt", where)
+        if turns[-1]["role"] == "assistant":
+            raise DataInvalidError(
+                f"{where}: {self._name('prompt')!r} ends with an assistant turn: end it with the "
+                f"turn that is answered, and give what the answer begins with as "
+                f"{self._field}.assistant_prefix"
+            )
+        return turns
+
+    def _conversation(
+        self, turns: Any, completion: Any, where: str
+    ) -> tuple[list[Message], list[Message] | None]:
+        name = self._name("messages")
+        if completion is not None:
+            raise DataInvalidError(
+                f"{where}: has {name!r}, a whole conversation, and "
+                f"{self._name('completion')!r}: take one out, or name the first in "
+                f"{self._field}.columns.prompt"
+            )
+        checked = self._turns(turns, "messages", where)
+        first = next(
+            (at for at, turn in enumerate(checked) if turn["role"] == "assistant"), len(checked)
+        )
+        if first == 0:
+            raise DataInvalidError(f"{where}: {name!r} begins with an assistant turn: no prompt")
+        answered = checked[first:]
+        # What follows the last answer is answered by nobody.
+        while answered and answered[-1]["role"] != "assistant":
+            answered.pop()
+        return checked[:first], answered or None
+
+    def _completion(
+        self, value: Any, meaning: str, prompt: Sequence[Message], where: str
+    ) -> Completion:
+        if isinstance(value, str):
+            return value
+        turns = self._turns(value, meaning, where)
+        # Preference sets often repeat the prompt in front of each answer.
+        if turns[: len(prompt)] == list(prompt):
+            turns = turns[len(prompt) :]
+        if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
+            raise DataInvalidError(
+                f"{where}: {self._name(meaning)!r} must begin (after the prompt's turns) and end "
+                "with an assistant turn"
+            )
+        return turns
+
+    def _turns(self, value: Any, meaning: str, where: str) -> list[Message]:
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(
+                isinstance(turn, Mapping)
+                and isinstance(turn.get("role"), str)
+                and isinstance(turn.get("content"), str)
+                for turn in value
+            )
+        ):
+            form = "a list of turns" if meaning == "messages" else "text or a list of turns"
+            raise DataInvalidError(
+                f"{where}: {self._name(meaning)!r} must be {form} with the keys role and content"
+            )
+        # Arrow fills the keys that a turn lacks with null.
+        turns: list[Message] = [
+            {key: part for key, part in turn.items() if part is not None} for turn in value
+        ]
+        for at, turn in enumerate(turns):
+            role = turn["role"]
+            if at and role == "system":
+                raise DataInvalidError(
+                    f"{where}: {self._name(meaning)!r}, turn {at} is a system turn: there is one "
+                    "at most, and it comes first"
+                )
+            if at and role in ("user", "assistant") and turns[at - 1]["role"] == role:
+                raise DataInvalidError(
+                    f"{where}: {self._name(meaning)!r}, turns {at - 1} and {at} are both the "
+                    f"{role}'s: make them one"
+                )
+        return turns
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        system = self._spec.system_prompt
+        if system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _answer(self, answer: Any, where: str) -> str:
+        if answer is None:
+            return ""
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise DataInvalidError(f"{where}: {self._name('answer')!r} must be text or a number")
+        return str(answer)
+
+    def _label(self, label: Any, where: str) -> bool | None:
+        if label is None:
+            return None
+        if isinstance(label, bool | int | float) and label in (0, 1):
+            return bool(label)
+        raise DataInvalidError(
+            f"{where}: {self._name('label')!r} is {label!r}: give true or false, 1 or 0"
+        )
+
+    def _metadata(self, record: Mapping[str, Any], others: Sequence[str], where: str) -> str:
+        names = others if self._spec.metadata is None else self._spec.metadata
+        chosen = {name: record[name] for name in names}
+        try:
+            encoded = json.dumps(_json_value(chosen), default=str)
+        except TypeError as error:
+            raise DataInvalidError(
+                f"{where}: {error}: list the columns that are metadata in {self._field}.metadata"
+            ) from error
+        size = len(encoded.encode())
+        if size > MAX_METADATA_BYTES:
+            largest = max(chosen, key=lambda name: len(json.dumps(chosen[name], default=str)))
+            raise DataInvalidError(
+                f"{where}: its metadata takes {size} bytes, more than {MAX_METADATA_BYTES} (most "
+                f"of it column {largest!r}): list the columns that are needed in "
+                f"{self._field}.metadata"
+            )
+        return encoded
+
+
+def _json_value(value: Any) -> Any:
+    """JSON has no NaN and no infinity: both become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(part) for part in value]
+    if isinstance(value, bytes):
+        raise TypeError(f"a column holds {len(value)} raw bytes, which metadata cannot")
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _listed(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, record)) or "nothing"

@@ -1,0 +1,146 @@
+"""Records of Arrow tables: Parquet files, and folders as the Hugging Face library writes them.
+
+Read with pyarrow alone: a folder holds tables and JSON, and no code of a data set is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.specs import HfDatasetSpec
+
+Columns = Callable[[Sequence[str]], list[str]]
+"""Of a table's columns those that are read."""
+
+
+def parquet_records(path: Path, field: str, columns: Columns) -> Iterator[tuple[Any, str]]:
+    """Each record of a Parquet file, or of all in a folder in the order of their names.
+
+    Raises:
+        DataInvalidError: there is no such file, or it cannot be read.
+    """
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise DataInvalidError(f"{field} {path} holds no .parquet file: check it")
+    for file in files:
+        yield from _parquet_file(file, field, columns)
+
+
+def hf_records(
+    spec: HfDatasetSpec, split: str, field: str, columns: Columns
+) -> Iterator[tuple[Any, str]]:
+    """Each record of one split of a folder.
+
+    Args:
+        spec: names the folder.
+        split: which split.
+        field: of the recipe, e.g. "data".
+        columns: which columns are read.
+
+    Raises:
+        DataInvalidError: the folder is none of a data set, or has no such split.
+    """
+    folder = spec.path if spec.name is None else spec.path / spec.name
+    where = f"{field}.path {folder}"
+    if not folder.is_dir():
+        raise DataInvalidError(
+            f"{where} is no folder: give a local one (nothing is ever downloaded)"
+        )
+    if (folder / "state.json").is_file():
+        if split != "train":
+            raise DataInvalidError(
+                f"{where} holds a single split, but {split!r} is asked for: take the split out, "
+                f"or set {field}.held_out_size"
+            )
+        yield from _saved(folder, where, columns)
+    elif (folder / "dataset_dict.json").is_file():
+        splits = _json_file(folder / "dataset_dict.json", "splits", where)
+        if split not in splits:
+            raise DataInvalidError(f"{where} has no split {split!r}; it has {', '.join(splits)}")
+        yield from _saved(folder / split, where, columns)
+    else:
+        for file in _split_files(folder, split, where, field):
+            yield from _parquet_file(file, f"{field}.path", columns)
+
+
+def _saved(folder: Path, where: str, columns: Columns) -> Iterator[tuple[Any, str]]:
+    files = _json_file(folder / "state.json", "_data_files", where)
+    for entry in files:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        # Also keeps a file name from leading out of the folder.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise DataInvalidError(f"{where}: state.json names no file of the folder: {entry!r}")
+        yield from _arrow_file(folder / name, where, columns)
+
+
+def _json_file(path: Path, key: str, where: str) -> list[Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataInvalidError(
+            f"{where}: {path.name} of {path.parent} cannot be read ({error!r}): save the data set "
+            "again"
+        ) from error
+    if not isinstance(value, list):
+        raise DataInvalidError(f"{where}: {path.name} has no list {key!r}: save the data set again")
+    return value
+
+
+def _split_files(folder: Path, split: str, where: str, field: str) -> list[Path]:
+    """Parquet files of a split: train.parquet, train-00000-of-00002.parquet, or train/*.parquet."""
+    numbered = re.compile(rf"{re.escape(split)}-\d+-of-\d+.*")
+    every = sorted(folder.rglob("*.parquet"))
+    files = [
+        file
+        for file in every
+        if file.stem == split or numbered.fullmatch(file.stem) or file.parent.name == split
+    ]
+    if not files:
+        found = ", ".join(str(file.relative_to(folder)) for file in every[:5])
+        raise DataInvalidError(
+            f"{where} holds neither a saved data set nor Parquet files of split {split!r}; "
+            f"Parquet files there: {found or 'none'}"
+        )
+    folders = sorted({file.parent for file in files})
+    if len(folders) > 1:
+        names = ", ".join(str(place.relative_to(folder)) for place in folders)
+        raise DataInvalidError(
+            f"{where} has split {split!r} in several folders ({names}): choose one by {field}.name"
+        )
+    return files
+
+
+def _parquet_file(file: Path, field: str, columns: Columns) -> Iterator[tuple[Any, str]]:
+    try:
+        # memory_map False: a file on a network disk that is cut short must not end the process.
+        with pyarrow.parquet.ParquetFile(file, memory_map=False) as parquet:
+            table = parquet.read(columns=columns(parquet.schema_arrow.names))
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataInvalidError(f"{field} {file} cannot be read as Parquet ({error})") from error
+    yield from _records(table, f"{field} {file}")
+
+
+def _arrow_file(file: Path, where: str, columns: Columns) -> Iterator[tuple[Any, str]]:
+    try:
+        with pyarrow.OSFile(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            table = stream.read_all()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataInvalidError(f"{where}: {file.name} cannot be read as Arrow ({error})") from error
+    yield from _records(table.select(columns(table.column_names)), f"{where}, {file.name}")
+
+
+def _records(table: pyarrow.Table, where: str) -> Iterator[tuple[Any, str]]:
+    index = 0
+    for batch in table.to_batches():
+        for record in batch.to_pylist():
+            yield record, f"{where}, row {index} (counted from 0)"
+            index += 1

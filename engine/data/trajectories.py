@@ -1,0 +1,223 @@
+"""Trajectories that are given and not sampled: demonstrations, preferences, judgements, texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+from rolemesh.engine.data.prompts import PromptSet, Split
+from rolemesh.engine.data.rendering import CompletionTokens
+from rolemesh.engine.data.rows import Completion, DataInvalidError, PromptRow
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.rollout.base import PromptTooLongError
+
+Kind = Literal["demonstration", "preference", "judgement"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """A row of data at its position, with the prompt as tokens."""
+
+    position: int
+    index: int
+    row: PromptRow
+    text: str
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of the experience in the making."""
+
+    given: list[_Given] = field(default_factory=list)
+    completions: list[CompletionTokens] = field(default_factory=list)
+    preferences: list[float] = field(default_factory=list)
+
+    def add(self, given: _Given, completion: CompletionTokens, preference: float = 0.0) -> None:
+        self.given.append(given)
+        self.completions.append(completion)
+        self.preferences.append(preference)
+
+
+def read_trajectories(
+    prompts: PromptSet,
+    split: Split,
+    start: int,
+    count: int,
+    kind: Kind,
+    *,
+    max_tokens: int | None = None,
+) -> Experience:
+    """Makes trajectories of the data rows at positions start..start+count-1.
+
+    "demonstration": one row each, the given completion. A data row of bare text gives its first
+    token as prompt (the one that the tokenizer sets in front, where it does) and the rest as
+    completion, cut to max_tokens.
+
+    "preference": two neighbouring rows each, the chosen completion (preference 1), then the
+    rejected one (-1).
+
+    "judgement": two neighbouring rows each. The first is the given completion (preference 1 when
+    it is wanted, -1 when not). The second has the same prompt and the completion of the next other
+    data row of the call, cyclically (preference 0): an answer that has nothing to do with the
+    prompt, from which KTO estimates the divergence from the reference (arXiv 2402.01306,
+    section 4.2). Nothing is learnt from that row, so it is cut to max_tokens.
+
+    A completion ends with the tokens that end the assistant's turn. Where it has turns of others
+    inside, those have loss_mask 0.
+
+    Args:
+        prompts: the rows.
+        split: of the rows.
+        start: first position, >= 0.
+        count: data rows, >= 1.
+        kind: what becomes of each.
+        max_tokens: longest prompt with completion; None for any.
+
+    Returns:
+        B = count rows for demonstrations, otherwise 2 * count: tokens int64 (sequence),
+        prompt_lengths int64 (row), loss_mask bool (completion), prompt_ids int64 (row, index of
+        the data row), prompt_text, completion_text, answer, metadata (text); and for pairs
+        pair_ids int64 (row, the position, which also tells two passages of one data row apart)
+        and preference float32 (row).
+
+    Raises:
+        DataInvalidError: a row lacks what the kind needs, or cannot be rendered.
+        PromptTooLongError: a row has more than max_tokens tokens.
+        EmptyDataError: the split has no rows.
+        ValueError: the kind or the range is not valid.
+    """
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind is {kind!r}: give one of {', '.join(get_args(Kind))}")
+    rows = _Rows()
+    read: Callable[..., None] = {
+        "demonstration": _demonstrations,
+        "preference": _preferences,
+        "judgement": _judgements,
+    }[kind]
+    found = prompts.rows(split, start, count)
+    data = list(enumerate(found, start=start))
+    read(prompts, [(at, index, row) for at, (index, row) in data], rows, max_tokens)
+    return _experience(rows, prompts.tokenizer, with_pairs=kind != "demonstration")
+
+
+_Positioned = Sequence[tuple[int, int, PromptRow]]
+
+
+def _given(prompts: PromptSet, position: int, index: int, row: PromptRow) -> _Given:
+    text = prompts.renderer.prompt_text(row)
+    tokens = prompts.renderer.tokens(text)
+    return _Given(position=position, index=index, row=row, text=text, tokens=tokens)
+
+
+def _demonstrations(
+    prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: int | None
+) -> None:
+    for position, index, row in data:
+        if row.text is not None:
+            tokens = prompts.renderer.bare_text(row)[:max_tokens]
+            text = prompts.tokenizer.decode(tokens[:1])
+            given = _Given(position=position, index=index, row=row, text=text, tokens=tokens[:1])
+            mask = [True] * (len(tokens) - 1)
+            rows.add(given, CompletionTokens(tokens=tokens[1:], loss_mask=mask))
+            continue
+        completion = _needed(row, row.completion, "completion", "demonstration")
+        given = _given(prompts, position, index, row)
+        rows.add(given, _completion(prompts, given, completion, "completion", max_tokens))
+
+
+def _preferences(
+    prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: int | None
+) -> None:
+    for position, index, row in data:
+        chosen = _needed(row, row.chosen, "chosen", "preference")
+        rejected = _needed(row, row.rejected, "rejected", "preference")
+        given = _given(prompts, position, index, row)
+        rows.add(given, _completion(prompts, given, chosen, "chosen", max_tokens), 1.0)
+        rows.add(given, _completion(prompts, given, rejected, "rejected", max_tokens), -1.0)
+
+
+def _judgements(prompts: PromptSet, data: _Positioned, rows: _Rows, max_tokens: int | None) -> None:
+    judged: list[tuple[_Given, CompletionTokens, bool]] = []
+    for position, index, row in data:
+        completion = _needed(row, row.completion, "completion", "judgement")
+        is_wanted = _needed(row, row.is_wanted, "label", "judgement")
+        given = _given(prompts, position, index, row)
+        tokens = _completion(prompts, given, completion, "completion", max_tokens)
+        judged.append((given, tokens, is_wanted))
+    for at, (given, tokens, is_wanted) in enumerate(judged):
+        following = (judged[(at + step) % len(judged)] for step in range(1, len(judged)))
+        other = next((own for other, own, _ in following if other.index != given.index), None)
+        if other is None:
+            raise DataInvalidError(
+                f"{given.row.where}: stands alone in a call for judgements, but each needs the "
+                "completion of another data row: ask for 2 different rows or more"
+            )
+        rows.add(given, tokens, 1.0 if is_wanted else -1.0)
+        room = None if max_tokens is None else max_tokens - len(given.tokens)
+        rows.add(
+            given,
+            CompletionTokens(tokens=other.tokens[:room], loss_mask=other.loss_mask[:room]),
+        )
+
+
+def _needed(row: PromptRow, value: Any, meaning: str, kind: Kind) -> Any:
+    if value is None:
+        raise DataInvalidError(
+            f"{row.where}: has no {meaning!r}, which a {kind} needs: give it, or name its column "
+            f"in data.columns.{meaning}"
+        )
+    return value
+
+
+def _completion(
+    prompts: PromptSet,
+    given: _Given,
+    completion: Completion,
+    meaning: str,
+    max_tokens: int | None,
+) -> CompletionTokens:
+    made = prompts.renderer.completion(given.row, completion)
+    num_tokens = len(given.tokens) + len(made.tokens)
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise PromptTooLongError(
+            f"{given.row.where}: the prompt has {len(given.tokens)} tokens and {meaning!r} "
+            f"{len(made.tokens)}, together more than {max_tokens}: set data.max_row_tokens to "
+            f"{max_tokens}, which leaves such rows out and counts them"
+        )
+    return made
+
+
+def _experience(rows: _Rows, tokenizer: Any, *, with_pairs: bool) -> Experience:
+    completions = [list(completion.tokens) for completion in rows.completions]
+
+    def per_row(values: Sequence[float], dtype: torch.dtype) -> Column:
+        return Column(ColumnKind.ROW, torch.tensor(values, dtype=dtype))
+
+    columns = {
+        "tokens": Column.ragged(
+            ColumnKind.SEQUENCE,
+            [[*given.tokens, *own] for given, own in zip(rows.given, completions, strict=True)],
+            torch.int64,
+        ),
+        "prompt_lengths": per_row([len(given.tokens) for given in rows.given], torch.int64),
+        "loss_mask": Column.ragged(
+            ColumnKind.COMPLETION,
+            [completion.loss_mask for completion in rows.completions],
+            torch.bool,
+        ),
+        "prompt_ids": per_row([given.index for given in rows.given], torch.int64),
+        "prompt_text": Column.text([given.text for given in rows.given]),
+        "completion_text": Column.text(
+            [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
+        ),
+        "answer": Column.text([given.row.answer for given in rows.given]),
+        "metadata": Column.text([given.row.metadata for given in rows.given]),
+    }
+    if with_pairs:
+        columns["pair_ids"] = per_row([given.position for given in rows.given], torch.int64)
+        columns["preference"] = per_row(rows.preferences, torch.float32)
+    return Experience(columns)
