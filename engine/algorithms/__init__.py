@@ -1,4 +1,14 @@
-"""Closed formulas of RL post-training, each with its source."""
+"""Closed formulas of RL post-training, each with its source.
 
-# A loss is found by its spec once its module was imported: see `losses.loss_for`.
+Importing any part of it registers every estimator and every loss with its spec: see
+`estimation.estimator_for` and `losses.loss_for`.
+"""
+
+from rolemesh.engine.algorithms import critic_advantages as critic_advantages
+from rolemesh.engine.algorithms import group_advantages as group_advantages
+from rolemesh.engine.algorithms import kto as kto
+from rolemesh.engine.algorithms import online_pairs as online_pairs
+from rolemesh.engine.algorithms import policy_losses as policy_losses
 from rolemesh.engine.algorithms import preference_losses as preference_losses
+from rolemesh.engine.algorithms import reinforce as reinforce
+from rolemesh.engine.algorithms import value_losses as value_losses

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import torch
 
+from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
 from rolemesh.engine.algorithms.pairs import log_ratios, preference_of
 from rolemesh.engine.algorithms.ragged import completion_values
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.specs import KtoPointSpec
+
+
+@estimator_for(KtoPointSpec)
+def kto_point(given: EstimatorInput, spec: KtoPointSpec) -> tuple[Experience, dict[str, float]]:
+    """The estimator of `KtoPointSpec`; see `reference_point`."""
+    return reference_point(given.experience, spec)
 
 
 def reference_point(batch: Experience, spec: KtoPointSpec) -> tuple[Experience, dict[str, float]]:

@@ -50,6 +50,62 @@ def unmasked_per_row(loss_mask_N: torch.Tensor, offsets: torch.Tensor) -> torch.
     return running[offsets.to(loss_mask_N.device)].diff()
 
 
+def row_sums(values_M: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
+    """Adds up neighbouring numbers row by row.
+
+    Not by a scatter-add, whose order is undefined on a GPU.
+
+    Args:
+        values_M: float [M].
+        counts_B: int64 [B], numbers of each row; their sum is M.
+
+    Returns:
+        float [B], 0 for a row without numbers.
+    """
+    if not len(counts_B):
+        return values_M[:0]  # segment_reduce takes no empty batch
+    sums_B: torch.Tensor = torch.segment_reduce(values_M, "sum", lengths=counts_B, initial=0)
+    return sums_B
+
+
+def row_mean_of_each(values_M: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
+    """Replaces each number by the mean of its row.
+
+    Sums in float64. The map is its own adjoint, so the gradient is the same map again: neither
+    way needs a scatter-add.
+
+    Args:
+        values_M: float [M], with or without a gradient.
+        counts_B: int64 [B], numbers of each row; their sum is M.
+
+    Returns:
+        float [M], of the type of `values_M`.
+    """
+    means_M: torch.Tensor = _RowMeanOfEach.apply(values_M, counts_B)  # type: ignore[no-untyped-call]
+    return means_M
+
+
+class _RowMeanOfEach(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, values_M: torch.Tensor, counts_B: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(counts_B)
+        return _means(values_M, counts_B)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *gradients_M: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        (counts_B,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _means(gradients_M[0], counts_B), None
+
+
+def _means(values_M: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
+    means_B = row_sums(values_M.double(), counts_B) / counts_B.clamp_min(1)
+    return means_B.repeat_interleave(counts_B).to(values_M.dtype)
+
+
 def decayed_sums(values_N: torch.Tensor, lengths: torch.Tensor, decay: float) -> torch.Tensor:
     """Sums each token and its row's later ones: y[t] = x[t] + decay * y[t + 1].
 

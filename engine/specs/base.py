@@ -31,6 +31,10 @@ class EstimatorPartSpec(PartSpec):
         """Columns that it gives."""
         raise NotImplementedError(f"{type(self).__name__} does not say which columns it makes")
 
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns that it also reads where the batch has all of them, e.g. for metrics."""
+        return ()
+
     def baseline_columns(self) -> tuple[str, ...]:
         """Columns that it reads of a second experience, with which it compares; none: no such."""
         return ()

@@ -51,6 +51,10 @@ class KlPenaltySpec(EstimatorPartSpec):
         kl = () if self.kl_in_reward is None else ("logprobs", "reference_logprobs")
         return ("rewards", "loss_mask", *kl)
 
+    def optional_columns(self) -> tuple[str, ...]:
+        """Both log-probs: KL is reported wherever they are there."""
+        return ("logprobs", "reference_logprobs")
+
     def makes(self) -> tuple[str, ...]:
         """Columns that it gives."""
         return ("advantages", "token_rewards")

@@ -13,22 +13,24 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from pydantic import TypeAdapter
 
-from rolemesh.engine.algorithms.advantages import estimate_advantages
-from rolemesh.engine.algorithms.kl import KlController
-from rolemesh.engine.specs import EstimatorSpec, KlControllerSpec
+from rolemesh.engine.algorithms.estimation import (
+    Controllers,
+    check_baseline,
+    estimate_advantages,
+)
+from rolemesh.engine.algorithms.selection import select_groups
+from rolemesh.engine.specs import EstimatorPartSpec, EstimatorSpec, SelectionSpec
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.model_role import ModelRole
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
-
-KL_CONTROLLER = "kl_controller"
-"""Key of the KL controller's state in a role's extra state."""
 
 
 class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """The part of TrainerService that changes no weights; `TrainerServicer` adds the rest.
 
-    Invariant: the KL controller moves once per ComputeAdvantages, and is part of the trainer's
-    checkpoint.
+    Invariant: the estimator's controllers (weight of the KL, Lagrange multiplier) move once per
+    ComputeAdvantages, and are part of the trainer's checkpoint.
     """
 
     def __init__(self, role: ModelRole, runtime: Runtime) -> None:
@@ -42,21 +44,24 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         async def work(call: Call) -> Message:
             spec = algorithm_part(EstimatorSpec, request.estimator)
-            columns = [
-                name
-                for name in ("rewards", "logprobs", "loss_mask", "values", "reference_logprobs")
-                if _has_column(request.experience, name)
-            ]
-            batch = await self._runtime.pull(request.experience, columns, call)
-            controller = self._controller(spec.kl_in_reward)
-            estimated, metrics = await call.compute(estimate_advantages, batch, spec, controller)
+            check_baseline(spec, has_baseline=request.HasField("baseline"))
+            batch = await self._runtime.pull(
+                request.experience, _columns_of(spec, request.experience), call
+            )
+            baseline = None
+            if request.HasField("baseline"):
+                baseline = await self._runtime.pull(request.baseline, spec.baseline_columns(), call)
+            controllers = Controllers.from_spec(spec)
+            controllers.load_state_dict(self._role.extra_state)
+            estimated, metrics = await call.compute(
+                estimate_advantages, batch, spec, controllers, baseline
+            )
             result = experience_pb2.ExperienceResult(
                 report=call.report(metrics, batch["loss_mask"].values.numel()),
                 experience=self._runtime.publish(request.key, estimated),
             )
-            # Last: a call that fails before is repeated, and must find the controller unmoved.
-            if controller is not None:
-                self._role.extra_state[KL_CONTROLLER] = controller.state_dict()
+            # Last: a call that fails before is repeated, and must find the controllers unmoved.
+            self._role.extra_state.update(controllers.state_dict())
             return result
 
         # Whitening takes the whole batch, which is numbers only: one rank computes it.
@@ -65,13 +70,40 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
         ):
             yield response
 
-    def _controller(self, spec: KlControllerSpec | None) -> KlController | None:
-        if spec is None:
-            return None
-        controller = KlController.from_spec(spec)
-        if KL_CONTROLLER in self._role.extra_state:
-            controller.load_state_dict(self._role.extra_state[KL_CONTROLLER])
-        return controller
+    async def SelectGroups(
+        self, request: trainer_pb2.SelectGroupsRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.SelectGroupsResponse]:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> Message:
+            rule = algorithm_part(SelectionSpec, request.rule)
+            if request.max_groups < 0:
+                raise InvalidRequestError(
+                    f"max_groups is {request.max_groups}: give the most groups to keep, or 0 for "
+                    "no bound",
+                    reason="SPEC_INVALID",
+                )
+            # Few numbers decide; what is not kept is never fetched.
+            numbers = await self._runtime.pull(request.experience, rule.columns(), call)
+            rows, num_groups, metrics = await call.compute(
+                select_groups, numbers, rule, request.max_groups
+            )
+            if not num_groups:
+                return trainer_pb2.SelectGroupsResult(report=call.report(metrics, 0))
+            kept = await self._runtime.pull(
+                request.experience, _names(request.experience), call, rows=rows.tolist()
+            )
+            return trainer_pb2.SelectGroupsResult(
+                experience=self._runtime.publish(request.key, kept),
+                num_groups=num_groups,
+                report=call.report(metrics, kept.num_tokens),
+            )
+
+        # A group's rows may lie anywhere in the batch: one rank looks at all of it.
+        async for response in self._runtime.keyed(
+            request, context, trainer_pb2.SelectGroupsResponse, work, on_all_ranks=False
+        ):
+            yield response
 
 
 def algorithm_part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:
@@ -80,5 +112,13 @@ def algorithm_part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:
     return TypeAdapter(spec).validate_python({**parameters, "type": part.type})
 
 
-def _has_column(ref: experience_pb2.ExperienceRef, name: str) -> bool:
-    return any(column.name == name for group in ref.groups for column in group.columns)
+def _names(ref: experience_pb2.ExperienceRef) -> list[str]:
+    """Columns of a batch, each once."""
+    return list(dict.fromkeys(column.name for group in ref.groups for column in group.columns))
+
+
+def _columns_of(spec: EstimatorPartSpec, ref: experience_pb2.ExperienceRef) -> list[str]:
+    """What the estimator reads: the optional columns only where the batch has all of them."""
+    optional = spec.optional_columns()
+    has_optional = set(optional) <= set(_names(ref))
+    return list(dict.fromkeys((*spec.columns(), *(optional if has_optional else ()))))

@@ -11,7 +11,7 @@ import torch
 from support import oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
-from rolemesh.engine.algorithms.advantages import estimate_advantages
+from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
 from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
 from rolemesh.engine.specs import AdaptiveKlSpec, FixedKlSpec, GaeSpec, KlForm
@@ -54,7 +54,9 @@ def test_columns_are_those_of_the_formulas(form: KlForm, whiten: bool) -> None:
         gamma=0.98, lam=0.9, whiten=whiten, kl_in_reward=FixedKlSpec(coefficient=0.3), kl_form=form
     )
     controller = KlController.from_spec(FixedKlSpec(coefficient=0.3))
-    result, _ = estimate_advantages(batch.experience(torch.float32), spec, controller)
+    result, _ = estimate_advantages(
+        batch.experience(torch.float32), spec, Controllers(kl=controller)
+    )
     rewards = token_rewards(batch, 0.3, form)
     advantages, returns = oracles.gae(rewards, batch.columns["values"], batch.masks, 0.98, 0.9)
     if whiten:
@@ -77,7 +79,9 @@ def test_metrics_are_those_of_the_definitions(form: KlForm) -> None:
     batch = make_batch()
     spec = GaeSpec(gamma=1.0, lam=0.95, kl_in_reward=FixedKlSpec(coefficient=0.1), kl_form=form)
     controller = KlController.from_spec(FixedKlSpec(coefficient=0.1))
-    _, metrics = estimate_advantages(batch.experience(torch.float32), spec, controller)
+    _, metrics = estimate_advantages(
+        batch.experience(torch.float32), spec, Controllers(kl=controller)
+    )
 
     rewards = token_rewards(batch, 0.1, form)
     advantages, returns = oracles.gae(rewards, batch.columns["values"], batch.masks, 1.0, 0.95)
@@ -113,7 +117,9 @@ def test_penalty_uses_the_coefficient_of_before_and_the_controller_moves_once() 
     kl_spec = AdaptiveKlSpec(coefficient=0.2, target=1e-3, horizon=100)
     controller = KlController.from_spec(kl_spec)
     spec = GaeSpec(kl_in_reward=kl_spec, kl_form="k3", whiten=False)
-    result, metrics = estimate_advantages(batch.experience(torch.float32), spec, controller)
+    result, metrics = estimate_advantages(
+        batch.experience(torch.float32), spec, Controllers(kl=controller)
+    )
     num_rows = sum(any(mask) for mask in batch.masks)
     assert metrics["kl/coefficient"] == 0.2
     assert controller.coefficient == pytest.approx(0.2 * (1 + 0.2 * num_rows / 100))
@@ -131,7 +137,9 @@ def test_a_refused_batch_leaves_the_controller_alone() -> None:
     experience = make_batch().experience(torch.float32)
     columns = {name: column for name, column in experience.columns.items() if name != "values"}
     with pytest.raises(ColumnMissingError, match="values"):
-        estimate_advantages(Experience(columns), GaeSpec(kl_in_reward=kl_spec), controller)
+        estimate_advantages(
+            Experience(columns), GaeSpec(kl_in_reward=kl_spec), Controllers(kl=controller)
+        )
     assert controller.coefficient == 0.2
 
 
@@ -190,7 +198,9 @@ def test_a_missing_column_is_named(name: str) -> None:
     spec = FixedKlSpec(coefficient=0.1)
     with pytest.raises(ColumnMissingError, match=f"column '{name}' is missing"):
         estimate_advantages(
-            Experience(columns), GaeSpec(kl_in_reward=spec), KlController.from_spec(spec)
+            Experience(columns),
+            GaeSpec(kl_in_reward=spec),
+            Controllers(kl=KlController.from_spec(spec)),
         )
 
 
@@ -213,7 +223,9 @@ def test_controller_and_spec_must_go_together() -> None:
     with pytest.raises(ValueError, match="no controller"):
         estimate_advantages(experience, GaeSpec(kl_in_reward=FixedKlSpec()), None)
     with pytest.raises(ValueError, match="kl_in_reward is None"):
-        estimate_advantages(experience, GaeSpec(), KlController.from_spec(FixedKlSpec()))
+        estimate_advantages(
+            experience, GaeSpec(), Controllers(kl=KlController.from_spec(FixedKlSpec()))
+        )
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])

@@ -1,0 +1,139 @@
+"""Estimators that compare a row with the other rows of its prompt: GRPO, Dr. GRPO, RLOO.
+
+A row's score is its reward (shaped, if the spec says so) less the KL penalties of its tokens; all
+its unmasked tokens get one advantage. Rows without unmasked tokens are members of no group.
+
+Shape letters: B rows, N packed completion tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rolemesh.engine.algorithms.advantages import whiten
+from rolemesh.engine.algorithms.estimation import EstimatorInput, estimator_for
+from rolemesh.engine.algorithms.groups import Groups
+from rolemesh.engine.algorithms.overlong import shaped_rewards
+from rolemesh.engine.algorithms.token_rewards import (
+    BatchTokens,
+    TokenRewards,
+    advantage_metrics,
+    move_kl,
+    token_rewards,
+)
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.specs import (
+    DrGrpoSpec,
+    GroupEstimatorSpec,
+    GrpoSpec,
+    ReinforcePlusPlusBaselineSpec,
+    RlooSpec,
+)
+
+STD_EPS = 1e-6
+"""Added to a group's standard deviation, so that equal scores become zeros and not NaN. verl
+takes the same; TRL takes 1e-4."""
+
+
+@estimator_for(GrpoSpec)
+def grpo_advantages(given: EstimatorInput, spec: GrpoSpec) -> tuple[Experience, dict[str, float]]:
+    """GRPO (arXiv 2402.03300, section 4.1.2): (score - mean) / (std + 1e-6) within the group.
+
+    Without `normalize_std` only the mean is subtracted. Equal scores, and a group of one, give 0.
+
+    Example: scores (1, 0, 0, 1) have mean 0.5 and standard deviation 0.577: advantages are
+    (0.866, -0.866, -0.866, 0.866).
+    """
+    compared = _Compared.of(given, spec)
+    advantages_B = compared.centred_B
+    if spec.normalize_std:
+        stds_B = compared.groups.to_rows(compared.groups.stds(compared.scores_B))
+        advantages_B = advantages_B / (stds_B + STD_EPS)
+    return compared.result(advantages_B)
+
+
+@estimator_for(DrGrpoSpec)
+def dr_grpo_advantages(
+    given: EstimatorInput, spec: DrGrpoSpec
+) -> tuple[Experience, dict[str, float]]:
+    """Dr. GRPO (arXiv 2503.20783, section 3.2): score - mean of the group."""
+    compared = _Compared.of(given, spec)
+    return compared.result(compared.centred_B)
+
+
+@estimator_for(RlooSpec)
+def rloo_advantages(given: EstimatorInput, spec: RlooSpec) -> tuple[Experience, dict[str, float]]:
+    """RLOO (arXiv 2402.14740): score - mean of the other members' scores.
+
+    With n members that is n / (n - 1) * (score - mean of the group). A group of one gives 0.
+
+    Example: scores (1, 0, 0, 1) give (2/3, -2/3, -2/3, 2/3).
+    """
+    compared = _Compared.of(given, spec)
+    sizes_G = compared.groups.sizes_G
+    factors_G = sizes_G / (sizes_G - 1).clamp_min(1).double()
+    return compared.result(compared.centred_B * compared.groups.to_rows(factors_G))
+
+
+@estimator_for(ReinforcePlusPlusBaselineSpec)
+def reinforce_plus_plus_baseline_advantages(
+    given: EstimatorInput, spec: ReinforcePlusPlusBaselineSpec
+) -> tuple[Experience, dict[str, float]]:
+    """REINFORCE++ with baseline (arXiv 2501.03262): score - mean of the group, then whitened.
+
+    Whitening is over all unmasked tokens of the batch; see `whiten`.
+    """
+    compared = _Compared.of(given, spec)
+    return compared.result(compared.centred_B, whitens=True)
+
+
+class _Compared:
+    """Scores of rows beside those of their groups; float64, on the CPU."""
+
+    def __init__(
+        self,
+        given: EstimatorInput,
+        tokens: BatchTokens,
+        earned: TokenRewards,
+        metrics: dict[str, float],
+    ) -> None:
+        self._given = given
+        self._tokens = tokens
+        self._earned = earned
+        self.groups = Groups.of(given.experience, tokens.takes_part_B)
+        self.scores_B = earned.scores_B.cpu()
+        self.centred_B = self.scores_B - self.groups.to_rows(self.groups.means(self.scores_B))
+        self._metrics = metrics | earned.metrics
+
+    @staticmethod
+    def of(given: EstimatorInput, spec: GroupEstimatorSpec) -> _Compared:
+        tokens = BatchTokens.of(given.experience)
+        rewards_B, metrics = shaped_rewards(given.experience, spec, tokens)
+        return _Compared(given, tokens, token_rewards(given, spec, tokens, rewards_B), metrics)
+
+    def result(
+        self, advantages_B: torch.Tensor, *, whitens: bool = False
+    ) -> tuple[Experience, dict[str, float]]:
+        """Columns and metrics; moves the KL controller."""
+        tokens = self._tokens
+        advantages_N = tokens.to_each_token(advantages_B.to(tokens.mask_N.device))
+        metrics = self._metrics | advantage_metrics(advantages_N, tokens) | self._group_metrics()
+        if whitens:
+            advantages_N = whiten(advantages_N, tokens.mask_N)
+        columns = {
+            "advantages": tokens.column(advantages_N),
+            "token_rewards": tokens.column(self._earned.rewards_N),
+        }
+        move_kl(self._given, self._earned, tokens)
+        return Experience(columns), metrics
+
+    def _group_metrics(self) -> dict[str, float]:
+        is_single_G = self.groups.sizes_G < 2
+        smallest_G, largest_G = self.groups.extremes(self.scores_B)
+        stds_G = self.groups.stds(self.scores_B)[~is_single_G]
+        return {
+            "groups/count": float(len(self.groups)),
+            "groups/of_one": float(is_single_G.sum()),
+            "groups/all_equal": float(((smallest_G == largest_G) & ~is_single_G).sum()),
+            "groups/std": float(stds_G.mean()) if len(stds_G) else 0.0,
+        }

@@ -1,0 +1,102 @@
+"""Rows of one prompt, wherever they stand in a batch, and statistics over them.
+
+Shape letters: B rows, G groups. A group has one number a row, which is little: everything here
+is on the CPU, where sums are taken in the order of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rolemesh.engine.experience import ColumnKind, Experience
+
+
+def prompt_ids_of(experience: Experience) -> torch.Tensor:
+    """int64 [B] on the CPU, the column prompt_ids; raises ValueError if it is anything else."""
+    column = experience["prompt_ids"]
+    if column.kind is not ColumnKind.ROW:
+        raise ValueError(
+            f"column 'prompt_ids' is a {column.kind.value} column: give one number a row"
+        )
+    if column.values.dtype != torch.int64:
+        raise ValueError(f"column 'prompt_ids' has type {column.values.dtype}: give torch.int64")
+    return column.values.cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Rows with equal prompt_ids, as far as they take part.
+
+    Groups are numbered by their first row. A group has at least one member.
+
+    Example: prompt_ids (9, 4, 9, 7) where the last row takes no part: group 0 has the rows 0 and
+    2, group 1 the row 1; index_B is (0, 1, 0, -1).
+    """
+
+    index_B: torch.Tensor
+    """int64, number of each row's group; -1 for a row that takes no part."""
+    sizes_G: torch.Tensor
+    """int64, members."""
+
+    @staticmethod
+    def of(experience: Experience, takes_part_B: torch.Tensor | None = None) -> Groups:
+        """Groups the rows of a batch with the column prompt_ids.
+
+        Args:
+            experience: the batch.
+            takes_part_B: bool; None: all rows take part.
+        """
+        ids_B = prompt_ids_of(experience)
+        rows = torch.arange(len(ids_B))
+        if takes_part_B is not None:
+            rows = rows[takes_part_B.cpu()]
+        _, sorted_index, sizes = torch.unique(ids_B[rows], return_inverse=True, return_counts=True)
+        first_rows = torch.full((len(sizes),), len(ids_B)).scatter_reduce(
+            0, sorted_index, rows, "amin"
+        )
+        by_first_row = first_rows.argsort()
+        index_B = torch.full_like(ids_B, -1)
+        index_B[rows] = by_first_row.argsort()[sorted_index]
+        return Groups(index_B=index_B, sizes_G=sizes[by_first_row])
+
+    def __len__(self) -> int:
+        """G."""
+        return len(self.sizes_G)
+
+    @property
+    def is_member_B(self) -> torch.Tensor:
+        """The rows that take part, bool [B]."""
+        return self.index_B >= 0
+
+    def to_rows(self, numbers_G: torch.Tensor) -> torch.Tensor:
+        """[B], the number of each row's group; 0 for a row that takes no part."""
+        if not len(numbers_G):
+            return numbers_G.new_zeros(len(self.index_B))
+        return numbers_G[self.index_B.clamp_min(0)].masked_fill(~self.is_member_B, 0)
+
+    def means(self, numbers_B: torch.Tensor) -> torch.Tensor:
+        """float64 [G]; exactly the number itself where all of a group are equal."""
+        sums_G = self._sums(numbers_B.double())
+        # Rounding may leave the mean of equal numbers a little beside them; then a group whose
+        # rewards are all equal would have a deviation, and something to learn from.
+        return (sums_G / self.sizes_G).clamp(*self.extremes(numbers_B))
+
+    def stds(self, numbers_B: torch.Tensor) -> torch.Tensor:
+        """float64 [G], standard deviation with n - 1 in the denominator; 0 in a group of one."""
+        deviations_B = numbers_B.double() - self.to_rows(self.means(numbers_B))
+        return (self._sums(deviations_B.square()) / (self.sizes_G - 1).clamp_min(1)).sqrt()
+
+    def extremes(self, numbers_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 [G] each: smallest and largest number of each group."""
+        members, index = numbers_B.double()[self.is_member_B], self.index_B[self.is_member_B]
+        smallest_G = torch.full((len(self),), torch.inf, dtype=torch.float64)
+        return (
+            smallest_G.scatter_reduce(0, index, members, "amin"),
+            (-smallest_G).scatter_reduce(0, index, members, "amax"),
+        )
+
+    def _sums(self, numbers_B: torch.Tensor) -> torch.Tensor:
+        zeros_G = torch.zeros(len(self), dtype=numbers_B.dtype)
+        return zeros_G.index_add(0, self.index_B[self.is_member_B], numbers_B[self.is_member_B])

@@ -1,0 +1,272 @@
+"""Losses that train a policy on sampled completions: PPO and its relatives.
+
+Each is a loss of its own for each token; entropy and KL to the reference are added to all alike.
+Advantages are numbers: no gradient reaches them.
+
+Shape letters: N packed completion tokens of the micro-batch, M those of them with loss mask 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import torch
+
+from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
+from rolemesh.engine.algorithms.kl import MAX_LOG_RATIO, kl_loss
+from rolemesh.engine.algorithms.losses import (
+    ModelOutputs,
+    UnmaskedReader,
+    largest,
+    loss_for,
+    to_numbers,
+    token_share,
+)
+from rolemesh.engine.algorithms.ragged import loss_mask_of, row_mean_of_each, unmasked_per_row
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.specs import (
+    CispoPolicyLossSpec,
+    GspoPolicyLossSpec,
+    PolicyTermsSpec,
+    PpoPolicyLossSpec,
+    ReinforcePolicyLossSpec,
+)
+
+S = TypeVar("S", bound=PolicyTermsSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """What a policy loss sees of the unmasked tokens."""
+
+    logprobs_M: torch.Tensor
+    """float, log-probs now, with gradient."""
+    sampled_M: torch.Tensor
+    """float, log-probs under the weights that sampled."""
+    old_M: torch.Tensor
+    """float, log-probs that ratios compare with: the sampled ones, or those at the start of the
+    update."""
+    advantages_M: torch.Tensor
+    """float."""
+    counts_B: torch.Tensor
+    """int64, unmasked tokens of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """What a policy loss makes of them."""
+
+    losses_M: torch.Tensor
+    """float, with gradient."""
+    ratio_M: torch.Tensor
+    """float, the ratio that the loss works with, for metrics."""
+    metrics: dict[str, torch.Tensor]
+    """Numbers or truths [M], reported as means over tokens."""
+
+
+class PolicyLoss(ABC, Generic[S]):
+    """A policy loss with its entropy and KL terms, all aggregated alike.
+
+        loss = policy_loss - entropy_coefficient * entropy + kl_in_loss * kl
+
+    The column logprobs holds those of the sampler. Where sampler and trainer still have the same
+    weights (the first mini-batch after a weight sync), the metrics sampler_logprob_diff_* are
+    therefore the numerical difference between the two.
+    """
+
+    needs: Literal["logprobs", "values", "scores"] = "logprobs"
+    needs_entropy = True
+
+    def __init__(self, spec: S) -> None:
+        self.spec = spec
+        self.columns = spec.columns()
+
+    @abstractmethod
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """The policy loss of each token."""
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: Experience, scale: LossScale
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Computes this micro-batch's share; see `Loss`."""
+        spec = self.spec
+        read = UnmaskedReader(batch)
+        logprobs_M = read.output("logprobs_N", outputs.logprobs_N)
+        entropy_M = read.output("entropy_N", outputs.entropy_N)
+        sampled_M = read.column("logprobs", like=logprobs_M)
+        is_decoupled = "proximal_logprobs" in self.columns
+        tokens = PolicyTokens(
+            logprobs_M=logprobs_M,
+            sampled_M=sampled_M,
+            old_M=read.column("proximal_logprobs", like=logprobs_M) if is_decoupled else sampled_M,
+            advantages_M=read.column("advantages", like=logprobs_M),
+            counts_B=unmasked_per_row(*loss_mask_of(batch)).to(logprobs_M.device),
+        )
+        weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
+        lost = self.token_losses(tokens)
+        policy_loss = (weights_M * lost.losses_M).sum()
+
+        loss = policy_loss
+        if spec.entropy_coefficient > 0:
+            loss = loss - spec.entropy_coefficient * (weights_M * entropy_M).sum()
+        metrics: dict[str, torch.Tensor] = {}
+        if spec.kl_in_loss > 0:
+            reference_M = read.column("reference_logprobs", like=logprobs_M)
+            kl = (weights_M * kl_loss(logprobs_M, reference_M, spec.kl_form)).sum()
+            loss = loss + spec.kl_in_loss * kl
+            metrics["kl_loss"] = kl
+
+        with torch.no_grad():
+            difference_M = (logprobs_M - sampled_M).abs()
+            log_ratio_M = _bounded(logprobs_M - tokens.old_M)
+            per_token = {
+                "entropy": entropy_M,
+                "ratio_mean": lost.ratio_M,
+                # KL(old || new) from samples of old, by k3: r is the log-ratio itself.
+                "approx_kl": torch.expm1(log_ratio_M) - log_ratio_M,
+                "sampler_logprob_diff_mean": difference_M,
+                **lost.metrics,
+            }
+            metrics |= {name: token_share(each_M, scale) for name, each_M in per_token.items()}
+            metrics["ratio_max"] = largest(lost.ratio_M.detach())
+            metrics["sampler_logprob_diff_max"] = largest(difference_M)
+        return loss, to_numbers({"loss": loss, "policy_loss": policy_loss, **metrics})
+
+
+@loss_for(PpoPolicyLossSpec)
+class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
+    """The clipped policy loss of PPO (arXiv 1707.06347, eq. 7), with its usual additions.
+
+    With ratio = exp(logprobs - old logprobs), a token's loss is
+
+        max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A)
+
+    and, with dual clip and A < 0, at most -dual_clip A (arXiv 1912.09729, eq. 5).
+
+    With importance_cap (decoupled PPO, arXiv 2505.24298, section 5.2) the old log-probs are the
+    column proximal_logprobs, those under the weights at the start of the update, and the loss is
+    weighted by min(exp(proximal - sampled logprobs), cap), a number without gradient. Truncating
+    that weight bounds its variance, for a bias (as rho-bar of arXiv 1802.01561, section 4.1).
+    """
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See the class."""
+        spec, advantages_M = self.spec, tokens.advantages_M
+        ratio_M = _bounded(tokens.logprobs_M - tokens.old_M).exp()
+        clipped_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+        losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_M * advantages_M)
+        metrics = _clip_metrics(ratio_M, advantages_M, spec.clip_low, spec.clip_high)
+        if spec.dual_clip is not None:
+            bounded_M = torch.minimum(losses_M, -spec.dual_clip * advantages_M)
+            losses_M = torch.where(advantages_M < 0, bounded_M, losses_M)
+            metrics["dual_clip_fraction"] = (advantages_M < 0) & (ratio_M > spec.dual_clip)
+        if spec.importance_cap is not None:
+            weight_M, of_weight = _importance(tokens.old_M - tokens.sampled_M, spec.importance_cap)
+            losses_M = weight_M * losses_M
+            metrics |= of_weight
+        return TokenLosses(losses_M, ratio_M, metrics)
+
+
+@loss_for(GspoPolicyLossSpec)
+class GspoPolicyLoss(PolicyLoss[GspoPolicyLossSpec]):
+    """Group sequence policy optimisation (arXiv 2507.18071).
+
+    With s = exp(mean over the row's unmasked tokens of logprobs - old logprobs) (eq. 7), the loss
+    at each token of the row is
+
+        max(-s A, -clip(s, 1 - clip_low, 1 + clip_high) A)
+
+    whose mean over the tokens of a row is eq. 5, since there A is one number a row. At level
+    "token" (GSPO-token, eq. 13 and 14) s keeps its value, but its gradient at a token is that of
+    the token's own log-prob alone: s = stop(s) * exp(logprob - stop(logprob)). With one A a row
+    and the mean over its tokens the two levels have the same gradient.
+    """
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See the class."""
+        spec, advantages_M = self.spec, tokens.advantages_M
+        log_ratio_M = row_mean_of_each(tokens.logprobs_M - tokens.old_M, tokens.counts_B)
+        ratio_M = _bounded(log_ratio_M).exp()
+        if spec.level == "token":
+            own_M = (tokens.logprobs_M - tokens.logprobs_M.detach()).exp()
+            ratio_M = ratio_M.detach() * own_M
+        clipped_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)
+        losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_M * advantages_M)
+        metrics = _clip_metrics(ratio_M, advantages_M, spec.clip_low, spec.clip_high)
+        return TokenLosses(losses_M, ratio_M, metrics)
+
+
+@loss_for(CispoPolicyLossSpec)
+class CispoPolicyLoss(PolicyLoss[CispoPolicyLossSpec]):
+    """Clipped importance weights (CISPO, arXiv 2506.13585, eq. 4 and 5).
+
+        -stop(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob
+
+    Unlike PPO's, the clip only bounds the weight: no token loses its gradient.
+    """
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See the class."""
+        spec = self.spec
+        ratio_M = _bounded(tokens.logprobs_M - tokens.old_M).exp().detach()
+        lowest = 0.0 if spec.clip_low is None else 1 - spec.clip_low
+        weight_M = ratio_M.clamp(lowest, 1 + spec.clip_high)
+        losses_M = -weight_M * tokens.advantages_M * tokens.logprobs_M
+        metrics = {
+            "clip_fraction_high": ratio_M > 1 + spec.clip_high,
+            "clip_fraction_low": ratio_M < lowest,
+        }
+        return TokenLosses(losses_M, ratio_M, metrics)
+
+
+@loss_for(ReinforcePolicyLossSpec)
+class ReinforcePolicyLoss(PolicyLoss[ReinforcePolicyLossSpec]):
+    """The plain policy gradient: -A logprob (as in arXiv 2402.14740 and 2310.10505).
+
+    With importance_cap each token is weighted by stop(min(ratio, cap)), where the ratio is that
+    of the policy now to the one that sampled (truncated as in arXiv 1802.01561, section 4.1).
+    """
+
+    def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
+        """See the class."""
+        log_ratio_M = (tokens.logprobs_M - tokens.old_M).detach()
+        losses_M = -tokens.advantages_M * tokens.logprobs_M
+        metrics: dict[str, torch.Tensor] = {}
+        if self.spec.importance_cap is not None:
+            weight_M, metrics = _importance(log_ratio_M, self.spec.importance_cap)
+            losses_M = weight_M * losses_M
+        return TokenLosses(losses_M, _bounded(log_ratio_M).exp(), metrics)
+
+
+def _bounded(log_ratio_M: torch.Tensor) -> torch.Tensor:
+    """Log-ratios held where exp overflows, far outside any clip range.
+
+    Where exp overflows, the branch of a maximum that is not selected would send NaN (0 * inf)
+    into the gradient.
+    """
+    return log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _importance(
+    log_ratio_M: torch.Tensor, cap: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Truncated importance weights [M], without gradient, and their metrics."""
+    ratio_M = _bounded(log_ratio_M.detach()).exp()
+    weight_M = ratio_M.clamp(max=cap)
+    return weight_M, {
+        "importance_weight_mean": weight_M,
+        "importance_capped_fraction": ratio_M > cap,
+    }
+
+
+def _clip_metrics(
+    ratio_M: torch.Tensor, advantages_M: torch.Tensor, clip_low: float, clip_high: float
+) -> dict[str, torch.Tensor]:
+    """Where the clip takes the gradient away."""
+    ratio_M = ratio_M.detach()
+    return {
+        "clip_fraction_high": (advantages_M > 0) & (ratio_M > 1 + clip_high),
+        "clip_fraction_low": (advantages_M < 0) & (ratio_M < 1 - clip_low),
+    }
