@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rolemesh.engine.experience import Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.rollout.base import PromptTooLongError
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
     ReasoningGymRewardSpec,
     RewardSourceSpec,
 )
+
+if TYPE_CHECKING:
+    from rolemesh.engine.models.rank_model import RankModel
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,16 +60,19 @@ def checked(rewards: torch.Tensor, num_rows: int) -> torch.Tensor:
     return rewards.to(torch.float32)
 
 
-def reward_metrics(rewards: torch.Tensor, full_score: float | None) -> dict[str, float]:
+def reward_metrics(
+    rewards: torch.Tensor, full_score: float | None, name: str = "reward"
+) -> dict[str, float]:
     """Scalars of float32 [B] rewards: mean, spread, standard error of the mean, extremes.
 
     With a full score also the accuracy, the share of rows that reached it, and its standard error.
+    `name` stands before the first ones, e.g. "cost".
     """
     values = rewards.double()
-    metrics = {**_mean_and_error("reward", values)}
-    metrics["reward/std"] = float(values.std(correction=0))
-    metrics["reward/min"] = float(values.min())
-    metrics["reward/max"] = float(values.max())
+    metrics = {**_mean_and_error(name, values)}
+    metrics[f"{name}/std"] = float(values.std(correction=0))
+    metrics[f"{name}/min"] = float(values.min())
+    metrics[f"{name}/max"] = float(values.max())
     if full_score is not None:
         metrics.update(_mean_and_error("accuracy", (rewards >= full_score).double()))
     return metrics
@@ -152,20 +159,80 @@ class ClassifierReward:
     columns: tuple[str, ...] = ("prompt_text", "completion_text")
     full_score: float | None = None
 
-    def __init__(self, spec: ClassifierRewardSpec, device: torch.device, mesh: RankMesh) -> None:
+    def __init__(
+        self,
+        spec: ClassifierRewardSpec,
+        device: torch.device,
+        mesh: RankMesh,
+        trained: RankModel | None = None,
+    ) -> None:
+        """Loads the folder, or scores with a `RewardModel` of it that is being trained."""
         from rolemesh.engine.models.classifier import Classifier
 
-        self._classifier = Classifier(spec.model, label=spec.label, device=device, mesh=mesh)
+        self._classifier = Classifier(
+            spec.model, label=spec.label, device=device, mesh=mesh, trained=trained
+        )
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Longest row that the classifier sees; None where its config does not say."""
+        return self._classifier.max_tokens
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
+        return self._classifier.score(self._encode(batch), progress)
+
+    def as_scored(self, batch: Experience) -> Experience:
+        """The same trajectories in the very tokens that `score` judges, to train on.
+
+        A given completion ends with the tokens that end a turn, and prompt and completion were
+        encoded apart; `score` sees the text of both without these. What is trained must see the
+        same. prompt_lengths is that of the prompt encoded by itself, at most the row's length:
+        scores are of whole rows, so it decides nothing.
+
+        Args:
+            batch: with the columns prompt_text and completion_text.
+
+        Raises:
+            PromptTooLongError: a row is longer than the model can see.
+        """
+        rows = self._encode(batch)
+        if self.max_tokens is not None:
+            for index, row in enumerate(rows):
+                if len(row) > self.max_tokens:
+                    raise PromptTooLongError(
+                        f"row {index} has {len(row)} tokens, but the classifier sees at most "
+                        f"{self.max_tokens}: set data.max_row_tokens below that"
+                    )
+        prompts = self._classifier.encode(batch["prompt_text"].strings())
+        prompt_lengths = [
+            max(1, min(len(prompt), len(row))) for prompt, row in zip(prompts, rows, strict=True)
+        ]
+        masks = [
+            [True] * (len(row) - length) for row, length in zip(rows, prompt_lengths, strict=True)
+        ]
+        kept = {
+            name: column
+            for name, column in batch.columns.items()
+            if column.kind in (ColumnKind.ROW, ColumnKind.TEXT)
+        }
+        return Experience(
+            {
+                **kept,
+                "tokens": Column.ragged(ColumnKind.SEQUENCE, rows, torch.int64),
+                "prompt_lengths": Column(ColumnKind.ROW, torch.tensor(prompt_lengths)),
+                "loss_mask": Column.ragged(ColumnKind.COMPLETION, masks, torch.bool),
+            }
+        )
+
+    def _encode(self, batch: Experience) -> list[list[int]]:
         texts = [
             prompt + completion
             for prompt, completion in zip(
                 batch["prompt_text"].strings(), batch["completion_text"].strings(), strict=True
             )
         ]
-        return self._classifier.score(self._classifier.encode(texts), progress)
+        return self._classifier.encode(texts)
 
 
 def make_reward(

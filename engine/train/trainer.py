@@ -52,6 +52,13 @@ _TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
 """By a loss's needs: the model that has them, and what the loss is called."""
 
 
+def kind_of(model: TrainedModel) -> TrainerKind:
+    """What a trainer of this model is called, also in its checkpoints."""
+    if isinstance(model, CausalLm):
+        return "policy"
+    return "critic" if isinstance(model, ValueModel) else "reward"
+
+
 class GradientPendingError(RuntimeError):
     """A checkpoint was asked for between forward_backward and optim_step."""
 
