@@ -25,6 +25,11 @@ class RolloutRequest:
     """Token ids of the prompt, at least one."""
     seed: int
     """Seed of this completion alone, 0 <= seed < 2**63."""
+    max_new_tokens: int | None = None
+    """Longest completion of this request, where that is less than what sampling allows; >= 1."""
+    is_complete: Callable[[Sequence[int]], bool] | None = None
+    """Asked after each sampled token with all of them so far; True ends the completion, like a stop
+    token. It must depend on the tokens alone: ranks that sample together ask each for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,7 @@ class RolloutTrajectory:
     logprobs: Sequence[float]
     """Natural log-prob of each completion token under the distribution it was drawn from."""
     finish_reason: Literal["stop", "length"]
-    """"stop": a stop token ended it. "length": it was cut."""
+    """"stop": a stop token, or the request's is_complete, ended it. "length": it was cut."""
     policy_versions: Sequence[int]
     """Version of the weights that sampled each completion token; never falls."""
 

@@ -17,8 +17,8 @@ def check_requests(
 
     Raises:
         PromptTooLongError: a prompt leaves no room for one token.
-        ValueError: a prompt is empty or holds a token outside the vocabulary, a seed is out of
-            range, or two requests name one row.
+        ValueError: a prompt is empty or holds a token outside the vocabulary, a seed or
+            max_new_tokens is out of range, or two requests name one row.
     """
     rows: set[int] = set()
     for request in requests:
@@ -41,6 +41,10 @@ def check_requests(
             raise ValueError(
                 f"seed of row {request.row} is {request.seed}: give one of 0 to 2**63 - 1"
             )
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens of row {request.row} is {request.max_new_tokens}: give 1 at least"
+            )
         if request.row in rows:
             raise ValueError(f"row {request.row} is asked for twice: number the rows apart")
         rows.add(request.row)
@@ -50,4 +54,5 @@ def completion_budget(
     request: RolloutRequest, sampling: SamplingSpec, *, max_model_len: int
 ) -> int:
     """Most tokens that the request's completion may have, at least one."""
-    return min(sampling.max_new_tokens, max_model_len - len(request.prompt_tokens))
+    budget = min(sampling.max_new_tokens, max_model_len - len(request.prompt_tokens))
+    return budget if request.max_new_tokens is None else min(budget, request.max_new_tokens)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest
+from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
 
@@ -23,6 +24,9 @@ class Decoder(Protocol):
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """Text of tokens."""
 
+
+ENVIRONMENT_REWARDS = "environment_rewards"
+"""Column of what the environment gave, float32 a row."""
 
 OnBlock = Callable[[int, Experience], None]
 """Is handed the number of a block, and its rows."""
@@ -40,6 +44,7 @@ def sample_experience(
     only: Sequence[int] | None = None,
     block_rows: int = 0,
     on_block: OnBlock | None = None,
+    episodes: EpisodeRunner | None = None,
 ) -> Experience:
     """Samples `samples_per_prompt` completions a prompt.
 
@@ -65,9 +70,11 @@ def sample_experience(
         on_block: with block_rows, is handed each block (the part of it that is sampled here) as
             soon as all its rows are finished, before the next completion is waited for. Blocks come
             in the order in which they are whole; what is in them does not depend on it.
+        episodes: plays each row with an environment; None: a completion is one turn.
 
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
+        With an environment, environment_rewards besides.
 
     Raises:
         ValueError: block_rows would cut the samples of a prompt apart.
@@ -102,12 +109,17 @@ def sample_experience(
     for row, block in enumerate(blocks):
         members.setdefault(block, []).append(row)
     missing = Counter(blocks)
-    finished: dict[int, RolloutTrajectory] = {}
+    finished: dict[int, Episode] = {}
     assembled: dict[int, Experience] = {}
-    for done, trajectory in enumerate(backend.generate(requests, sampling), start=1):
-        finished[trajectory.row] = trajectory
+    played: Iterable[Episode]
+    if episodes is None:
+        played = map(as_episode, backend.generate(requests, sampling))
+    else:
+        played = episodes.run(backend, rows, requests, sampling)
+    for done, episode in enumerate(played, start=1):
+        finished[episode.row] = episode
         progress("generate", done, len(requests))
-        block = blocks[trajectory.row]
+        block = blocks[episode.row]
         missing[block] -= 1
         if missing[block]:
             continue
@@ -117,6 +129,7 @@ def sample_experience(
             [sample_indexes[row] for row in here],
             [finished.pop(row) for row in here],
             tokenizer,
+            has_rewards=episodes is not None,
         )
         if block_rows and on_block is not None:
             on_block(block, assembled[block])
@@ -127,7 +140,7 @@ def sample_experience(
             "completions"
         )
     if not assembled:
-        return _assemble([], [], [], tokenizer)
+        return _assemble([], [], [], tokenizer, has_rewards=episodes is not None)
     if len(assembled) == 1:
         return next(iter(assembled.values()))
     return Experience.concat([assembled[block] for block in sorted(assembled)])
@@ -150,46 +163,55 @@ def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:
 def _assemble(
     rows: Sequence[Prompt],
     sample_indexes: Sequence[int],
-    trajectories: Sequence[RolloutTrajectory],
+    episodes: Sequence[Episode],
     tokenizer: Decoder,
+    *,
+    has_rewards: bool,
 ) -> Experience:
-    completions = [list(trajectory.completion_tokens) for trajectory in trajectories]
+    completions = [episode.completion_tokens for episode in episodes]
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
 
-    def per_token(value: Callable[[RolloutTrajectory], Sequence[float]], dtype: torch.dtype) -> Any:
-        return Column.ragged(ColumnKind.COMPLETION, [value(t) for t in trajectories], dtype)
+    def per_token(values: Sequence[Sequence[float]], dtype: torch.dtype) -> Column:
+        return Column.ragged(ColumnKind.COMPLETION, values, dtype)
 
     def per_row(values: Sequence[float], dtype: torch.dtype) -> Column:
         return Column(ColumnKind.ROW, torch.tensor(values, dtype=dtype))
 
-    return Experience(
-        {
-            "tokens": Column.ragged(
-                ColumnKind.SEQUENCE,
-                [[*row.tokens, *tokens] for row, tokens in zip(rows, completions, strict=True)],
-                torch.int64,
-            ),
-            "prompt_lengths": per_row([len(row.tokens) for row in rows], torch.int64),
-            "logprobs": per_token(lambda t: t.logprobs, torch.float32),
-            "loss_mask": per_token(lambda t: [1] * len(t.completion_tokens), torch.bool),
-            "policy_versions": per_token(lambda t: t.policy_versions, torch.int64),
-            "prompt_ids": per_row([row.prompt_id for row in rows], torch.int64),
-            "sample_indexes": per_row(sample_indexes, torch.int64),
-            "finished": per_row([t.finish_reason == "stop" for t in trajectories], torch.bool),
-            "prompt_text": Column.text([row.text for row in rows]),
-            "completion_text": Column.text(texts),
-            "answer": Column.text([row.answer for row in rows]),
-            "metadata": Column.text([row.metadata for row in rows]),
-        }
-    )
+    columns = {
+        "tokens": Column.ragged(
+            ColumnKind.SEQUENCE,
+            [[*row.tokens, *tokens] for row, tokens in zip(rows, completions, strict=True)],
+            torch.int64,
+        ),
+        "prompt_lengths": per_row([len(row.tokens) for row in rows], torch.int64),
+        "logprobs": per_token([episode.logprobs for episode in episodes], torch.float32),
+        "loss_mask": per_token([episode.loss_mask for episode in episodes], torch.bool),
+        "policy_versions": per_token(
+            [episode.policy_versions for episode in episodes], torch.int64
+        ),
+        "prompt_ids": per_row([row.prompt_id for row in rows], torch.int64),
+        "sample_indexes": per_row(sample_indexes, torch.int64),
+        "finished": per_row([e.finish_reason == "stop" for e in episodes], torch.bool),
+        "prompt_text": Column.text([row.text for row in rows]),
+        "completion_text": Column.text(texts),
+        "answer": Column.text([row.answer for row in rows]),
+        "metadata": Column.text([row.metadata for row in rows]),
+    }
+    if has_rewards:
+        columns[ENVIRONMENT_REWARDS] = per_row([e.reward for e in episodes], torch.float32)
+    return Experience(columns)
 
 
-SAMPLING_COLUMNS = ("logprobs", "finished")
+SAMPLING_COLUMNS = ("logprobs", "loss_mask", "finished")
 """Columns that `sampling_metrics` reads."""
 
 
 def sampling_metrics(batch: Experience) -> dict[str, float]:
-    """Scalars of a sampled batch: completion lengths in tokens, share that a stop token ended."""
+    """Scalars of a sampled batch: completion lengths in tokens, share that a stop token ended.
+
+    Log-probs are those of sampled tokens, lengths those of all tokens of a completion.
+    """
+    sampled = batch["loss_mask"].values
     lengths = batch["logprobs"].lengths().double()
     finished = batch["finished"].values.double()
     return {
@@ -197,5 +219,5 @@ def sampling_metrics(batch: Experience) -> dict[str, float]:
         "completion_length/max": float(lengths.max()),
         "completion_length/min": float(lengths.min()),
         "finished_fraction": float(finished.mean()),
-        "sampler_logprob/mean": float(batch["logprobs"].values.double().mean()),
+        "sampler_logprob/mean": float(batch["logprobs"].values[sampled].double().mean()),
     }

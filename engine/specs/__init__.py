@@ -20,6 +20,12 @@ from rolemesh.engine.specs.data import (
     SourceSpec,
     StoredRowsSpec,
 )
+from rolemesh.engine.specs.environments import (
+    CalculatorEnvironmentSpec,
+    EnvironmentSpec,
+    PythonEnvironmentSpec,
+    ReasoningGymEnvironmentSpec,
+)
 from rolemesh.engine.specs.estimators import (
     AdaptiveKlSpec,
     CriticEstimatorSpec,
@@ -97,6 +103,7 @@ __all__ = [
     "Aggregation",
     "ArithmeticRewardSpec",
     "BradleyTerryLossSpec",
+    "CalculatorEnvironmentSpec",
     "CispoPolicyLossSpec",
     "ClassifierRewardSpec",
     "ColumnsSpec",
@@ -108,6 +115,7 @@ __all__ = [
     "DataSpec",
     "DpoLossSpec",
     "DrGrpoSpec",
+    "EnvironmentSpec",
     "EstimatorPartSpec",
     "EstimatorSpec",
     "FixedKlSpec",
@@ -139,6 +147,8 @@ __all__ = [
     "PpoPolicyLossSpec",
     "PpoValueLossSpec",
     "PythonCurriculumSpec",
+    "PythonEnvironmentSpec",
+    "ReasoningGymEnvironmentSpec",
     "ReasoningGymRewardSpec",
     "ReasoningGymSpec",
     "ReferenceSpec",

@@ -10,6 +10,7 @@ from pydantic import model_validator
 from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
+from rolemesh.engine.specs.environments import EnvironmentSpec
 from rolemesh.engine.specs.models import GenerateSpec, LayoutSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
@@ -30,6 +31,8 @@ class ActorSpec(RoleSpec):
     optimizer: OptimizerSpec = OptimizerSpec()
     rollout: RolloutSpec
     data: DataSpec
+    environment: EnvironmentSpec | None = None
+    """What the policy talks to while it samples; None: a completion is one turn."""
     pretraining_data: DataSpec | None = None
     """Rows that keep what pretraining taught, for a loss beside the main one."""
     train: LayoutSpec = LayoutSpec()
@@ -62,6 +65,8 @@ class RolloutRoleSpec(RoleSpec):
     rollout: RolloutSpec
     data: DataSpec
     """The same as the actor's: both number the prompts."""
+    environment: EnvironmentSpec | None = None
+    """What the policy talks to while it samples; None: a completion is one turn."""
     layout: LayoutSpec = LayoutSpec()
     """How sampling is spread over ranks: tp slices a model, dp are generation replicas."""
 

@@ -37,6 +37,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
         # engine
         "rolemesh.engine.experience.ColumnMissingError": CatalogueEntry(_INVALID, "COLUMN_MISSING"),
+        "rolemesh.engine.algorithms.pairs.PairIncompleteError": CatalogueEntry(
+            _INVALID, "PAIR_INCOMPLETE"
+        ),
         "rolemesh.engine.layout.LayoutError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "rolemesh.engine.rollout.base.PromptTooLongError": CatalogueEntry(
             _INVALID, "PROMPT_TOO_LONG"
@@ -74,6 +77,13 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.engine.data.prompts.EmptyDataError": CatalogueEntry(_INVALID, "DATA_EMPTY"),
         "rolemesh.engine.data.rows.DataInvalidError": CatalogueEntry(_INVALID, "DATA_INVALID"),
+        "rolemesh.engine.environments.base.EnvironmentFailedError": CatalogueEntry(
+            _PRECONDITION, "ENVIRONMENT_FAILED"
+        ),
+        "rolemesh.engine.environments.arithmetic.ArithmeticInvalidError": CatalogueEntry(
+            _INVALID, "ARITHMETIC_INVALID"
+        ),
+        "rolemesh.engine.user_code.UserCodeError": CatalogueEntry(_INVALID, "USER_CODE_INVALID"),
         "rolemesh.engine.rewards.sources.RewardInvalidError": CatalogueEntry(
             _PRECONDITION, "REWARD_INVALID"
         ),

@@ -14,6 +14,7 @@ from rolemesh.engine.data.prompts import PromptSet, Split, load_prompts
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.folder import check_model_folder
 from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import (
     SAMPLING_COLUMNS,
     OnBlock,
@@ -21,7 +22,8 @@ from rolemesh.engine.rollout.sampling import (
     sample_experience,
     sampling_metrics,
 )
-from rolemesh.engine.specs import DataSpec, ModelSpec, SamplingSpec
+from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
+from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.blocks import BlockParts, block_of
 from rolemesh.services.runtime.errors import describe
@@ -41,7 +43,7 @@ class PromptSource:
 
     def __init__(
         self,
-        model: ModelSpec,
+        model: ModelSpec | ModelFolderSpec,
         data: DataSpec,
         run_seed: int,
         pretraining: DataSpec | None = None,
@@ -63,6 +65,21 @@ class PromptSource:
         self.run_seed = run_seed
         self.facts = self.prompts.facts()
         """Facts of Initialize."""
+        self.episodes: EpisodeRunner | None = None
+        """Plays a row with the environment; None: a completion is one turn."""
+
+    def play(self, environment: EnvironmentSpec | None, max_model_len: int) -> None:
+        """From now on rows are episodes with this environment, where there is one.
+
+        Args:
+            environment: what the policy talks to.
+            max_model_len: longest sequence of the sampler, in tokens.
+
+        Raises:
+            UserCodeError: the class of the environment cannot be loaded.
+        """
+        if environment is not None:
+            self.episodes = EpisodeRunner(environment, self.tokenizer, max_model_len)
 
 
 class SamplingRole(ABC):
@@ -122,6 +139,7 @@ class SamplingRole(ABC):
             only=only,
             block_rows=block_rows,
             on_block=on_block,
+            episodes=source.episodes,
         )
 
 

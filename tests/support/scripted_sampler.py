@@ -132,7 +132,10 @@ class SamplerRole(SamplingRole, Role):
 
         self._backend = self._backend or ScriptedBackend(order=odd_first)
         self._source: Any = SimpleNamespace(
-            prompts=number_prompts(), tokenizer=AsciiTokenizer(), run_seed=run_seed
+            prompts=number_prompts(),
+            tokenizer=AsciiTokenizer(),
+            run_seed=run_seed,
+            episodes=None,
         )
         return InitializeResult()
 

@@ -1,0 +1,1 @@
+"""Environments: what a policy talks to while it is sampled."""

@@ -1,0 +1,45 @@
+"""Makes the environment that a recipe asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rolemesh.engine.environments.base import Environment
+from rolemesh.engine.environments.calculator import CalculatorEnvironment
+from rolemesh.engine.environments.reasoning_gym import ReasoningGymEnvironment
+from rolemesh.engine.specs import (
+    CalculatorEnvironmentSpec,
+    EnvironmentSpec,
+    ReasoningGymEnvironmentSpec,
+)
+from rolemesh.engine.user_code import UserCodeError, load_named
+
+EnvironmentMaker = Callable[[], Environment]
+"""Makes a new one for each trajectory."""
+
+
+def environment_maker(spec: EnvironmentSpec) -> EnvironmentMaker:
+    """What makes environments of a kind. A user's class is loaded, and tried, here and not later.
+
+    Raises:
+        UserCodeError: the class cannot be loaded, is no Environment, or does not take its config.
+    """
+    if isinstance(spec, ReasoningGymEnvironmentSpec):
+        return ReasoningGymEnvironment
+    if isinstance(spec, CalculatorEnvironmentSpec):
+        return lambda: CalculatorEnvironment(spec)
+    made_by = load_named(spec.environment, "environment.environment")
+    if not (isinstance(made_by, type) and issubclass(made_by, Environment)):
+        raise UserCodeError(
+            f"environment.environment is {spec.environment!r}, which is no subclass of "
+            "rolemesh.engine.environments.base.Environment: derive it from that class"
+        )
+    try:
+        made_by(**spec.config)
+    except Exception as error:
+        # The user's code: it may raise anything.
+        raise UserCodeError(
+            f"environment.config is {spec.config}, and {spec.environment!r} cannot be made with it "
+            f"({type(error).__name__}: {error}): give the arguments of the class"
+        ) from error
+    return lambda: made_by(**spec.config)

@@ -1,0 +1,287 @@
+"""Episodes: a policy and an environment take turns until the environment, or the budget, ends it.
+
+Tokens in, tokens out: what was sampled is never encoded again. What the environment says is encoded
+alone, put behind the turn, and masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, Observation
+from rolemesh.engine.environments.factory import environment_maker
+from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
+from rolemesh.engine.seeds import derive_seed
+from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
+
+STOP_WINDOW_TOKENS = 8
+"""Tokens without text that may stand inside a stop text while it is looked for as tokens come."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def __call__(self, text: str, **kwargs: Any) -> Any:
+        """Encodes text."""
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """Text of tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """One trajectory, as it becomes a row of a batch."""
+
+    row: int
+    """Row of the batch, as requested."""
+    completion_tokens: list[int] = field(default_factory=list)
+    """Token ids: what was sampled, and what the environment said between."""
+    loss_mask: list[bool] = field(default_factory=list)
+    """For each of them, whether it was sampled."""
+    logprobs: list[float] = field(default_factory=list)
+    """Natural log-prob of each under the distribution it was drawn from; 0 where it was not."""
+    policy_versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each; of the environment's tokens, that of the sampler
+    when they came."""
+    finish_reason: Literal["stop", "length"] = "stop"
+    """"stop": the policy ended its last turn by itself. "length": it was cut, or nothing more had
+    room."""
+    reward: float = 0.0
+    """Sum of the environment's rewards."""
+    num_turns: int = 0
+    """Turns of the policy."""
+
+
+def as_episode(trajectory: RolloutTrajectory) -> Episode:
+    """An episode of one turn and no environment."""
+    return Episode(
+        row=trajectory.row,
+        completion_tokens=list(trajectory.completion_tokens),
+        loss_mask=[True] * len(trajectory.completion_tokens),
+        logprobs=list(trajectory.logprobs),
+        policy_versions=list(trajectory.policy_versions),
+        finish_reason=trajectory.finish_reason,
+        num_turns=1,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """An episode in the making."""
+
+    request: RolloutRequest
+    prompt: Prompt
+    environment: Environment
+    budget: int
+    """Tokens that the whole completion may have."""
+    episode: Episode
+
+    @property
+    def room(self) -> int:
+        """Tokens that the completion may still have."""
+        return self.budget - len(self.episode.completion_tokens)
+
+
+class EpisodeRunner:
+    """Plays episodes over a rollout back end, all running ones turn by turn.
+
+    The budget of a row, `sampling.max_new_tokens` and what the model's length leaves, counts all
+    tokens of its completion, those of the environment included: it bounds what a trainer has to
+    hold. An observation is put in if a token can follow it; otherwise the episode ends as one that
+    was cut. What the environment says last is not put in, since nothing learns from it.
+
+    Turn 0 of a row has the row's own seed, so that an environment of one turn changes no token;
+    turn t after it has derive_seed(row seed, t).
+
+    Example: with a calculator, prompt tokens P and the turns "<calc>2+2</calc>" and " 4.", the
+    completion is the tokens of "<calc>2+2</calc>", "<result>4</result>" and " 4.", of which the
+    second part has loss_mask 0 and log-probs 0; the second turn was sampled behind P and both.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
+        """Loads the environment's class.
+
+        Args:
+            spec: which environment, and its bounds.
+            tokenizer: of the policy.
+            max_model_len: longest sequence of the sampler, in tokens.
+
+        Raises:
+            UserCodeError: a user's class cannot be loaded.
+        """
+        self._spec = spec
+        self._make = environment_maker(spec)
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+
+    def run(
+        self,
+        backend: RolloutBackend,
+        prompts: Sequence[Prompt],
+        requests: Sequence[RolloutRequest],
+        sampling: SamplingSpec,
+    ) -> Iterator[Episode]:
+        """Plays one episode a request, yielding each as it ends.
+
+        Args:
+            backend: draws the tokens.
+            prompts: of the requests, in their order.
+            requests: first turns.
+            sampling: how to draw.
+
+        Raises:
+            EnvironmentFailedError: names prompt and turn.
+            PromptTooLongError: as the back end raises it, before anything is sampled.
+        """
+        running = [
+            self._begin(request, prompt, sampling, backend.policy_version)
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        while running:
+            by_row = {one.request.row: one for one in running}
+            turns = [self._turn(one) for one in running]
+            going_on: list[_Running] = []
+            for trajectory in backend.generate(turns, sampling):
+                one = by_row.pop(trajectory.row)
+                if self._take(one, trajectory, backend.policy_version):
+                    yield one.episode
+                else:
+                    going_on.append(one)
+            if by_row:
+                raise RuntimeError(
+                    f"the rollout back end left {len(by_row)} of {len(turns)} turns unfinished"
+                )
+            # What a turn is asked with must not depend on the order in which others ended.
+            running = sorted(going_on, key=lambda one: one.request.row)
+
+    def _begin(
+        self, request: RolloutRequest, prompt: Prompt, sampling: SamplingSpec, version: int
+    ) -> _Running:
+        environment = self._make()
+        one = _Running(
+            request=request,
+            prompt=prompt,
+            environment=environment,
+            # A prompt that is too long itself is the back end's to refuse.
+            budget=max(1, min(sampling.max_new_tokens, self._max_model_len - len(prompt.tokens))),
+            episode=Episode(row=request.row),
+        )
+        if isinstance(environment.stop, str) or not all(environment.stop):
+            raise _failed(
+                one, f"stop is {environment.stop!r}: give a tuple of texts that are not empty"
+            )
+        text = self._asked(one, lambda: environment.reset(prompt))
+        if text is not None and not isinstance(text, str):
+            raise _failed(one, f"reset gave a {type(text).__name__}: return text, or None")
+        if text and not self._put_in(one, text, version):
+            raise _failed(
+                one,
+                f"the text of reset leaves no room for a turn within {one.budget} tokens: raise "
+                "max_new_tokens and rollout.max_model_len, or lower "
+                "environment.max_observation_tokens",
+            )
+        return one
+
+    def _turn(self, one: _Running) -> RolloutRequest:
+        seed, number = one.request.seed, one.episode.num_turns
+        return RolloutRequest(
+            row=one.request.row,
+            prompt_tokens=[*one.prompt.tokens, *one.episode.completion_tokens],
+            seed=derive_seed(seed, number) if number else seed,
+            max_new_tokens=one.room,
+            is_complete=self._stop_check(one.environment.stop),
+        )
+
+    def _take(self, one: _Running, trajectory: RolloutTrajectory, version: int) -> bool:
+        """Adds a turn and what the environment says to it; True when that was the last one."""
+        episode, tokens = one.episode, list(trajectory.completion_tokens)
+        end = self.turn_end(tokens, one.environment.stop)
+        is_cut = end is None and trajectory.finish_reason == "length"
+        tokens = tokens[:end]
+        episode.completion_tokens += tokens
+        episode.loss_mask += [True] * len(tokens)
+        episode.logprobs += trajectory.logprobs[: len(tokens)]
+        episode.policy_versions += trajectory.policy_versions[: len(tokens)]
+        said = self._asked(one, lambda: one.environment.step(self._text(tokens)))
+        if not isinstance(said, Observation):
+            raise _failed(one, f"step gave a {type(said).__name__}: return an Observation")
+        episode.num_turns += 1
+        episode.reward += said.reward
+        if is_cut:
+            episode.finish_reason = "length"
+        if is_cut or said.done or episode.num_turns == self._spec.max_turns:
+            return True
+        if not self._put_in(one, said.text, version):
+            episode.finish_reason = "length"
+            return True
+        return False
+
+    def _put_in(self, one: _Running, text: str, version: int) -> bool:
+        """Appends what the environment says, masked; False when no token could follow it."""
+        encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        tokens = encoded[: self._spec.max_observation_tokens]
+        if len(tokens) >= one.room:
+            return False
+        episode = one.episode
+        episode.completion_tokens += tokens
+        episode.loss_mask += [False] * len(tokens)
+        episode.logprobs += [0.0] * len(tokens)
+        episode.policy_versions += [version] * len(tokens)
+        return True
+
+    def turn_end(self, tokens: Sequence[int], stop: Sequence[str]) -> int | None:
+        """Number of the first tokens whose text holds a stop text; None when it never does.
+
+        Text only grows at its end, so once it holds one it goes on holding it: halving finds it.
+        """
+        if not stop or not self._holds(tokens, stop):
+            return None
+        low, high = 1, len(tokens)
+        while low < high:
+            middle = (low + high) // 2
+            if self._holds(tokens[:middle], stop):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _stop_check(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+        """Tells a back end when to stop, looking at the last tokens alone: it is asked often.
+
+        Where it misses one, `turn_end` finds it.
+        """
+        if not stop:
+            return None
+        # A token that has text has a byte of it at least.
+        window = max(len(text.encode()) for text in stop) + STOP_WINDOW_TOKENS
+
+        def is_complete(tokens: Sequence[int]) -> bool:
+            return self._holds(tokens[-window:], stop) and self._holds(tokens, stop)
+
+        return is_complete
+
+    def _holds(self, tokens: Sequence[int], texts: Sequence[str]) -> bool:
+        decoded = self._text(tokens)
+        return any(text in decoded for text in texts)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _asked(self, one: _Running, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:
+            # A user's code: whatever it raises is told with the row that it happened to.
+            what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
+            raise _failed(one, what) from error
+
+
+def _failed(one: _Running, what: str) -> EnvironmentFailedError:
+    kind = type(one.environment).__name__
+    return EnvironmentFailedError(
+        f"{kind} failed for prompt {one.prompt.prompt_id}, row {one.request.row}, turn "
+        f"{one.episode.num_turns}: {what}"
+    )

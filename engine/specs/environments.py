@@ -1,0 +1,59 @@
+"""What a policy talks to while it is sampled, turn by turn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rolemesh.engine.specs.base import Spec
+
+
+class TurnLimits(Spec):
+    """Bounds of an episode, besides those of sampling.
+
+    `max_new_tokens` of sampling bounds the whole completion, what the environment says included.
+    """
+
+    max_turns: int = Field(default=4, ge=1)
+    """Turns of the policy, at most."""
+    max_observation_tokens: int = Field(default=64, ge=1)
+    """Tokens of one observation, at most; a longer one keeps its first."""
+
+
+class ReasoningGymEnvironmentSpec(Spec):
+    """One turn, judged by the scorer of the reasoning-gym task that made the prompt, 0 to 1."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    max_turns: Literal[1] = 1
+    """A task asks once."""
+    max_observation_tokens: Literal[0] = 0
+    """It says nothing more."""
+
+
+class CalculatorEnvironmentSpec(TurnLimits):
+    """A calculator to ask on the way: `<calc>12*7</calc>` is answered by `<result>84</result>`.
+
+    A turn without a call is the last one. The reward is `exact` when the last number of that turn
+    is the answer of the data, else 0.
+    """
+
+    type: Literal["calculator"] = "calculator"
+    exact: float = 1.0
+    """Reward of the right answer."""
+
+
+class PythonEnvironmentSpec(TurnLimits):
+    """An environment of your own: a subclass of rolemesh.engine.environments.base.Environment."""
+
+    type: Literal["python"] = "python"
+    environment: str
+    """The class: "path/to/file.py:Name" or "module:Name", as the service's process finds it."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
+EnvironmentSpec = Annotated[
+    ReasoningGymEnvironmentSpec | CalculatorEnvironmentSpec | PythonEnvironmentSpec,
+    Field(discriminator="type"),
+]

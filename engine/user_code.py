@@ -1,0 +1,59 @@
+"""Classes and functions of a user, named in a recipe as 'path/to/file.py:name' or 'module:name'.
+
+Loading one runs its file with all rights of this process: a recipe is as trusted as a program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class UserCodeError(ValueError):
+    """What a recipe names cannot be loaded."""
+
+
+def load_named(name: str, field: str) -> Any:
+    """The object that a name leads to, e.g. "games/guess.py:Guess" or "mypackage.games:Guess".
+
+    Args:
+        name: path from the process's working directory, or an importable module; a colon; a name.
+        field: of the recipe, for messages.
+
+    Raises:
+        UserCodeError: there is no such file, module or name, or importing it fails.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not (colon and place and attribute):
+        raise UserCodeError(
+            f"{field} is {name!r}: give 'path/to/file.py:name' or 'module:name', as the service's "
+            "process finds it"
+        )
+    try:
+        module = (
+            _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
+    except Exception as error:
+        # Importing runs the user's code: it may raise anything.
+        raise UserCodeError(
+            f"{field} is {name!r}, and {place} cannot be loaded ({type(error).__name__}: {error}): "
+            "give 'path/to/file.py:name' or 'module:name', as the service's process finds it"
+        ) from error
+    if not hasattr(module, attribute):
+        raise UserCodeError(f"{field} is {name!r}, but {place} has no {attribute!r}: name another")
+    return getattr(module, attribute)
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    spec = importlib.util.spec_from_file_location(f"rolemesh_user_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
