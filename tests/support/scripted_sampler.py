@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import grpc
 import torch
@@ -33,6 +33,13 @@ def tokens_of_seed(request: RolloutRequest) -> list[int]:
     return [97 + (request.seed >> (4 * at)) % 26 for at in range(1 + request.seed % 7)]
 
 
+Reason = Literal["stop", "length"]
+
+
+def reason_of_seed(request: RolloutRequest, tokens: Sequence[int]) -> Reason:
+    return "stop" if request.seed % 2 else "length"
+
+
 class ScriptedBackend(RolloutBackend):
     """Gives each request what the script says, in whatever order; a token's log-prob is -id."""
 
@@ -40,12 +47,14 @@ class ScriptedBackend(RolloutBackend):
         self,
         script: Callable[[RolloutRequest], Sequence[int]] = tokens_of_seed,
         order: Callable[[Sequence[RolloutRequest]], Iterable[RolloutRequest]] = iter,
+        reason: Callable[[RolloutRequest, Sequence[int]], Reason] = reason_of_seed,
     ) -> None:
         """`order` may wait, and may raise."""
         self.policy_version = 3
         self.calls: list[list[RolloutRequest]] = []
         self._script = script
         self._order = order
+        self._reason = reason
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -57,7 +66,7 @@ class ScriptedBackend(RolloutBackend):
                 row=request.row,
                 completion_tokens=tokens,
                 logprobs=[-float(token) for token in tokens],
-                finish_reason="stop" if request.seed % 2 else "length",
+                finish_reason=self._reason(request, tokens),
                 policy_versions=[self.policy_version] * len(tokens),
             )
 
