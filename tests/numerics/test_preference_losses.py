@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
-from rolemesh.engine.algorithms.kto import reference_point
+from rolemesh.engine.algorithms.estimation import estimate_advantages
 from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, add_metrics, make_loss
 from rolemesh.engine.algorithms.pairs import PairIncompleteError, Pairs
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
@@ -381,7 +381,7 @@ def test_the_reference_point_is_the_mean_log_ratio_of_rows_that_are_neither(
         [x + 1.5 for x in row] for row in batch.columns["proximal_logprobs"]
     ]
     batch = batch.rounded_to(dtype)
-    column, metrics = reference_point(experience_of(batch, dtype), KtoPointSpec())
+    column, metrics = estimate_advantages(experience_of(batch, dtype), KtoPointSpec())
     expected = (
         math.fsum(ratio(batch, row, batch.columns["proximal_logprobs"]) for row in (0, 2, 5)) / 3
     )
@@ -396,7 +396,7 @@ def test_a_negative_reference_point_becomes_zero() -> None:
     batch = make_batch()
     batch.row_columns["preference"] = [0, -1, 0, -1, 1, 0, 1, -1]
     batch.columns["proximal_logprobs"] = [[x - 5 for x in row] for row in batch.columns["new"]]
-    column, metrics = reference_point(experience_of(batch, torch.float32), KtoPointSpec())
+    column, metrics = estimate_advantages(experience_of(batch, torch.float32), KtoPointSpec())
     assert column["kl_reference_point"].values.tolist() == [0.0] * 8
     assert metrics["kl_reference_point_raw"] < 0
 
@@ -405,7 +405,7 @@ def test_a_batch_without_rows_for_the_divergence_is_refused() -> None:
     batch = make_batch()
     batch.row_columns["preference"] = [1, -1] * 4
     with pytest.raises(ValueError, match="preference is 0 in none of 8 rows"):
-        reference_point(experience_of(batch, torch.float32), KtoPointSpec())
+        estimate_advantages(experience_of(batch, torch.float32), KtoPointSpec())
 
 
 def test_log_probs_that_are_not_finite_give_no_reference_point() -> None:
@@ -413,7 +413,7 @@ def test_log_probs_that_are_not_finite_give_no_reference_point() -> None:
     batch.row_columns["preference"] = [0] * 8
     batch.columns["proximal_logprobs"][0][0] = math.nan
     with pytest.raises(ValueError, match="must be finite"):
-        reference_point(experience_of(batch, torch.float32), KtoPointSpec())
+        estimate_advantages(experience_of(batch, torch.float32), KtoPointSpec())
 
 
 # --- specs ----------------------------------------------------------------------------------
