@@ -1,75 +1,149 @@
-"""The reward: judges trajectories, pulled by reference or sent inline."""
+"""The reward: judges trajectories, pulled by reference or sent inline, and may learn to."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import ClassVar, TypeVar
 
 import grpc
 import torch
 from google.protobuf.message import Message
 
+from rolemesh.engine.data.prompts import Split
+from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.rewards.sources import RewardSource, checked, make_reward, reward_metrics
-from rolemesh.engine.specs import RewardSpec
+from rolemesh.engine.models.reward_model import RewardModel
+from rolemesh.engine.rewards.sources import (
+    ClassifierReward,
+    RewardSource,
+    checked,
+    make_reward,
+    reward_metrics,
+)
+from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
+from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.model_role import ModelRole
+from rolemesh.services.runtime.model_servicers import TrainerServicer
+from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.rollout_servicer import PromptSource
 from rolemesh.services.runtime.rows import row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
-from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
+from rolemesh.services.runtime.weights_servicer import WeightsServicer
+from rolemesh.v1 import (
+    data_pb2_grpc,
+    experience_pb2,
+    reward_pb2,
+    reward_pb2_grpc,
+    trainer_pb2_grpc,
+    weights_pb2_grpc,
+)
 
-REWARDS = "rewards"
-"""The column that a reward produces."""
+T = TypeVar("T")
 
 
-class RewardRole(Role):
-    """Holds one reward source."""
+class RewardRole(ModelRole):
+    """Holds one reward source, and its trainer where the recipe gives it optimizer and data.
+
+    Invariant: a source that is trained scores with the weights that its trainer has.
+    """
 
     name = "reward"
     spec_class = RewardSpec
+    column: ClassVar[str] = "rewards"
+    """The column that it produces."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._source: RewardSource | None = None
+        self._learner: ClassifierReward | None = None
+        self._data: PromptSource | None = None
 
     @property
     def source(self) -> RewardSource:
         """The reward source; raises NOT_INITIALIZED before Initialize."""
-        if self._source is None:
-            raise PreconditionError(
-                "the reward holds no run yet: call Initialize first", reason="NOT_INITIALIZED"
-            )
-        return self._source
+        return self.initialized(self._source)
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer; raises NOT_INITIALIZED, or NOT_TRAINABLE where there is none."""
+        return self._trained(self._trainer)
 
     def initialize(
         self, spec: RewardSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
         """Builds the source, and loads its model when it has one."""
         progress("load reward", 0, 1)
-        self._source = make_reward(spec.source, rank_device(), mesh)
+        facts = {f"{self.name}.source": spec.source.type}
+        if (
+            spec.optimizer is None
+            or spec.data is None
+            or not isinstance(spec.source, ClassifierRewardSpec)
+        ):
+            self._source = make_reward(spec.source, rank_device(), mesh)
+            progress("load reward", 1, 1)
+            return InitializeResult(facts=facts)
+        self._data = PromptSource(spec.source.model, spec.data, run_seed)
+        model = RewardModel(spec.source, device=rank_device(), mesh=mesh)
+        result = self.train_with(model, spec.optimizer, run_seed)
+        self._source = self._learner = ClassifierReward(
+            spec.source, rank_device(), mesh, trained=super().trainer.rank_model
+        )
         progress("load reward", 1, 1)
-        return InitializeResult(facts={"reward.source": spec.source.type})
+        return InitializeResult(
+            policy_version=result.policy_version,
+            num_parameters=result.num_parameters,
+            facts={**facts, **self._data.facts},
+        )
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
-        """Serves RewardService."""
+        """Serves rewards; and training, weights and data, which refuse where nothing is trained."""
         reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
-        return [reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name]
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
+            TrainerServicer(self, runtime), server
+        )
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
+            WeightsServicer(self, runtime), server
+        )
+        data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
+        return [
+            f"rolemesh.v1.{family}Service" for family in ("Reward", "Trainer", "Weights", "Data")
+        ]
 
-    def policy_version(self) -> int:
-        """A reward is not trained."""
-        return 0
+    def read(self, split: Split, start: int, count: int, kind: Kind) -> Experience:
+        """Trajectories to train on, in the tokens that this reward judges."""
+        learner, data = self._trained(self._learner), self._trained(self._data)
+        batch = read_trajectories(
+            data.prompts, split, start, count, kind, max_tokens=learner.max_tokens
+        )
+        return learner.as_scored(batch)
 
     def sleep(self) -> int:
-        """Rewards stay where they are; a classifier's weights are small."""
-        return 0
+        """Moves what is trained to host memory; other rewards stay, their weights are small."""
+        return 0 if self._trainer is None else super().sleep()
 
     def wake(self) -> int:
-        """Nothing was moved."""
-        return 0
+        """Brings back what sleep has moved."""
+        return 0 if self._trainer is None else super().wake()
 
     def close(self) -> None:
-        """Drops the source."""
-        self._source = None
+        """Drops source, trainer and data."""
+        self._source = self._learner = self._data = None
+        super().close()
+
+    def _trained(self, part: T | None) -> T:
+        """The part; NOT_INITIALIZED before Initialize, NOT_TRAINABLE where nothing is trained."""
+        self.initialized(self._source)
+        if part is None:
+            raise PreconditionError(
+                f"the {self.name} of this run is not trained: give {self.name} a source of type "
+                "'classifier', an optimizer and data",
+                reason="NOT_TRAINABLE",
+            )
+        return part
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
@@ -95,16 +169,19 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             scores = await call.compute(source.score, batch, call.progress)
             if share.counts:
                 scores = checked(scores, len(batch))
-            column = Experience({REWARDS: Column(ColumnKind.ROW, scores)})
+            column = Experience({self._role.column: Column(ColumnKind.ROW, scores)})
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(request.key, column, share=share),
                 report=call.report({}, 0),
             )
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
-            rewards = await self._runtime.pull(result.experience, [REWARDS], call)
-            metrics = reward_metrics(rewards[REWARDS].values, self._role.source.full_score)
-            result.report.metrics.update(metrics)
+            column = self._role.column
+            rewards = await self._runtime.pull(result.experience, [column], call)
+            result.report.metrics.update(metrics(rewards[column].values))
+
+        def metrics(rewards: torch.Tensor) -> dict[str, float]:
+            return reward_metrics(rewards, self._role.source.full_score, self._role.name)
 
         async def inline(call: Call) -> Message:
             source = self._role.source
@@ -113,9 +190,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if not self._runtime.mesh.pp.is_last:
                 return reward_pb2.Rewards()  # a classifier's scores come out of its last stage
             rewards = checked(scores, len(batch))
-            return reward_pb2.Rewards(
-                rewards=rewards.tolist(), metrics=reward_metrics(rewards, source.full_score)
-            )
+            return reward_pb2.Rewards(rewards=rewards.tolist(), metrics=metrics(rewards))
 
         kind = request.WhichOneof("input")
         if kind is None or (kind == "trajectories" and not request.trajectories.trajectories):

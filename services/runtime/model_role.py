@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.train.trainer import TrainedModel, Trainer, kind_of
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.role import InitializeResult, Role
@@ -43,12 +41,11 @@ class ModelRole(Role):
         return part
 
     def train_with(
-        self, model: CausalLm | ValueModel, optimizer: OptimizerSpec, run_seed: int
+        self, model: TrainedModel, optimizer: OptimizerSpec, run_seed: int
     ) -> InitializeResult:
         """Makes the trainer of a model that was just loaded."""
         self.run_seed = run_seed
-        kind: Literal["policy", "critic"] = "policy" if isinstance(model, CausalLm) else "critic"
-        self._trainer = Trainer(kind, model, optimizer)
+        self._trainer = Trainer(kind_of(model), model, optimizer)
         return InitializeResult(
             policy_version=self._trainer.policy_version,
             num_parameters=num_parameters(model),
@@ -75,7 +72,7 @@ class ModelRole(Role):
         self.extra_state = {}
 
 
-def num_parameters(model: CausalLm | ValueModel) -> int:
+def num_parameters(model: TrainedModel) -> int:
     """Parameters of the whole model, whatever part of it this rank holds."""
     if model.shape is None:
         return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,353 @@
+"""A reward that learns from pairs, a cost beside it, and what both refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf import json_format, struct_pb2
+from support.services import operation_key, serving
+from support.tiny_models import write_tiny_llama
+from transformers import AutoTokenizer
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.rewards.sources import ClassifierReward
+from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
+from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.cost.servicers import CostRole
+from rolemesh.services.reward.servicers import RewardRole
+from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.v1 import (
+    data_pb2,
+    data_pb2_grpc,
+    experience_pb2,
+    reward_pb2,
+    reward_pb2_grpc,
+    rollout_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+NUM_PAIRS = 8
+BRADLEY_TERRY = trainer_pb2.AlgorithmPart(type="bradley_terry")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("llama"), seed=4)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_pairs(path: Path) -> Path:
+    """Longer is better."""
+    return write_rows(
+        path,
+        [
+            {"prompt": f"say {number}", "chosen": "yes " * (2 + number), "rejected": "no"}
+            for number in range(NUM_PAIRS)
+        ],
+    )
+
+
+def trained(llama: Path, data: Path, **model: Any) -> dict[str, Any]:
+    """The spec of a reward that learns."""
+    return {
+        "source": {
+            "type": "classifier",
+            "new_head": True,
+            "model": {"path": str(llama), "compute_dtype": "float32", **model},
+        },
+        "optimizer": {"learning_rate": 3e-3},
+        "data": {"type": "jsonl", "path": str(data)},
+    }
+
+
+async def result_of(stream: AsyncIterator[Any]) -> Any:
+    last = [message async for message in stream][-1]
+    return getattr(last, last.WhichOneof("event"))
+
+
+class Client:
+    """Calls one service under keys of their own."""
+
+    def __init__(self, channel: MeshChannel) -> None:
+        self._channel = channel
+        self._number = 0
+
+    def key(self) -> Any:
+        self._number += 1
+        return operation_key("call", sequence=self._number)
+
+    async def initialize(self, spec: Mapping[str, Any]) -> Any:
+        await self._channel.channel_ready()
+        request = worker_pb2.InitializeRequest(
+            key=self.key(), spec=json_format.ParseDict(spec, struct_pb2.Struct()), run_seed=3
+        )
+        return await result_of(worker_pb2_grpc.WorkerServiceStub(self._channel).Initialize(request))
+
+    async def read(
+        self,
+        *,
+        count: int = NUM_PAIRS,
+        split: rollout_pb2.Split.ValueType = rollout_pb2.SPLIT_TRAIN,
+        kind: data_pb2.ReadKind.ValueType = data_pb2.READ_KIND_PREFERENCE,
+    ) -> experience_pb2.ExperienceRef:
+        request = data_pb2.ReadBatchRequest(
+            key=self.key(),
+            rows=rollout_pb2.PromptSlice(split=split, start=0, count=count),
+            kind=kind,
+        )
+        stub = data_pb2_grpc.DataServiceStub(self._channel)
+        return (await result_of(stub.ReadBatch(request))).experience
+
+    async def update(
+        self, batch: experience_pb2.ExperienceRef, *, version: int = 0, rows_per_unit: int = 2
+    ) -> trainer_pb2.UpdateResult:
+        request = trainer_pb2.UpdateRequest(
+            key=self.key(),
+            experience=batch,
+            loss=BRADLEY_TERRY,
+            epochs=1,
+            mini_batch_rows=NUM_PAIRS,
+            expected_policy_version=version,
+            rows_per_unit=rows_per_unit,
+        )
+        return await result_of(trainer_pb2_grpc.TrainerServiceStub(self._channel).Update(request))
+
+    async def judge(self, batch: experience_pb2.ExperienceRef) -> Any:
+        request = reward_pb2.ComputeRewardRequest(key=self.key(), experience=batch)
+        return await result_of(
+            reward_pb2_grpc.RewardServiceStub(self._channel).ComputeReward(request)
+        )
+
+    async def export(self, directory: Path) -> Any:
+        request = weights_pb2.ExportRequest(key=self.key(), directory=str(directory))
+        return await result_of(weights_pb2_grpc.WeightsServiceStub(self._channel).Export(request))
+
+
+@asynccontextmanager
+async def client_of(role: RewardRole) -> AsyncIterator[tuple[Client, Runtime]]:
+    async with serving(role) as server, open_channel(server.runtime.address) as channel:
+        yield Client(channel), server.runtime
+
+
+def held(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
+    """The experience that this service published."""
+    (shard,) = ref.groups[0].shards
+    return runtime.store.get(shard.experience_id).experience
+
+
+async def test_a_reward_learns_from_pairs_and_its_export_gives_the_same_rewards(
+    llama: Path, tmp_path: Path
+) -> None:
+    spec = trained(llama, write_pairs(tmp_path / "pairs.jsonl"))
+    async with client_of(RewardRole()) as (reward, runtime):
+        ready = await reward.initialize(spec)
+        assert ready.num_parameters > 0
+        assert dict(ready.facts)["data.train_prompts"] == str(NUM_PAIRS)
+        batch = await reward.read()
+        read = held(runtime, batch)
+        assert read.num_rows == 2 * NUM_PAIRS
+        assert read["preference"].values.tolist() == [1, -1] * NUM_PAIRS
+        assert read["loss_mask"].values.all()
+        before = held(runtime, (await reward.judge(batch)).experience)["rewards"].values
+        assert before.tolist() == [0.0] * 2 * NUM_PAIRS
+
+        metrics, version = {}, 0
+        for _ in range(6):
+            updated = await reward.update(batch, version=version)
+            version, metrics = updated.policy_version, dict(updated.report.metrics)
+        assert version == 12
+        assert metrics["preference_accuracy"] == 1
+
+        judged = await reward.judge(batch)
+        rewards = held(runtime, judged.experience)["rewards"].values
+        assert bool((rewards[::2] > rewards[1::2]).all())
+        assert dict(judged.report.metrics)["reward/mean"] == pytest.approx(
+            float(rewards.double().mean())
+        )
+        await reward.export(tmp_path / "reward")
+
+    source = ClassifierReward(
+        ClassifierRewardSpec(model=ModelSpec(path=tmp_path / "reward", compute_dtype="float32")),
+        torch.device("cpu"),
+        RankMesh.single(),
+    )
+    again = source.score(read, lambda *_: None)
+    assert torch.equal(again, rewards)
+
+
+async def test_training_sees_the_very_tokens_that_are_judged(llama: Path, tmp_path: Path) -> None:
+    """Not those of a policy's completion, which end with a token that scoring never sees."""
+    spec = trained(llama, write_pairs(tmp_path / "pairs.jsonl"))
+    role = RewardRole()
+    async with client_of(role) as (reward, runtime):
+        await reward.initialize(spec)
+        read = held(runtime, await reward.read())
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    texts = zip(read["prompt_text"].strings(), read["completion_text"].strings(), strict=True)
+    for row, (prompt, completion) in zip(read["tokens"].rows(), texts, strict=True):
+        assert row.tolist() == tokenizer(prompt + completion)["input_ids"]
+
+
+async def test_a_cost_gives_costs(tmp_path: Path) -> None:
+    async with client_of(CostRole()) as (cost, runtime):
+        await cost.initialize({"source": {"type": "arithmetic"}})
+        rows = Experience(
+            {
+                "tokens": Column.ragged(ColumnKind.SEQUENCE, [[1, 2], [3, 4, 5]], torch.int64),
+                "completion_text": Column.text(["12", "13"]),
+                "answer": Column.text(["12", "12"]),
+            }
+        )
+        batch = runtime.publish(operation_key("rows"), rows)
+        judged = await cost.judge(batch)
+        costs = held(runtime, judged.experience)
+        assert list(costs.columns) == ["costs"]
+        assert costs["costs"].values.tolist() == pytest.approx([1.0, 0.1])
+        assert dict(judged.report.metrics)["cost/mean"] == pytest.approx(0.55)
+
+
+# --- refusals -------------------------------------------------------------------------------
+
+
+async def test_a_reward_that_is_not_trained_says_so_to_every_call_of_training(
+    tmp_path: Path,
+) -> None:
+    async with client_of(RewardRole()) as (reward, _):
+        with pytest.raises(PreconditionError) as early:
+            await reward.read()
+        assert early.value.reason == "NOT_INITIALIZED"
+        await reward.initialize({"source": {"type": "arithmetic"}})
+        empty = experience_pb2.ExperienceRef()
+        for call in (reward.read(), reward.update(empty), reward.export(tmp_path / "out")):
+            with pytest.raises(PreconditionError, match="give reward a source of type") as caught:
+                await call
+            assert caught.value.reason == "NOT_TRAINABLE"
+
+
+async def test_torn_pairs_are_refused_and_no_weight_moves(llama: Path, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "pairs.jsonl")
+    async with client_of(RewardRole()) as (reward, _):
+        await reward.initialize(trained(llama, data, micro_batch_tokens=1))
+        batch = await reward.read()
+        with pytest.raises(InvalidRequestError, match="rows_per_unit") as caught:
+            await reward.update(batch, rows_per_unit=1)
+        assert caught.value.reason == "PAIR_INCOMPLETE"
+        assert (await reward.update(batch, version=0)).policy_version == 2
+
+
+async def test_experience_without_pairs_is_refused(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}],
+    )
+    async with client_of(RewardRole()) as (reward, _):
+        await reward.initialize(trained(llama, data))
+        batch = await reward.read(count=2, kind=data_pb2.READ_KIND_DEMONSTRATION)
+        with pytest.raises(InvalidRequestError, match="pair_ids") as caught:
+            await reward.update(batch)
+        assert caught.value.reason == "COLUMN_MISSING"
+
+
+async def test_a_data_row_without_the_rejected_completion_is_named_at_the_start(
+    llama: Path, tmp_path: Path
+) -> None:
+    data = write_rows(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": "e"}],
+    )
+    async with client_of(RewardRole()) as (reward, _):
+        with pytest.raises(InvalidRequestError, match=r"line 2: 'rejected' is missing") as caught:
+            await reward.initialize(trained(llama, data))
+        assert caught.value.reason == "DATA_INVALID"
+
+
+async def test_rows_that_are_no_pairs_cannot_be_read_as_pairs(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    async with client_of(RewardRole()) as (reward, _):
+        await reward.initialize(trained(llama, data))
+        with pytest.raises(InvalidRequestError, match=r"line 1: has no 'chosen'") as caught:
+            await reward.read(count=1)
+        assert caught.value.reason == "DATA_INVALID"
+
+
+async def test_a_row_that_the_model_cannot_see_whole_is_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "a", "chosen": "yes! " * 300, "rejected": "no"}]
+    )
+    async with client_of(RewardRole()) as (reward, _):
+        await reward.initialize(trained(llama, data))
+        with pytest.raises(InvalidRequestError, match="max_row_tokens") as caught:
+            await reward.read(count=1)
+        assert caught.value.reason == "PROMPT_TOO_LONG"
+
+
+async def test_split_and_kind_must_be_said(llama: Path, tmp_path: Path) -> None:
+    async with client_of(RewardRole()) as (reward, _):
+        await reward.initialize(trained(llama, write_pairs(tmp_path / "pairs.jsonl")))
+        for arguments, reason in (
+            ({"split": rollout_pb2.SPLIT_UNSPECIFIED}, "SPLIT_INVALID"),
+            ({"kind": data_pb2.READ_KIND_UNSPECIFIED}, "KIND_INVALID"),
+            ({"split": rollout_pb2.SPLIT_HELD_OUT}, "DATA_EMPTY"),
+            ({"count": 0}, "VALUE_INVALID"),
+        ):
+            with pytest.raises(InvalidRequestError) as caught:
+                await reward.read(**arguments)
+            assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"source": {"type": "arithmetic"}, "optimizer": {}}, "without data"),
+        (
+            {
+                "source": {"type": "arithmetic"},
+                "optimizer": {},
+                "data": {"type": "jsonl", "path": "rows.jsonl"},
+            },
+            "nothing to train",
+        ),
+        (
+            {"source": {"type": "classifier", "new_head": True, "model": {"path": "x"}}},
+            "without optimizer",
+        ),
+        (
+            {
+                "source": {
+                    "type": "classifier",
+                    "new_head": True,
+                    "label": 1,
+                    "model": {"path": "x"},
+                }
+            },
+            "label is 1 with new_head",
+        ),
+    ],
+    ids=["data", "source", "untrained head", "label"],
+)
+async def test_specs_that_do_not_fit_together_are_refused(
+    spec: dict[str, Any], message: str
+) -> None:
+    async with client_of(RewardRole()) as (reward, _):
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            await reward.initialize(spec)
+        assert caught.value.reason == "SPEC_INVALID"
