@@ -221,9 +221,10 @@ def load_rows(data: DataSpec) -> tuple[list[PromptRow], list[PromptRow]]:
 
 def _check_not_empty(source: Source) -> None:
     if not source.train:
+        kind = source.spec.model_dump()["type"]
         raise EmptyDataError(
-            f"{source.field} ({type(source.spec).__name__}) holds no training prompt: give a file "
-            "with prompts, or raise train_size"
+            f"{source.field} ({kind}) holds no training prompt: give a file with prompts, or raise "
+            "train_size"
         )
 
 

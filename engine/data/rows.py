@@ -166,11 +166,19 @@ class RowReader:
             raise DataInvalidError(
                 f"{where}: {self._name(meaning)!r} must be text, not {type(value).__name__}"
             )
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            # JSON may hold half of a surrogate pair; neither tokenizer nor wire takes it.
+            raise DataInvalidError(
+                f"{where}: {self._name(meaning)!r} has a character at {error.start} that is no "
+                "Unicode text (half of a pair): mend the file"
+            ) from error
         return value
 
     def _prompt(self, prompt: Any, where: str) -> list[Message]:
         if isinstance(prompt, str):
-            return [{"role": "user", "content": prompt}]
+            return [{"role": "user", "content": self._text(prompt, "prompt", where)}]
         turns = self._turns(prompt, "prompt", where)
         if turns[-1]["role"] == "assistant":
             raise DataInvalidError(
@@ -206,7 +214,7 @@ class RowReader:
         self, value: Any, meaning: str, prompt: Sequence[Message], where: str
     ) -> Completion:
         if isinstance(value, str):
-            return value
+            return self._text(value, meaning, where)
         turns = self._turns(value, meaning, where)
         # Preference sets often repeat the prompt in front of each answer.
         if turns[: len(prompt)] == list(prompt):
@@ -239,6 +247,7 @@ class RowReader:
         ]
         for at, turn in enumerate(turns):
             role = turn["role"]
+            self._text(turn["content"], meaning, where)
             if at and role == "system":
                 raise DataInvalidError(
                     f"{where}: {self._name(meaning)!r}, turn {at} is a system turn: there is one "
@@ -262,7 +271,11 @@ class RowReader:
             return ""
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise DataInvalidError(f"{where}: {self._name('answer')!r} must be text or a number")
-        return str(answer)
+        if isinstance(answer, float) and not math.isfinite(answer):
+            raise DataInvalidError(
+                f"{where}: {self._name('answer')!r} is {answer}: give null for no answer"
+            )
+        return self._text(str(answer), "answer", where)
 
     def _label(self, label: Any, where: str) -> bool | None:
         if label is None:

@@ -298,6 +298,9 @@ def test_a_mixture_holds_out_for_all_its_sources(tmp_path):
         ({"prompt": "q", "label": 2}, {}, r"'label' is 2: give true or false"),
         ({"prompt": "q", "label": float("nan")}, {}, r"'label' is nan"),
         ({"text": 4}, {}, r"'text' must be text, not int"),
+        ({"prompt": "a\ud800"}, {}, r"'prompt' has a character at 1 that is no Unicode text"),
+        ({"messages": [{**USER, "content": "\ud800"}]}, {}, r"'messages' has a character at 0"),
+        ({"prompt": "q", "answer": float("nan")}, {}, r"'answer' is nan: give null"),
         (
             {"prompt": "q", "note": "x" * MAX_METADATA_BYTES},
             {},
