@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import grpc
 
+from rolemesh.engine.data.prompts import Split
+from rolemesh.engine.data.trajectories import Kind, read_trajectories
+from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout import LayoutError
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
@@ -12,6 +15,7 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.specs import ActorSpec
 from rolemesh.engine.weights.resharding import Resharder
+from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.model_role import ModelRole
 from rolemesh.services.runtime.model_servicers import (
@@ -27,6 +31,7 @@ from rolemesh.services.runtime.rollout_servicer import (
 from rolemesh.services.runtime.runtime import Runtime
 from rolemesh.services.runtime.weights_servicer import WeightsServicer
 from rolemesh.v1 import (
+    data_pb2_grpc,
     logprob_pb2_grpc,
     rollout_pb2_grpc,
     trainer_pb2_grpc,
@@ -77,7 +82,7 @@ class ActorRole(ModelRole, SamplingRole):
         )
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
-        """Serves rollout, training, log-probs and weights."""
+        """Serves rollout, training, log-probs, weights and data."""
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
             RolloutServicer(self, runtime), server
         )
@@ -90,9 +95,10 @@ class ActorRole(ModelRole, SamplingRole):
         weights_pb2_grpc.add_WeightsServiceServicer_to_server(
             ActorWeightsServicer(self, runtime), server
         )
+        data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
         return [
             f"rolemesh.v1.{family}Service"
-            for family in ("Rollout", "Trainer", "Logprob", "Weights")
+            for family in ("Rollout", "Trainer", "Logprob", "Weights", "Data")
         ]
 
     @property
@@ -109,6 +115,18 @@ class ActorRole(ModelRole, SamplingRole):
     def source(self) -> PromptSource:
         """Prompts and tokenizer; raises NOT_INITIALIZED before Initialize."""
         return self.initialized(self._source)
+
+    def read(self, split: Split, start: int, count: int, kind: Kind) -> Experience:
+        """Trajectories that are given and not sampled; see `read_trajectories`."""
+        config = self.trainer.model.config.get_text_config()
+        return read_trajectories(
+            self.source.prompts,
+            split,
+            start,
+            count,
+            kind,
+            max_tokens=getattr(config, "max_position_embeddings", None),
+        )
 
     def bring_weights(self) -> int:
         """Brings the trainer's weights to the sampler, unless it has them already.
