@@ -36,7 +36,6 @@ from rolemesh.v1 import (
     rollout_pb2_grpc,
     trainer_pb2_grpc,
     weights_pb2,
-    weights_pb2_grpc,
 )
 
 
@@ -92,9 +91,7 @@ class ActorRole(ModelRole, SamplingRole):
         logprob_pb2_grpc.add_LogprobServiceServicer_to_server(
             LogprobServicer(self, runtime), server
         )
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
-            ActorWeightsServicer(self, runtime), server
-        )
+        ActorWeightsServicer(self, runtime).add_to(server)
         data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
         return [
             f"rolemesh.v1.{family}Service"

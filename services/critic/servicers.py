@@ -26,7 +26,6 @@ from rolemesh.v1 import (
     trainer_pb2_grpc,
     value_pb2,
     value_pb2_grpc,
-    weights_pb2_grpc,
 )
 
 
@@ -50,9 +49,7 @@ class CriticRole(ModelRole):
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
             TrainerServicer(self, runtime), server
         )
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
-            WeightsServicer(self, runtime), server
-        )
+        WeightsServicer(self, runtime).add_to(server)
         return [f"rolemesh.v1.{family}Service" for family in ("Value", "Trainer", "Weights")]
 
 

@@ -12,6 +12,7 @@ from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.trainer import TrainedModel, Trainer, kind_of
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.device import rank_device
+from rolemesh.services.runtime.published_weights import PublishedWeights
 from rolemesh.services.runtime.role import InitializeResult, Role
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ class ModelRole(Role):
         self.run_seed = 0
         self.extra_state: dict[str, Any] = {}
         """JSON-able state that is part of the checkpoint, e.g. the KL controller's."""
+        self.published = PublishedWeights()
+        """The copy of the weights that others may fetch."""
 
     @property
     def trainer(self) -> Trainer:
@@ -70,6 +73,7 @@ class ModelRole(Role):
         """Drops weights and optimizer state."""
         self._trainer = None
         self.extra_state = {}
+        self.published.close()
 
 
 def num_parameters(model: TrainedModel) -> int:

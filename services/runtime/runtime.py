@@ -134,6 +134,8 @@ class Runtime:
         """Process groups of the run that holds the service."""
         self.layout = self.mesh.layout
         """Ranks of the run that holds the service."""
+        self.rank_addresses: Sequence[str] = ()
+        """Where each rank of the service answers; empty where there is one."""
         self._channels: dict[str, MeshChannel] = {}
 
     @functools.cached_property

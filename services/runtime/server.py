@@ -140,6 +140,7 @@ class ServiceServer:
         config, runtime = self.config, self.runtime
         runtime.meeting = Meeting(store, config.rank, config.world_size)
         addresses = await asyncio.to_thread(runtime.meeting.exchange, runtime.address)
+        runtime.rank_addresses = addresses
         if runtime.is_face:
             peers = [runtime.peer(address) for address in addresses[1:]]
             runtime.face = Face(config.role, peers, self._ranks_diverged)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 from google.protobuf.message import Message
 
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.train.state import TrainedWeights
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.engine.weights.manifest import DtypeName
+from rolemesh.engine.weights.published import Publication, published_layout
+from rolemesh.rpc.errors import CapacityError, InvalidRequestError
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.model_role import ModelRole
+from rolemesh.services.runtime.published_weights import answer_fetch, dtype_of, reference_to
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
+
+SERVICE_NAME = "rolemesh.v1.WeightsService"
+"""Full name of the service."""
 
 CHECKSUMS_METHOD = "/rolemesh.v1.WeightsService/GetChecksums"
 
@@ -26,6 +35,19 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
     def __init__(self, role: ModelRole, runtime: Runtime) -> None:
         self._role = role
         self._runtime = runtime
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers all methods; FetchWeights by hand, since it writes its own bytes."""
+        handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+            self.fetch_weights,
+            request_deserializer=weights_pb2.FetchWeightsRequest.FromString,
+            response_serializer=None,
+        )
+        # gRPC takes the first handler that knows a method.
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, {"FetchWeights": handler}),)
+        )
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, server)
 
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: Context
@@ -66,6 +88,74 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         return weights_pb2.GetChecksumsResponse(
             checksums=checksums, policy_version=trainer.policy_version
         )
+
+    async def PublishWeights(
+        self, request: weights_pb2.PublishWeightsRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.PublishWeightsResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            dtype = dtype_of(request.dtype, "dtype")
+            call.progress("publish weights")
+            with call.phase("publish"):
+                publication = await call.compute(self._publish, request.key.run_id, dtype)
+            return weights_pb2.PublishWeightsResult(
+                weights=reference_to(
+                    publication,
+                    request.key.run_id,
+                    self._role.trainer.mesh.layout.train,
+                    self._runtime.rank_addresses or [self._runtime.address],
+                ),
+                report=call.report({"published_bytes": publication.num_bytes}, 0),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.PublishWeightsResponse, work
+        ):
+            yield response
+
+    def _publish(self, run_id: str, dtype: DtypeName) -> Publication:
+        """Copies this rank's weights. On the compute thread."""
+        trainer = self._role.trainer
+        weights = dict(trainer.named_weights())
+        layout = TrainedWeights.of(
+            weights, trainer.model.shape, trainer.mesh, trainer.model.device
+        ).layout
+        # Before the next copy is made: two at once would take twice the memory, and nobody may
+        # begin to fetch the old one any more in any case.
+        self._role.published.close()
+        try:
+            publication = Publication(
+                published_layout(layout, dtype),
+                trainer.mesh.rank,
+                weights,
+                policy_version=trainer.policy_version,
+                shares_memory=self._runtime.config.shared_memory,
+            )
+        except OSError as error:
+            raise CapacityError(
+                f"the weights of policy_version {trainer.policy_version} do not fit into shared "
+                f"memory ({error.strerror or error}): enlarge /dev/shm (Docker: shm_size), or "
+                "switch shared_memory off",
+                reason="EXPERIENCE_CAPACITY",
+            ) from error
+        self._role.published.put(run_id, publication)
+        return publication
+
+    async def FetchWeights(
+        self, request: weights_pb2.FetchWeightsRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
+        """See weights.proto. `add_to` registers `fetch_weights` in its place."""
+        async for message in self.fetch_weights(request, context):
+            yield weights_pb2.FetchWeightsResponse.FromString(message)
+
+    async def fetch_weights(
+        self, request: weights_pb2.FetchWeightsRequest, context: object
+    ) -> AsyncIterator[bytes]:
+        """FetchWeights in messages that are serialized already, without protobuf's copies."""
+        publication = self._role.published.get(request.run_id, request.policy_version)
+        async for message in answer_fetch(publication, request, self._runtime.host_id):
+            yield message
 
     async def SaveCheckpoint(
         self, request: weights_pb2.SaveCheckpointRequest, context: Context

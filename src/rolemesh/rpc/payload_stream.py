@@ -1,4 +1,4 @@
-"""FetchResponse on the wire, made and read by hand.
+"""Messages of a fetch on the wire, made and read by hand: FetchResponse and FetchWeightsResponse.
 
 Protobuf copies `bytes` fields on the way in and again at each access; at GB/s that halves the
 rate. These functions write and read the same bytes as the generated class: a chunk message is the
@@ -35,16 +35,28 @@ def encode_chunk(pieces: Sequence[memoryview | bytes]) -> bytes:
     return b"".join((bytes((_CHUNK_TAG, *_varint(length))), *pieces))
 
 
+def decode_chunk(message: bytes) -> memoryview | None:
+    """A view of the payload inside a message that is a chunk and nothing else; otherwise None.
+
+    Raises:
+        PayloadMalformedError: the message begins as a chunk and is torn.
+    """
+    if message and message[0] == _CHUNK_TAG:
+        length, at = _read_varint(message, 1)
+        if at + length == len(message):
+            return memoryview(message)[at:]
+    return None
+
+
 def decode_part(message: bytes) -> experience_pb2.PayloadHeader | memoryview:
     """A header, or a view of a chunk's payload inside the message.
 
     Raises:
         PayloadMalformedError: the message is neither.
     """
-    if message and message[0] == _CHUNK_TAG:
-        length, at = _read_varint(message, 1)
-        if at + length == len(message):
-            return memoryview(message)[at:]
+    chunk = decode_chunk(message)
+    if chunk is not None:
+        return chunk
     # A header, or a chunk that some other writer encoded with more than that one field.
     response = experience_pb2.FetchResponse()
     try:

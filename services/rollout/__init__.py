@@ -1,0 +1,1 @@
+"""The rollout role: samples apart from the trainer."""

@@ -1,0 +1,361 @@
+"""The rollout role: a sampler without a trainer, which takes weights that an actor publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.families import DecoderShape, UnsupportedFamilyError
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
+from rolemesh.engine.specs import RolloutRoleSpec
+from rolemesh.engine.weights.layouts import generate_layout
+from rolemesh.engine.weights.manifest import DtypeName, Manifest, ManifestError, Parameter
+from rolemesh.engine.weights.published import (
+    Taking,
+    check_manifest,
+    plan_taking,
+    source_layout,
+    whole_of,
+)
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.tensors import data_type_of
+from rolemesh.services.rollout.deliveries import Deliveries, Delivery
+from rolemesh.services.runtime.published_weights import (
+    FetchedBoxes,
+    dtype_of,
+    fetch_boxes,
+    layout_of,
+    manifest_of,
+)
+from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.rollout_servicer import (
+    PromptSource,
+    RolloutServicer,
+    SamplingRole,
+)
+from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.weights_servicer import CHECKSUMS_METHOD
+from rolemesh.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
+
+T = TypeVar("T")
+
+
+class RolloutRole(Role, SamplingRole):
+    """Holds a sampler and the prompts.
+
+    Invariant: no generation begins before weights came, nor after an update that failed.
+    """
+
+    name = "rollout"
+    spec_class = RolloutRoleSpec
+
+    def __init__(self) -> None:
+        self._backend: RolloutBackend | None = None
+        self._source: PromptSource | None = None
+        self._mesh = RankMesh.single()
+        self._layout = HybridLayout(TrainLayout())
+        self._manifest: Manifest = {}
+        self._shape: DecoderShape | None = None
+        self._dtype: DtypeName = "float32"
+        self._deliveries: Deliveries | None = None
+
+    def initialize(
+        self, spec: RolloutRoleSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
+    ) -> InitializeResult:
+        """Loads prompts and the engine, which has no weights yet."""
+        progress("load prompts", 0, 2)
+        self._source = PromptSource(spec.model, spec.data, run_seed)
+        self._source.play(spec.environment, spec.rollout.max_model_len)
+        progress(f"load {spec.rollout.type}", 1, 2)
+        folder = read_model_folder(spec.model.path, spec.rollout.max_model_len)
+        self._dtype = spec.rollout.dtype
+        self._manifest = {
+            name: Parameter(shape, self._dtype)
+            for name, shape in expected_weights(folder).shapes.items()
+        }
+        self._mesh, self._layout = mesh, spec.rank_layout()
+        try:
+            self._shape = DecoderShape.from_config(folder.config.to_dict())
+        except UnsupportedFamilyError:
+            # Then weights come from one rank to whole models; `plan` refuses everything else.
+            self._shape = None
+        self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
+        self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
+        progress("ready", 2, 2)
+        return InitializeResult(
+            policy_version=self._backend.policy_version,
+            facts={**self._source.facts, "rollout": spec.rollout.type},
+        )
+
+    def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
+        """Serves rollout, and what of weights concerns a sampler."""
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(
+            StandAloneRolloutServicer(self, runtime), server
+        )
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
+            SamplerWeightsServicer(self, runtime), server
+        )
+        return ["rolemesh.v1.RolloutService", "rolemesh.v1.WeightsService"]
+
+    @property
+    def backend(self) -> RolloutBackend:
+        """The sampler; raises NOT_INITIALIZED before Initialize."""
+        return self._initialized(self._backend)
+
+    @property
+    def source(self) -> PromptSource:
+        """Prompts and tokenizer; raises NOT_INITIALIZED before Initialize."""
+        return self._initialized(self._source)
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """Where weights go; raises NOT_INITIALIZED before Initialize."""
+        return self._initialized(self._deliveries)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The sampler's parameters, by Hugging Face name."""
+        self._initialized(self._backend)
+        return self._manifest
+
+    def policy_version(self) -> int:
+        """Version of the weights; -1 while there are none."""
+        return -1 if self._backend is None else self._backend.policy_version
+
+    def bring_weights(self) -> int:
+        """Checks that the newest update arrived; nothing travels here."""
+        self.deliveries.check()
+        return 0
+
+    def plan(self, manifest: Manifest, train: TrainLayout, dtype: DtypeName) -> Taking:
+        """What this rank takes of published weights.
+
+        Args:
+            manifest: of the publication.
+            train: layout of the publishing service.
+            dtype: element type of the publication.
+
+        Raises:
+            ManifestError: the weights are of another model; names the parameter.
+            LayoutError: the model cannot be cut so.
+        """
+        check_manifest(manifest, self.manifest)
+        source = source_layout(manifest, train, dtype, self._shape)
+        if self._takes_shards and self._shape is not None:
+            target = generate_layout(self._shape, self._layout, dtype)
+        else:
+            whole = whole_of(manifest, dtype)
+            target = replace(whole, ranks=whole.ranks * self._mesh.world.size)
+        return plan_taking(source, target, self._mesh.rank)
+
+    @property
+    def _takes_shards(self) -> bool:
+        """Whether a rank's sampler holds a part of the model."""
+        return self._layout.generate.tp * self._layout.generate.pp > 1
+
+    def sleep(self) -> int:
+        """Frees the sampler's device memory. On a GPU its weights are gone then."""
+        return self.backend.sleep()
+
+    def wake(self) -> int:
+        """Takes device memory again; on a GPU weights have to be sent anew."""
+        return self.backend.wake()
+
+    def close(self) -> None:
+        """Ends the sampler."""
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+        self._source = None
+        self._deliveries = None
+
+    def _initialized(self, part: T | None) -> T:
+        if part is None:
+            raise PreconditionError(
+                "the rollout service holds no run yet: call Initialize first",
+                reason="NOT_INITIALIZED",
+            )
+        return part
+
+
+class StandAloneRolloutServicer(RolloutServicer):
+    """RolloutService of a role whose weights come from elsewhere."""
+
+    def __init__(self, role: RolloutRole, runtime: Runtime) -> None:
+        super().__init__(role, runtime)
+        self._rollout = role
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
+        """See rollout.proto."""
+
+        async def work(call: Call) -> Message:
+            delivery = await self._fetch(request.weights, call)
+            with call.phase("load"):
+                await self._load(delivery, call)
+            num_bytes = sum(found.num_bytes for found in delivery.fetched.values())
+            return rollout_pb2.UpdateWeightsResult(
+                policy_version=delivery.policy_version,
+                report=call.report({"weight_sync_bytes": num_bytes}, 0),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, rollout_pb2.UpdateWeightsResponse, work
+        ):
+            yield response
+
+    async def _fetch(self, ref: weights_pb2.WeightsRef, call: Call) -> Delivery:
+        """Brings this rank's boxes here, while the compute thread goes on.
+
+        An error is part of the delivery: the ranks agree on it where they load.
+        """
+        version = ref.policy_version
+        try:
+            with call.phase("fetch"):
+                taking = self._plan(ref)
+                fetched = await self._fetch_all(ref, taking, call)
+        except Exception as error:
+            return Delivery(version, error=error)
+        return Delivery(version, taking, fetched)
+
+    def _plan(self, ref: weights_pb2.WeightsRef) -> Taking:
+        if ref.policy_version < 0:
+            raise InvalidRequestError(
+                f"weights.policy_version is {ref.policy_version}: give a reference of "
+                "PublishWeights",
+                reason="REFERENCE_INVALID",
+            )
+        try:
+            return self._rollout.plan(
+                manifest_of(ref), layout_of(ref), dtype_of(ref.dtype, "weights.dtype")
+            )
+        except ManifestError as error:
+            raise InvalidRequestError(str(error), reason="MANIFEST_MISMATCH") from error
+
+    async def _fetch_all(
+        self, ref: weights_pb2.WeightsRef, taking: Taking, call: Call
+    ) -> Mapping[int, FetchedBoxes]:
+        """From all publishers at once; the first failure cancels the rest and is raised."""
+        done = 0
+
+        async def fetch(source: int) -> FetchedBoxes:
+            nonlocal done
+            found = await fetch_boxes(
+                self._runtime.peer(ref.addresses[source]),
+                ref,
+                source,
+                taking.copies[source],
+                self._runtime.host_id,
+            )
+            call.add_fetched(found.transport, found.num_bytes)
+            done += 1
+            call.progress("fetch weights", done, len(taking.copies))
+            return found
+
+        tasks: Sequence[asyncio.Task[FetchedBoxes]] = [
+            asyncio.ensure_future(fetch(source)) for source in taking.copies
+        ]
+        try:
+            return dict(zip(taking.copies, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load(self, delivery: Delivery, call: Call) -> None:
+        """Loads a delivery: in the generation that runs, or in its own turn on the thread."""
+        deliveries = self._rollout.deliveries
+        deliveries.put(delivery)
+        loaded: asyncio.Future[Any] = asyncio.wrap_future(delivery.loaded)
+        turn: asyncio.Future[Any] = asyncio.ensure_future(call.compute(deliveries.load))
+        try:
+            await asyncio.wait({loaded, turn}, return_when=asyncio.FIRST_COMPLETED)
+            if not loaded.done():
+                # It is being loaded, or the turn was refused because the service drains.
+                await turn
+            await loaded
+        finally:
+            # A turn that has not come is of no more use.
+            turn.cancel()
+            loaded.cancel()
+            await asyncio.gather(turn, loaded, return_exceptions=True)
+
+
+class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+    """Says what the sampler holds. It is not trained, so nothing is kept, loaded or published."""
+
+    def __init__(self, role: RolloutRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: Context
+    ) -> weights_pb2.GetManifestResponse:
+        """See weights.proto."""
+        return weights_pb2.GetManifestResponse(
+            parameters=[
+                weights_pb2.ParameterSpec(
+                    name=name, shape=parameter.shape, dtype=data_type_of(parameter.dtype)
+                )
+                for name, parameter in self._role.manifest.items()
+            ],
+            policy_version=self._role.policy_version(),
+        )
+
+    async def GetChecksums(
+        self, request: weights_pb2.GetChecksumsRequest, context: Context
+    ) -> weights_pb2.GetChecksumsResponse:
+        """See weights.proto."""
+        if request.holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
+            raise InvalidRequestError(
+                f"holder is {weights_pb2.WeightsHolder.Name(request.holder)}: the rollout role "
+                "holds a sampler's weights only, ask for WEIGHTS_HOLDER_SAMPLER",
+                reason="HOLDER_UNKNOWN",
+            )
+        backend = self._role.backend
+        own = weights_pb2.GetChecksumsResponse(
+            checksums=await self._runtime.compute.run(backend.weight_checksums),
+            policy_version=backend.policy_version,
+        )
+        if self._runtime.face is not None:
+            own.other_ranks.extend(await self._runtime.face.tell(CHECKSUMS_METHOD, request))
+        return own
+
+    async def PublishWeights(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Not served."""
+        _not_trained("published by the actor")
+        yield
+
+    async def FetchWeights(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Not served."""
+        _not_trained("fetched from the actor")
+        yield
+
+    async def SaveCheckpoint(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Not served."""
+        _not_trained("saved by the actor")
+        yield
+
+    async def LoadCheckpoint(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Not served."""
+        _not_trained("loaded by the actor, which then publishes them")
+        yield
+
+    async def Export(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Not served."""
+        _not_trained("exported by the actor")
+        yield
+
+
+def _not_trained(instead: str) -> NoReturn:
+    raise NotImplementedError(f"a rollout service trains nothing: weights are {instead}")

@@ -1,0 +1,384 @@
+"""Published weights from rank to rank: the server and the client of WeightsService.FetchWeights.
+
+Negotiated per pair as experience is: on one host the answer names the publisher's shared memory
+segment, which the consumer maps; otherwise raw chunks of 1 MiB follow, without protobuf's copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.specs import LayoutSpec
+from rolemesh.engine.transport.shm import SHM_DIRECTORY, SegmentInvalidError, open_segment
+from rolemesh.engine.weights.manifest import (
+    Box,
+    DtypeName,
+    Manifest,
+    ManifestError,
+    Parameter,
+)
+from rolemesh.engine.weights.messages import TORCH_DTYPES
+from rolemesh.engine.weights.plan import Copy
+from rolemesh.engine.weights.published import Publication
+from rolemesh.engine.weights.sharded_tensors import part
+from rolemesh.rpc.channel import CHUNK_BYTES, MeshChannel
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
+from rolemesh.rpc.payload_stream import (
+    PayloadBuffer,
+    PayloadMalformedError,
+    decode_chunk,
+    encode_chunk,
+)
+from rolemesh.rpc.tensors import data_type_of
+from rolemesh.v1 import tensor_pb2, weights_pb2
+
+logger = logging.getLogger(__name__)
+
+FETCH_WEIGHTS_METHOD = "/rolemesh.v1.WeightsService/FetchWeights"
+"""Full name of the method that this module serves and calls."""
+
+_DTYPES: dict[int, DtypeName] = {data_type_of(name): name for name in TORCH_DTYPES}
+
+
+class PublishedWeights:
+    """What one rank publishes: at most one version. Thread-safe.
+
+    Example: after put("run", publication of version 4), get("run", 4) gives it and get("run", 3)
+    raises WEIGHTS_GONE; whoever fetches version 3 at that moment still gets all of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._run_id = ""
+        self._publication: Publication | None = None
+
+    def put(self, run_id: str, publication: Publication) -> None:
+        """Publishes; the version before it is dropped."""
+        with self._lock:
+            before, self._publication = self._publication, publication
+            self._run_id = run_id
+        if before is not None:
+            before.close()
+
+    def get(self, run_id: str, policy_version: int) -> Publication:
+        """The publication of that version.
+
+        Raises:
+            PreconditionError: WEIGHTS_GONE.
+        """
+        with self._lock:
+            publication = self._publication if run_id == self._run_id else None
+        if publication is None or publication.policy_version != policy_version:
+            held = "nothing" if publication is None else f"version {publication.policy_version}"
+            raise PreconditionError(
+                f"policy_version {policy_version} of run {run_id!r} was asked for, but {held} of "
+                "it is published: update to what the actor publishes now",
+                reason="WEIGHTS_GONE",
+            )
+        return publication
+
+    def close(self) -> None:
+        """Publishes nothing any more."""
+        with self._lock:
+            before, self._publication, self._run_id = self._publication, None, ""
+        if before is not None:
+            before.close()
+
+
+# --- references ---------------------------------------------------------------------------
+
+
+def dtype_of(data_type: tensor_pb2.DataType.ValueType, field: str) -> DtypeName:
+    """The element type of weights.
+
+    Raises:
+        InvalidRequestError: weights cannot have it; names the field.
+    """
+    if data_type not in _DTYPES:
+        raise InvalidRequestError(
+            f"{field} is {data_type}: weights are of {', '.join(sorted(_DTYPES.values()))}",
+            reason="SPEC_INVALID",
+        )
+    return _DTYPES[data_type]
+
+
+def reference_to(
+    publication: Publication, run_id: str, layout: TrainLayout, addresses: Sequence[str]
+) -> weights_pb2.WeightsRef:
+    """Names a publication of all ranks."""
+    fields = {name: str(getattr(layout, name)) for name in ("pp", "tp", "dp", "fsdp", "order")}
+    manifest = publication.layout.manifest
+    (dtype,) = {parameter.dtype for parameter in manifest.values()}
+    return weights_pb2.WeightsRef(
+        run_id=run_id,
+        policy_version=publication.policy_version,
+        dtype=data_type_of(dtype),
+        parameters=[
+            weights_pb2.ParameterSpec(
+                name=name, shape=parameter.shape, dtype=data_type_of(parameter.dtype)
+            )
+            for name, parameter in manifest.items()
+        ],
+        layout=fields,
+        addresses=addresses,
+    )
+
+
+def manifest_of(ref: weights_pb2.WeightsRef) -> Manifest:
+    """The parameters that a reference names."""
+    dtype = dtype_of(ref.dtype, "weights.dtype")
+    return {one.name: Parameter(tuple(one.shape), dtype) for one in ref.parameters}
+
+
+def layout_of(ref: weights_pb2.WeightsRef) -> TrainLayout:
+    """How the publishers hold them.
+
+    Raises:
+        ValidationError: a field is unknown or out of range; names it.
+        InvalidRequestError: there are not as many addresses as ranks.
+    """
+    layout = LayoutSpec.model_validate(dict(ref.layout)).layout()
+    if len(ref.addresses) != layout.world_size:
+        raise InvalidRequestError(
+            f"weights.addresses has {len(ref.addresses)} entries, but the layout has "
+            f"{layout.world_size} ranks: give one for each",
+            reason="REFERENCE_INVALID",
+        )
+    return layout
+
+
+# --- server -------------------------------------------------------------------------------
+
+
+async def answer_fetch(
+    publication: Publication, request: weights_pb2.FetchWeightsRequest, host_id: str
+) -> AsyncIterator[bytes]:
+    """The messages of a fetch: a header, then chunks unless shared memory carries them.
+
+    Args:
+        publication: kept, and with it its memory, until the last chunk is sent.
+        request: what is wanted.
+        host_id: identity of this host; empty when nothing is shared.
+
+    Raises:
+        InvalidRequestError: BOX_INVALID: this rank does not hold a box.
+    """
+    wanted = [(box.parameter, _box(box)) for box in request.boxes]
+    try:
+        views = [publication.view(parameter, box) for parameter, box in wanted]
+        holders = [publication.holder(parameter, box) for parameter, box in wanted]
+    except ManifestError as error:
+        raise InvalidRequestError(str(error), reason="BOX_INVALID") from error
+    header = weights_pb2.FetchWeightsHeader(total_bytes=sum(view.nbytes for view in views))
+    is_mapped = publication.segment is not None and request.host_id == host_id != ""
+    if is_mapped and publication.segment is not None:
+        header.shared_memory_path = str(SHM_DIRECTORY / publication.segment.name)
+        for piece in holders:
+            place = publication.places[piece.tensor]
+            header.tensors.add(
+                offset=place.offset,
+                start=[start for start, _ in piece.box],
+                shape=place.shape,
+            )
+    yield weights_pb2.FetchWeightsResponse(header=header).SerializeToString()
+    if is_mapped:
+        return
+    pieces: list[memoryview | bytes] = []
+    room = CHUNK_BYTES
+    for view in views:
+        # A box cut out of columns is copied, which must not hold up the loop.
+        rest = view if view.is_contiguous() else await asyncio.to_thread(view.contiguous)
+        content = memoryview(rest.view(-1).view(torch.uint8).numpy().data)
+        for cut in _cuts(len(content), room):
+            pieces.append(content[cut])
+            room -= len(pieces[-1])
+            if room == 0:
+                yield encode_chunk(pieces)
+                pieces, room = [], CHUNK_BYTES
+    if pieces:
+        yield encode_chunk(pieces)
+
+
+def _cuts(num_bytes: int, room: int) -> Iterator[slice]:
+    """Parts of a box that fill a chunk that has room, then whole chunks, and the rest."""
+    at = 0
+    while at < num_bytes:
+        stop = min(at + (room if at == 0 else CHUNK_BYTES), num_bytes)
+        yield slice(at, stop)
+        at = stop
+
+
+def _box(box: weights_pb2.WeightsBox) -> Box:
+    return tuple(zip(box.start, box.stop, strict=False))
+
+
+# --- client -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedBoxes:
+    """What one publisher gave."""
+
+    boxes: Sequence[torch.Tensor]
+    """In the order asked for, shaped; views of one buffer, or of the publisher's segment."""
+    transport: str
+    """ "shm" or "grpc"."""
+    num_bytes: int
+    """Bytes of the boxes."""
+
+
+async def fetch_boxes(
+    channel: MeshChannel,
+    ref: weights_pb2.WeightsRef,
+    source: int,
+    copies: Sequence[Copy],
+    host_id: str,
+) -> FetchedBoxes:
+    """Brings boxes of published weights from the rank that has them.
+
+    Args:
+        channel: to that rank.
+        ref: the publication.
+        source: number of the rank.
+        copies: the boxes.
+        host_id: identity of this host; an empty one refuses shared memory.
+
+    Raises:
+        RolemeshError: what the publisher answered, or UnavailableError when it does not answer or
+            leaves half-way; names it.
+        PayloadMalformedError: the bytes do not fit their description.
+    """
+    request = weights_pb2.FetchWeightsRequest(
+        run_id=ref.run_id, policy_version=ref.policy_version, host_id=host_id
+    )
+    for copy in copies:
+        request.boxes.add(
+            parameter=copy.parameter,
+            start=[start for start, _ in copy.box],
+            stop=[stop for _, stop in copy.box],
+        )
+    dtype = TORCH_DTYPES[dtype_of(ref.dtype, "weights.dtype")]
+    address = ref.addresses[source]
+    peer = f"the publisher of weights, rank {source} at {address}"
+    try:
+        try:
+            return await _fetch_once(channel, request, dtype)
+        except OSError as error:
+            if not request.host_id:
+                raise
+            # The segment could not be opened; the peer may still send the boxes, or say why not.
+            logger.warning("%s: shared memory failed (%s): asking for a stream", peer, error)
+            request.host_id = ""
+            return await _fetch_once(channel, request, dtype)
+    except RolemeshError as error:
+        raise type(error)(
+            f"{peer}: {error.message}",
+            reason=error.reason,
+            retryable=error.retryable,
+            metadata={**error.metadata, "peer": address, "peer_rank": str(source)},
+        ) from error
+    except (PayloadMalformedError, SegmentInvalidError) as error:
+        raise PayloadMalformedError(f"{peer}: {error}") from error
+
+
+async def _fetch_once(
+    channel: MeshChannel, request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
+) -> FetchedBoxes:
+    call = channel.unary_stream(
+        FETCH_WEIGHTS_METHOD,
+        request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
+        response_deserializer=None,
+    )(request)
+    try:
+        return await _receive(aiter(call), request, dtype)
+    finally:
+        call.cancel()
+
+
+async def _receive(
+    messages: AsyncIterator[bytes], request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
+) -> FetchedBoxes:
+    first = await anext(messages, None)
+    header = None if first is None else _header(first)
+    if header is None:
+        raise PayloadMalformedError("the stream does not begin with a header")
+    shapes = [tuple(stop - start for start, stop in _box(box)) for box in request.boxes]
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    if header.total_bytes != sum(sizes):
+        raise PayloadMalformedError(
+            f"{sum(sizes)} bytes of weights were asked for, {header.total_bytes} are announced"
+        )
+    if header.shared_memory_path:
+        if not request.host_id:
+            raise PayloadMalformedError("the answer names shared memory, which was not offered")
+        boxes = _mapped(header, request, dtype)
+        return FetchedBoxes(boxes, "shm", header.total_bytes)
+    payload = torch.empty(header.total_bytes, dtype=torch.uint8)
+    buffer = PayloadBuffer(payload.numpy().data)
+    async for message in messages:
+        chunk = decode_chunk(message)
+        if chunk is None:
+            raise PayloadMalformedError("the stream holds something that is not a chunk")
+        buffer.add(chunk)
+    buffer.finish()
+    boxes = [
+        flat.view(dtype).view(shape)
+        for flat, shape in zip(torch.split(payload, sizes), shapes, strict=True)
+    ]
+    return FetchedBoxes(boxes, "grpc", header.total_bytes)
+
+
+def _header(message: bytes) -> weights_pb2.FetchWeightsHeader | None:
+    """The header that a message is, or None."""
+    response = weights_pb2.FetchWeightsResponse()
+    try:
+        response.ParseFromString(message)
+    except Exception as error:  # protobuf raises DecodeError or, on some builds, ValueError
+        raise PayloadMalformedError(
+            f"a message of {len(message)} bytes cannot be read: {error}"
+        ) from error
+    return response.header if response.WhichOneof("part") == "header" else None
+
+
+def _mapped(
+    header: weights_pb2.FetchWeightsHeader,
+    request: weights_pb2.FetchWeightsRequest,
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """The boxes as views of the publisher's segment."""
+    path = Path(header.shared_memory_path)
+    if path.parent != SHM_DIRECTORY or len(header.tensors) != len(request.boxes):
+        raise PayloadMalformedError(
+            f"shared memory {header.shared_memory_path!r} with {len(header.tensors)} tensors was "
+            f"named for {len(request.boxes)} boxes: it must lie in {SHM_DIRECTORY}"
+        )
+    memory = open_segment(path.name, path.stat().st_size)
+    boxes = []
+    for box, tensor in zip(request.boxes, header.tensors, strict=True):
+        stop = tensor.offset + math.prod(tensor.shape) * dtype.itemsize
+        ends = [start + size for start, size in zip(tensor.start, tensor.shape, strict=False)]
+        if (
+            not 0 <= tensor.offset <= stop <= memory.numel()
+            or tensor.offset % dtype.itemsize
+            or not len(box.start) == len(tensor.start) == len(tensor.shape)
+            or any(map(int.__lt__, box.start, tensor.start))
+            or any(map(int.__lt__, ends, box.stop))
+        ):
+            raise PayloadMalformedError(
+                f"{box.parameter!r} is said to lie at byte {tensor.offset} with shape "
+                f"{list(tensor.shape)}, which does not hold the box or leaves the segment of "
+                f"{memory.numel()} bytes"
+            )
+        whole = memory[tensor.offset : stop].view(dtype).view(tuple(tensor.shape))
+        origin = [start - at for start, at in zip(box.start, tensor.start, strict=True)]
+        boxes.append(part(whole, origin, _box(box)))
+    return boxes

@@ -1,0 +1,347 @@
+"""A rollout service beside an actor: weights over the wire, tokens equal to the actor's own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.mesh_runs import tiny_model
+from support.rollout_services import Caller, process_of, rows_of, shards_of
+from support.services import assert_same, segments_of, serving
+
+from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.weights.manifest import num_elements
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    UnavailableError,
+    UnsupportedError,
+)
+from rolemesh.services.actor.servicers import ActorRole
+from rolemesh.services.rollout.servicers import RolloutRole
+from rolemesh.v1 import weights_pb2, weights_pb2_grpc
+
+HF = {"type": "hf", "max_model_len": 256, "max_num_seqs": 16}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def actor_spec(model: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model), "compute_dtype": "float32"},
+        "optimizer": {"learning_rate": 1e-2},
+        "rollout": HF,
+        **changes,
+    }
+
+
+def rollout_spec(model: Path, **changes: Any) -> dict[str, Any]:
+    return {"model": {"path": str(model)}, "rollout": HF, **changes}
+
+
+class Pair:
+    """An actor and a rollout service on this loop."""
+
+    def __init__(self, actor: Any, rollout: Any) -> None:
+        self.actor_server, self.rollout_server = actor, rollout
+        self.actor = Caller(actor.runtime.address)
+        self.rollout = Caller(rollout.runtime.address)
+
+    async def bring(self, dtype: str = "FLOAT32") -> Any:
+        return await self.rollout.take((await self.actor.publish(dtype)).weights)
+
+
+@pytest.fixture
+async def start(model: Path) -> AsyncIterator[Callable[..., Any]]:
+    """Starts both; settings are those of the rollout service."""
+    async with AsyncExitStack() as stack:
+
+        async def begin(**settings: Any) -> Pair:
+            actor = await stack.enter_async_context(serving(ActorRole(), **settings))
+            rollout = await stack.enter_async_context(serving(RolloutRole(), **settings))
+            pair = Pair(actor, rollout)
+            for caller in (pair.actor, pair.rollout):
+                stack.push_async_callback(caller.channel.close)
+            await pair.actor.initialize(**actor_spec(model))
+            answer = await pair.rollout.initialize(**rollout_spec(model))
+            assert answer.policy_version == -1
+            return pair
+
+        yield begin
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shm", "grpc"])
+async def test_tokens_are_those_of_an_actor_that_samples_itself(
+    start: Callable[..., Any], shares_memory: bool
+) -> None:
+    pair = await start(shared_memory=shares_memory)
+    trained = await pair.actor.generate(0, count=6)
+    for version in (0, 3):
+        answer = await pair.bring()
+        assert answer.policy_version == version
+        taken, own = await pair.rollout.generate(7), await pair.actor.generate(7)
+        assert_same(await rows_of(taken.experience), await rows_of(own.experience))
+        assert (await rows_of(taken.experience))["policy_versions"].values.unique() == version
+        samplers = await pair.rollout.checksums()
+        assert samplers.policy_version == version
+        assert samplers.checksums == (await pair.actor.checksums()).checksums
+        # Each box once: all weights, tied ones once, in float32.
+        manifest = pair.rollout_server.runtime.role.manifest.values()
+        expected = 4 * sum(num_elements(parameter.box) for parameter in manifest)
+        transport = "shm" if shares_memory else "grpc"
+        assert answer.report.metrics["weight_sync_bytes"] == expected
+        assert dict(answer.report.fetched_bytes) == {transport: expected}
+        if version == 0:
+            assert await pair.actor.train(trained.experience, version=0) == 3
+
+
+async def test_bfloat16_travels_at_half_the_bytes(start: Callable[..., Any]) -> None:
+    pair = await start()
+    whole = (await pair.bring()).report.metrics["weight_sync_bytes"]
+    half = await pair.bring("BFLOAT16")
+    assert half.report.metrics["weight_sync_bytes"] == whole / 2
+    trainer = pair.actor_server.runtime.role.trainer
+    held = dict(pair.rollout_server.runtime.role.backend._model.named_parameters())
+    for name, weight in trainer.named_weights():
+        assert torch.equal(held[name], weight.bfloat16().float()), name
+
+
+async def test_part_of_a_slice_is_sampled_like_the_whole(start: Callable[..., Any]) -> None:
+    pair = await start()
+    await pair.bring()
+    whole = await rows_of((await pair.rollout.generate(3, count=4)).experience)
+    for start_at in (0, 2):
+        half = await rows_of((await pair.rollout.generate(3, start=start_at, count=2)).experience)
+        tokens = whole.slice(2 * start_at, 2 * start_at + 4)["tokens"]
+        # Rounding differs with the neighbours by 1e-6: 96 draws, odds of a change below 1 in 1,000.
+        assert torch.equal(half["tokens"].values, tokens.values)
+
+
+async def test_nothing_is_sampled_before_weights_came(start: Callable[..., Any]) -> None:
+    pair = await start()
+    with pytest.raises(PreconditionError, match="holds no weights") as caught:
+        await pair.rollout.generate(0)
+    assert caught.value.reason == "WEIGHTS_STALE"
+
+
+async def test_a_version_that_is_gone_is_refused_until_the_newest_comes(
+    start: Callable[..., Any],
+) -> None:
+    pair = await start()
+    old = (await pair.actor.publish()).weights
+    await pair.rollout.take(old)
+    batch = await pair.actor.generate(0, count=6)
+    await pair.actor.train(batch.experience, version=0)
+    new = (await pair.actor.publish()).weights
+    with pytest.raises(PreconditionError, match="version 3 of it is published") as caught:
+        await pair.rollout.take(old)
+    assert caught.value.reason == "WEIGHTS_GONE"
+    with pytest.raises(PreconditionError, match="still holds version 0") as caught:
+        await pair.rollout.generate(1)
+    assert caught.value.reason == "WEIGHTS_STALE"
+    assert (await pair.rollout.take(new)).policy_version == 3
+    await pair.rollout.generate(1)
+
+
+async def test_weights_of_another_model_are_refused(start: Callable[..., Any]) -> None:
+    pair = await start()
+    weights = (await pair.actor.publish()).weights
+    del weights.parameters[3]
+    with pytest.raises(InvalidRequestError, match="absent in the published") as caught:
+        await pair.rollout.take(weights)
+    assert caught.value.reason == "MANIFEST_MISMATCH"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "words"),
+    [
+        ({"layout": {"tp": "2"}}, "REFERENCE_INVALID", "1 entries, but the layout has 2 ranks"),
+        ({"layout": {"tp": "zwei"}}, "SPEC_INVALID", "tp is 'zwei'"),
+        ({"dtype": 0}, "SPEC_INVALID", "weights.dtype is 0"),
+        ({"policy_version": -1}, "REFERENCE_INVALID", "policy_version is -1"),
+    ],
+)
+async def test_a_wrong_reference_names_what_is_wrong(
+    start: Callable[..., Any], change: dict[str, Any], reason: str, words: str
+) -> None:
+    pair = await start()
+    weights = (await pair.actor.publish()).weights
+    for field, value in change.items():
+        if field == "layout":
+            weights.layout.clear()
+            weights.layout.update(value)
+        else:
+            setattr(weights, field, value)
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        await pair.rollout.take(weights)
+    assert caught.value.reason == reason
+
+
+async def test_a_publisher_gives_only_boxes_that_it_has(start: Callable[..., Any]) -> None:
+    pair = await start()
+    weights = (await pair.actor.publish()).weights
+    stub = weights_pb2_grpc.WeightsServiceStub(pair.actor.channel)
+    request = weights_pb2.FetchWeightsRequest(
+        run_id="run",
+        policy_version=0,
+        boxes=[weights_pb2.WeightsBox(parameter="model.norm.weight", start=[0], stop=[65])],
+    )
+    with pytest.raises(InvalidRequestError, match=r"model\.norm\.weight") as caught:
+        _ = [part async for part in stub.FetchWeights(request)]
+    assert caught.value.reason == "BOX_INVALID"
+    # What travels is what any protobuf reader understands.
+    request.boxes[0].stop[0] = 64
+    parts = [part async for part in stub.FetchWeights(request)]
+    assert parts[0].header.total_bytes == 4 * 64 == sum(len(part.chunk) for part in parts[1:])
+    norm = dict(pair.actor_server.runtime.role.trainer.named_weights())["model.norm.weight"]
+    assert parts[1].chunk == norm.numpy().tobytes()
+    assert weights.parameters[0].name == "model.embed_tokens.weight"
+
+
+async def test_an_actor_takes_no_weights_and_a_rollout_publishes_none(
+    start: Callable[..., Any],
+) -> None:
+    pair = await start()
+    weights = (await pair.actor.publish()).weights
+    with pytest.raises(UnsupportedError, match="its own trainer's weights"):
+        await pair.actor.take(weights)
+    with pytest.raises(UnsupportedError, match="published by the actor"):
+        await pair.rollout.publish()
+
+
+async def test_shared_memory_is_freed_with_the_run(model: Path) -> None:
+    before = segments_of(os.getpid())
+    async with serving(ActorRole()) as server:
+        actor = Caller(server.runtime.address)
+        await actor.initialize(**actor_spec(model))
+        await actor.publish()
+        first = set(segments_of(os.getpid())) - set(before)
+        await actor.publish()
+        second = set(segments_of(os.getpid())) - set(before)
+        # One version at a time.
+        assert len(first) == len(second) == 1
+        assert first != second
+        await actor.channel.close()
+    assert segments_of(os.getpid()) == before
+
+
+# --- weights in the middle of a generation ------------------------------------------------
+
+
+async def test_weights_come_between_two_steps_of_a_generation(start: Callable[..., Any]) -> None:
+    pair = await start()
+    await pair.bring()
+    batch = await pair.actor.generate(0, count=6)
+    backend = pair.rollout_server.runtime.role.backend
+    look, steps, arrived = backend.between_steps, iter(range(1000)), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    deliveries = pair.rollout_server.runtime.role.deliveries
+
+    def slowly() -> None:
+        # At step 5 the update is asked for; the sampler waits until it is there, so that the test
+        # does not depend on the clock.
+        if next(steps) == 5:
+            loop.call_soon_threadsafe(arrived.set)
+            while deliveries.is_empty:
+                pass
+        look()
+
+    backend.between_steps = slowly
+    await pair.actor.train(batch.experience, version=0)
+    weights = (await pair.actor.publish()).weights
+    generating = asyncio.create_task(pair.rollout.generate(2, max_new_tokens=12))
+    await arrived.wait()
+    answer = await pair.rollout.take(weights)
+    assert answer.policy_version == 3
+    assert not generating.done()
+    rows = await rows_of((await generating).experience)
+    versions = rows["policy_versions"]
+    bounds = versions.offsets.tolist()
+    assert set(versions.values.tolist()) == {0, 3}
+    for start_at, stop in itertools.pairwise(bounds):
+        own = versions.values[start_at:stop].tolist()
+        assert own == [0] * min(5, len(own)) + [3] * max(0, len(own) - 5)
+
+
+# --- services of their own ----------------------------------------------------------------
+
+LAYOUTS = {"tp2": {"tp": 2}, "fsdp2": {"dp": 2, "fsdp": 2}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def spread_actor(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """An actor of two ranks in processes of its own."""
+    layout = LAYOUTS[request.param]
+    flag = ",".join(f"{name}={value}" for name, value in layout.items())
+    with process_of("actor", tmp_path_factory.mktemp("actor"), "--layout", flag) as (address, _):
+        yield address, layout
+
+
+@pytest.mark.slow
+async def test_an_actor_of_two_ranks_feeds_a_rollout_of_one(
+    spread_actor: tuple[str, dict[str, int]], model: Path
+) -> None:
+    address, layout = spread_actor
+    actor = Caller(address)
+    async with serving(RolloutRole()) as server:
+        rollout = Caller(server.runtime.address)
+        await actor.initialize(**actor_spec(model, train=layout, generate={"tp": 1}))
+        await rollout.initialize(**rollout_spec(model))
+        published = await actor.publish()
+        assert len(published.weights.addresses) == 2
+        await rollout.take(published.weights)
+        # The very weights of the folder, whatever parts they came in.
+        batch = await rollout.generate(0, count=6)
+        assert await actor.train(batch.experience, version=0) == 3
+        answer = await rollout.take((await actor.publish()).weights)
+        expected = sum(num_elements(p.box) for p in server.runtime.role.manifest.values())
+        assert answer.report.metrics["weight_sync_bytes"] == 4 * expected
+        # The actor's own sampler got there by resharding among its ranks.
+        own, taken = await actor.generate(9), await rollout.generate(9)
+        assert (await rollout.checksums()).checksums == (await actor.checksums()).checksums
+        assert taken.experience.num_rows == own.experience.num_rows == 8
+        mine, theirs = await rows_of(taken.experience), await shards_of(own.experience)
+        # Two ranks sample with other neighbours than one does, which moves a probability by 1e-6:
+        # 96 draws, odds of a change below 1 in 1,000.
+        assert torch.equal(mine["tokens"].values, theirs["tokens"].values)
+    await actor.channel.close()
+    await rollout.channel.close()
+
+
+async def test_a_publisher_that_dies_mid_fetch_is_named_and_nothing_is_sampled(
+    model: Path, tmp_path: Path
+) -> None:
+    with process_of("actor", tmp_path, "--no-shared-memory") as (address, process):
+        actor = Caller(address)
+        async with serving(RolloutRole(), shared_memory=False) as server:
+            rollout = Caller(server.runtime.address)
+            await actor.initialize(**actor_spec(model))
+            await rollout.initialize(**rollout_spec(model))
+            published = await actor.publish()
+            await rollout.take(published.weights)
+            # Stopped, it neither sends nor says that it is gone; killed, its connection breaks.
+            process.send_signal(signal.SIGSTOP)
+            taking = asyncio.create_task(rollout.take(published.weights))
+            await asyncio.sleep(0.2)
+            process.kill()
+            with pytest.raises(UnavailableError, match=f"rank 0 at {address}"):
+                await taking
+            with pytest.raises(PreconditionError, match="update to policy_version 0 failed"):
+                await rollout.generate(1)
+            assert server.runtime.role.policy_version() == 0
+            await rollout.channel.close()
+        await actor.channel.close()
+    assert not list(SHM_DIRECTORY.glob(f"rolemesh-{process.pid}-*"))

@@ -1,0 +1,181 @@
+"""Calls to an actor and to a rollout service beside it, as a coordinator makes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, struct_pb2
+from support.services import operation_key, wait_for_announcement
+
+from rolemesh.engine.experience import Experience
+from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.services.runtime.fetch import fetch_rows
+from rolemesh.v1 import (
+    experience_pb2,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    tensor_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+DATA = {"type": "reasoning_gym", "task": "chain_sum", "train_size": 16, "held_out_size": 4}
+SEED = 5
+
+
+class Caller:
+    """One service, called with keys of its own."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel: MeshChannel = open_channel(address)
+        self._sequence = 0
+
+    async def initialize(self, **spec: Any) -> worker_pb2.InitializeResult:
+        # A new process on a busy machine may drop the first handshake.
+        await self.channel.channel_ready()
+        request = worker_pb2.InitializeRequest(
+            key=self._key("initialize", 0),
+            spec=json_format.ParseDict({"data": DATA, **spec}, struct_pb2.Struct()),
+            run_seed=SEED,
+        )
+        result: worker_pb2.InitializeResult = await _result(
+            worker_pb2_grpc.WorkerServiceStub(self.channel).Initialize(request)
+        )
+        return result
+
+    async def generate(
+        self, step: int, *, start: int = 0, count: int = 4, **sampling: Any
+    ) -> experience_pb2.ExperienceResult:
+        """Completions of training prompts; tokens follow from weights, step and prompts."""
+        request = rollout_pb2.GenerateRequest(
+            key=self._key("generate", step),
+            prompts=rollout_pb2.PromptSlice(
+                split=rollout_pb2.SPLIT_TRAIN, start=start, count=count
+            ),
+            sampling=rollout_pb2.Sampling(
+                **{
+                    "samples_per_prompt": 2,
+                    "temperature": 1.0,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "max_new_tokens": 12,
+                    **sampling,
+                }
+            ),
+        )
+        result: experience_pb2.ExperienceResult = await _result(
+            rollout_pb2_grpc.RolloutServiceStub(self.channel).Generate(request)
+        )
+        return result
+
+    async def train(self, batch: experience_pb2.ExperienceRef, *, version: int) -> int:
+        """Optimizer steps of two rows each towards what was sampled; returns the new version."""
+        request = trainer_pb2.UpdateRequest(
+            key=self._key("update", 0),
+            experience=batch,
+            loss=trainer_pb2.AlgorithmPart(type="sft"),
+            epochs=1,
+            mini_batch_rows=-(-batch.num_rows // 3),
+            expected_policy_version=version,
+        )
+        result: trainer_pb2.UpdateResult = await _result(
+            trainer_pb2_grpc.TrainerServiceStub(self.channel).Update(request)
+        )
+        return result.policy_version
+
+    async def publish(self, dtype: str = "FLOAT32") -> weights_pb2.PublishWeightsResult:
+        request = weights_pb2.PublishWeightsRequest(
+            key=self._key("publish", 0), dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype}")
+        )
+        result: weights_pb2.PublishWeightsResult = await _result(
+            weights_pb2_grpc.WeightsServiceStub(self.channel).PublishWeights(request)
+        )
+        return result
+
+    async def take(self, weights: weights_pb2.WeightsRef) -> rollout_pb2.UpdateWeightsResult:
+        request = rollout_pb2.UpdateWeightsRequest(
+            key=self._key("update_weights", 0), weights=weights
+        )
+        result: rollout_pb2.UpdateWeightsResult = await _result(
+            rollout_pb2_grpc.RolloutServiceStub(self.channel).UpdateWeights(request)
+        )
+        return result
+
+    async def checksums(self, holder: str = "SAMPLER") -> weights_pb2.GetChecksumsResponse:
+        request = weights_pb2.GetChecksumsRequest(
+            holder=weights_pb2.WeightsHolder.Value(f"WEIGHTS_HOLDER_{holder}")
+        )
+        answer: weights_pb2.GetChecksumsResponse = await weights_pb2_grpc.WeightsServiceStub(
+            self.channel
+        ).GetChecksums(request)
+        return answer
+
+    def _key(self, operation: str, step: int) -> Any:
+        self._sequence += 1
+        return operation_key(operation, step=step, sequence=self._sequence)
+
+
+async def rows_of(ref: experience_pb2.ExperienceRef) -> Experience:
+    """All columns of a batch that lies in one shard."""
+    ((shard,),) = ([*group.shards] for group in ref.groups)
+    return await _rows_of_shard(ref, shard)
+
+
+async def shards_of(ref: experience_pb2.ExperienceRef) -> Experience:
+    """All columns of a batch of neighbouring rows in several shards."""
+    ((*shards,),) = ([*group.shards] for group in ref.groups)
+    shards.sort(key=lambda shard: shard.row_start)
+    return Experience.concat([await _rows_of_shard(ref, shard) for shard in shards])
+
+
+async def _rows_of_shard(
+    ref: experience_pb2.ExperienceRef, shard: experience_pb2.Shard
+) -> Experience:
+    names = [column.name for group in ref.groups for column in group.columns]
+    async with open_channel(shard.address) as channel:
+        return (await fetch_rows(channel, shard, names, range(shard.num_rows), "")).experience
+
+
+async def _result(call: Any) -> Any:
+    message = None
+    async for message in call:  # noqa: B007
+        pass
+    assert message is not None
+    return message.result
+
+
+@contextmanager
+def process_of(
+    role: str, folder: Path, *flags: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A service in processes of its own: its address, and the process to end or kill."""
+    announce = folder / f"{role}.json"
+    log = (folder / f"{role}.log").open("wb")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", f"rolemesh.services.{role}"),
+            *("--announce", str(announce), "--threads", "1", *flags),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        stderr=log,
+    )
+    try:
+        yield wait_for_announcement(process, announce)["address"], process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+            log.close()
