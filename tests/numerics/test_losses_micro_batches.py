@@ -15,7 +15,14 @@ from rolemesh.engine.algorithms.losses import (
     make_loss,
 )
 from rolemesh.engine.experience import offsets_of
-from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.specs import (
+    AggregatedLossSpec,
+    CispoPolicyLossSpec,
+    GspoPolicyLossSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+    ReinforcePolicyLossSpec,
+)
 
 NORM = {"aggregation": "seq_sum_norm", "norm_length": 10}
 SPECS = {
@@ -25,13 +32,20 @@ SPECS = {
         aggregation="seq_mean_token_mean", entropy_coefficient=0.1, kl_in_loss=0.1, kl_form="k1"
     ),
     "policy_seq_sum_norm": PpoPolicyLossSpec(**NORM),
+    "policy_decoupled": PpoPolicyLossSpec(importance_cap=1.5),
+    "gspo": GspoPolicyLossSpec(clip_low=0.3, clip_high=0.4, entropy_coefficient=0.1),
+    "gspo_token_mean": GspoPolicyLossSpec(aggregation="token_mean"),
+    "gspo_token": GspoPolicyLossSpec(level="token", kl_in_loss=0.1),
+    "cispo": CispoPolicyLossSpec(clip_high=0.5),
+    "reinforce": ReinforcePolicyLossSpec(importance_cap=1.5),
+    "reinforce_seq_sum_norm": ReinforcePolicyLossSpec(**NORM),
     "value_token_mean": PpoValueLossSpec(),
     "value_seq_mean_token_sum": PpoValueLossSpec(aggregation="seq_mean_token_sum"),
     "value_seq_mean_token_mean": PpoValueLossSpec(aggregation="seq_mean_token_mean"),
     "value_seq_sum_norm": PpoValueLossSpec(**NORM),
 }
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-COLUMNS = ("logprobs", "reference_logprobs", "advantages", "values", "returns")
+COLUMNS = ("logprobs", "proximal_logprobs", "reference_logprobs", "advantages", "values", "returns")
 RELATIVE = {
     # A token's gradient is computed from that token and global counts alone, so it is the same
     # number in every cut; only sums over tokens (loss, metrics) are rounded in another order.
@@ -48,7 +62,7 @@ def make_batch() -> RaggedBatch:
 
 def accumulate(
     batch: RaggedBatch,
-    spec: PpoPolicyLossSpec | PpoValueLossSpec,
+    spec: AggregatedLossSpec,
     cut: list[list[int]],
     dtype: torch.dtype,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
@@ -81,7 +95,7 @@ def accumulate(
 @pytest.mark.parametrize("dtype", RELATIVE, ids=["f64", "f32"])
 @pytest.mark.parametrize("parts", [1, 2, 5, 8])
 def test_micro_batches_add_up_to_the_mini_batch(
-    spec: PpoPolicyLossSpec | PpoValueLossSpec, dtype: torch.dtype, parts: int
+    spec: AggregatedLossSpec, dtype: torch.dtype, parts: int
 ) -> None:
     batch = make_batch()
     rows = list(range(len(batch.masks)))
