@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rolemesh.engine.data.rendering import Renderer
 from rolemesh.engine.data.rows import PromptRow
@@ -12,7 +12,7 @@ _ROWS_AT_ONCE = 1024
 """Rows that are tokenised at once: the tokenizer spreads a batch over its threads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
     """What is left of some rows."""
 
@@ -33,8 +33,9 @@ def without_long_rows(
 ) -> Filtered:
     """Leaves out the rows whose rendered prompt, or whole, is too long.
 
-    Bare texts always stay: they are cut where they are read. Nothing is kept of what is
-    tokenised here: rendering a prompt again costs a tenth of a millisecond when its turn comes.
+    Bare texts always stay: they are marked with the bound on whole rows, and cut when they are
+    read. Nothing is kept of what is tokenised here: rendering a prompt again costs a tenth of a
+    millisecond when its turn comes.
 
     Args:
         rows: of one split of a source.
@@ -55,7 +56,7 @@ def without_long_rows(
         lengths = iter(renderer.batch_lengths([renderer.prompt_text(row) for row in prompts]))
         for row in some:
             if row.text is not None:
-                kept.append(row)
+                kept.append(dataclasses.replace(row, max_text_tokens=max_row_tokens))
                 continue
             num_prompt_tokens = next(lengths)
             num_tokens = num_prompt_tokens

@@ -45,6 +45,8 @@ class PromptRow:
     """Judgement of `completion`."""
     text: str | None = None
     """Text of a row without a prompt."""
+    max_text_tokens: int | None = None
+    """Where `text` is cut; None for nowhere."""
     where: str = "a row"
     """Where the row stands, for messages."""
 

@@ -55,7 +55,7 @@ def read_trajectories(
 
     "demonstration": one row each, the given completion. A data row of bare text gives its first
     token as prompt (the one that the tokenizer sets in front, where it does) and the rest as
-    completion, cut to max_tokens.
+    completion, cut to the source's max_row_tokens and to max_tokens.
 
     "preference": two neighbouring rows each, the chosen completion (preference 1), then the
     rejected one (-1).
@@ -118,7 +118,7 @@ def _demonstrations(
 ) -> None:
     for position, index, row in data:
         if row.text is not None:
-            tokens = prompts.renderer.bare_text(row)[:max_tokens]
+            tokens = prompts.renderer.bare_text(row)[: row.max_text_tokens][:max_tokens]
             text = prompts.tokenizer.decode(tokens[:1])
             given = _Given(position=position, index=index, row=row, text=text, tokens=tokens[:1])
             mask = [True] * (len(tokens) - 1)

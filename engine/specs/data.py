@@ -85,7 +85,8 @@ class BoundedSpec(Spec):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest rendered prompt in tokens; None measures none."""
     max_row_tokens: int | None = Field(default=None, ge=2)
-    """Longest prompt with the longest of its given completions, in tokens; None measures none."""
+    """Longest prompt with the longest of its given completions, in tokens; None measures none.
+    A text without a prompt is cut there instead of being left out."""
 
 
 class SourceSpec(BoundedSpec):

@@ -59,7 +59,7 @@ def test_an_example_of_the_page_loads(section: dict[str, Any], folder: Path) -> 
         pretraining = spec_of.validate_python(body)
         prompts = load_prompts(data, tokenizer=tokenizer, seed=0, pretraining=pretraining)
         texts = read_trajectories(prompts, "pretraining", 0, 2, "demonstration", max_tokens=20)
-        assert texts["tokens"].lengths().tolist() == [20, 20]
+        assert texts["tokens"].lengths().tolist() == [12, 12]
         return
     prompts = load_prompts(spec_of.validate_python(body), tokenizer=tokenizer, seed=0)
     assert prompts.slice("train", 0, 4)
