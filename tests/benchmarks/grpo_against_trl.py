@@ -35,7 +35,7 @@ def recipe(options: argparse.Namespace, questions: Path) -> Recipe:
 
 
 def main() -> None:
-    options = parsed((__doc__ or "").splitlines()[0], kl=0.0)
+    options = parsed((__doc__ or "").splitlines()[0], kl=0.0, peer_rows=0)
     print(json.dumps(measure("grpo_against_trl", options, TRL, recipe)))
 
 

@@ -34,7 +34,7 @@ def recipe(options: argparse.Namespace, questions: Path) -> Recipe:
 
 
 def main() -> None:
-    options = parsed((__doc__ or "").splitlines()[0], kl=0.05)
+    options = parsed((__doc__ or "").splitlines()[0], kl=0.05, peer_rows=12)
     print(json.dumps(measure("ppo_against_trl", options, TRL, recipe)))
 
 

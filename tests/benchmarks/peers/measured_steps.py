@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import platform
 import re
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -154,6 +155,8 @@ def report(peer: str, work: Work, clock: StepClock) -> None:
         "peer": peer,
         "precision": work.precision,
         "threads": torch.get_num_threads(),
+        # ru_maxrss is in KiB on Linux.
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "warmup": clock.steps[:NUM_WARMUP_STEPS],
         "steps": clock.steps[NUM_WARMUP_STEPS:],
         "versions": {"python": platform.python_version(), **versions},

