@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from rolemesh.engine.layout import LayoutError
 from rolemesh.engine.mesh import RankMesh
@@ -46,9 +47,20 @@ class HfBackend(RolloutBackend):
     the cache, when it finishes. Tokens depend on the request's seed and the weights, not on the
     neighbours, up to rounding.
 
+    Weights come in one of two ways. `update_weights` copies them. `update_shard` keeps the tensors
+    themselves, which costs no memory beside them: whoever lends them calls `drop_weights` before
+    they change (`engine/weights/reuse.py`). Without weights the parameters are empty.
+
     Invariant: `policy_version` is that of the last whole update, or -1. Owned by the rank's
     compute thread.
+
+    Example, on each rank of a layout in which each generates with a whole model::
+
+        backend.update_shard(resharder.run(weights, policy_version=7), 7)
+        trajectories = list(backend.generate(requests, sampling))
     """
+
+    takes_shards = True
 
     def __init__(
         self,
@@ -90,8 +102,11 @@ class HfBackend(RolloutBackend):
             model: Any = AutoModelForCausalLM.from_config(
                 self._folder.config, dtype=getattr(torch, spec.dtype)
             )
-        self._model = model.to(self._device).eval().requires_grad_(False)
         self._is_generating = False
+        self._keeps_tensors = False
+        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._empty()
+        self._model = model.to(self._device).eval().requires_grad_(False)
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -210,27 +225,88 @@ class HfBackend(RolloutBackend):
             RuntimeError: a generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
-        if policy_version < 0:
-            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
-        if self._is_generating and not self._is_between_steps:
-            raise RuntimeError("weights came during a generation: finish or close it first")
-        self.policy_version = -1
-        self._stale_reason = f"the update to policy_version {policy_version} failed"
-        parameters = dict(self._model.named_parameters())
+        self._begin_update(policy_version)
+        if self._keeps_tensors:
+            # They are not its own to write to.
+            self._empty()
         for name, tensor in self._expected.checked(weights):
-            parameters[name].copy_(tensor)
+            parameter = self._parameters[name]
+            if parameter.shape != tensor.shape:
+                parameter.data = torch.empty(
+                    tensor.shape, dtype=parameter.dtype, device=self._device
+                )
+            parameter.copy_(tensor)
         self.policy_version = policy_version
         self._num_updates += 1
 
+    def update_shard(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Takes tensors as its weights, where they have its type and place; otherwise a cast copy.
+
+        The rank's part is the whole model: names are Hugging Face's and shapes global. What the
+        sampler held before is let go first, so that no two sets of weights are held at once.
+
+        Args:
+            tensors: (name, floating [global shape]), tied ones once. Read once. Whoever hands them
+                over calls `drop_weights` before writing to any of them.
+            policy_version: of the new weights.
+
+        Raises:
+            WeightsStaleError: the set is not whole or does not fit. As after any other failure on
+                the way, the back end then holds no weights, and refuses to generate.
+            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            ValueError: policy_version is negative.
+        """
+        self._begin_update(policy_version)
+        self._empty()
+        self._keeps_tensors = True
+        try:
+            for name, tensor in self._expected.checked(tensors):
+                parameter = self._parameters[name]
+                parameter.data = tensor.to(self._device, parameter.dtype)
+        except BaseException:
+            self._empty()
+            raise
+        self.policy_version = policy_version
+        self._num_updates += 1
+
+    def drop_weights(self, reason: str) -> None:
+        """Lets go of all weights; nothing is sampled until the next whole update.
+
+        Args:
+            reason: why, for the error of a generation that comes before the update.
+
+        Raises:
+            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+        """
+        self._check_idle("weights were taken away")
+        self.policy_version = -1
+        self._stale_reason = reason
+        self._empty()
+
     def weight_checksums(self) -> Mapping[str, str]:
-        """SHA-256 (hex) of each parameter, by Hugging Face name; tied ones under both names."""
+        """SHA-256 (hex) of each parameter, by Hugging Face name; tied ones under both names.
+
+        Raises:
+            WeightsStaleError: no whole set of weights is held.
+        """
+        self._check_whole()
         return {
             name: tensor_checksum(parameter)
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
         }
 
     def sleep(self) -> int:
-        """Moves the weights from a device to the host; on a CPU there is nothing to free."""
+        """Moves the weights from a device to the host; on a CPU there is nothing to free.
+
+        Tensors that another keeps too (`update_shard`) are dropped instead: a copy of them on the
+        host would be a second one. They are to be sent again then.
+        """
+        if self._keeps_tensors and self._device.type != "cpu":
+            num_bytes = sum(int(parameter.nbytes) for parameter in self._parameters.values())
+            self.drop_weights("the sampler was put to sleep")
+            return num_bytes
         return self._move(torch.device("cpu"))
 
     def wake(self) -> int:
@@ -248,15 +324,36 @@ class HfBackend(RolloutBackend):
         self.policy_version = -1
         self._stale_reason = "the back end was closed"
         del self._model
+        self._parameters = {}
+
+    def _begin_update(self, policy_version: int) -> None:
+        if policy_version < 0:
+            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
+        self._check_idle("weights came")
+        self.policy_version = -1
+        self._stale_reason = f"the update to policy_version {policy_version} failed"
+
+    def _empty(self) -> None:
+        """Lets go of every parameter's memory."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        self._keeps_tensors = False
+
+    def _check_idle(self, what: str) -> None:
+        if self._is_generating and not self._is_between_steps:
+            raise RuntimeError(f"{what} during a generation: finish or close it first")
 
     def _check_ready(self) -> None:
+        self._check_whole()
+        if self._is_generating:
+            raise RuntimeError("a generation is under way: finish or close it first")
+
+    def _check_whole(self) -> None:
         if self.policy_version < 0:
             raise WeightsStaleError(
                 f"the sampler holds no whole set of weights ({self._stale_reason}): "
                 "call update_weights first"
             )
-        if self._is_generating:
-            raise RuntimeError("a generation is under way: finish or close it first")
 
 
 def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,13 +11,21 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.transport.base import Message
 from rolemesh.engine.transport.selection import make_transport
-from rolemesh.engine.weights.layouts import generate_layout, train_layout
+from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
 from rolemesh.engine.weights.manifest import DtypeName
+from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import make_plan
+from rolemesh.engine.weights.reuse import (
+    KeepingSampler,
+    SharedWeights,
+    before_each_pass,
+    has_gradients,
+)
 from rolemesh.engine.weights.transfer import WeightTransfer
 
 TIMEOUT_S = 120.0
@@ -30,6 +38,12 @@ class Resharder:
     All ranks of the mesh make it and run it together. The plan is made once. After a failed run the
     transport is of no more use: every further run fails too.
 
+    For a sampler that keeps its tensors, in the trainer's element type and with plain parameters
+    (fsdp 1), the parameters become parts of the generation tensors: the transition then takes the
+    memory of what is received. They leave again, and the sampler's weights are freed, before the
+    model's next pass (of all ranks: a replica without rows makes it with fillers). In all other
+    cases generation weights lie beside the training shard.
+
     Example, on every rank::
 
         resharder = Resharder(model, "bfloat16")
@@ -38,12 +52,21 @@ class Resharder:
         resharder.received_bytes  # what this rank lacked
     """
 
-    def __init__(self, model: CausalLm, dtype: DtypeName, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        model: CausalLm,
+        dtype: DtypeName,
+        *,
+        keeper: KeepingSampler | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         """Plans, and connects the ranks.
 
         Args:
-            model: the policy as it trains; its mesh has more than one rank.
+            model: the policy as it trains, ready for passes; its mesh has more than one rank.
             dtype: in which the sampler holds weights.
+            keeper: the sampler, if it generates with whole parameters on each rank and keeps the
+                tensors that it is handed. None for vLLM, which has names and slices of its own.
             timeout_s: longest wait for one bucket.
 
         Raises:
@@ -55,7 +78,9 @@ class Resharder:
         layout = model.mesh.layout
         self.plan = make_plan(
             train_layout(model.shape, layout.train),
-            generate_layout(model.shape, layout, dtype),
+            generate_layout(model.shape, layout, dtype)
+            if keeper is None
+            else whole_layout(model.shape, layout.world_size, dtype),
         )
         self._timeout_s = timeout_s
         self.transport = make_transport(model.mesh, model.device)
@@ -68,6 +93,17 @@ class Resharder:
             device=model.device,
         )
         self._before = (0, 0)
+        self._keeper = keeper
+        self._parameters = dict(model.named_weights())
+        self._shared: SharedWeights | None = None
+        if keeper is not None and _is_shareable(self._parameters, dtype):
+            self._shared = SharedWeights(self.plan, model.mesh.rank, self._parameters)
+            self._hook = before_each_pass(model, self.take_back)
+
+    @property
+    def shares(self) -> bool:
+        """Whether training parameters become parts of generation weights."""
+        return self._shared is not None
 
     @property
     def received_bytes(self) -> int:
@@ -97,11 +133,33 @@ class Resharder:
             TransferFailedError: a rank vanished, gave up, or was late; names it and the seconds.
         """
         self._before = (self.transport.received_bytes, self.transport.sent_bytes)
-        yield from self._transfer.run(weights, policy_version=policy_version)
+        if self._shared is None or has_gradients(self._parameters.values()):
+            yield from self._transfer.run(weights, policy_version=policy_version)
+        else:
+            # These tensors hold the storage that the parameters are about to leave.
+            del weights
+            self._shared.leave()
+            transferred = self._transfer.run(self._parameters, policy_version=policy_version)
+            yield from self._shared.enter(transferred)
         self._await_all(policy_version)
 
+    def take_back(self) -> None:
+        """Frees shared generation weights; the parameters have memory of their own again.
+
+        Raises:
+            RuntimeError: the sampler generates with them right now.
+        """
+        if self._shared is None or self._keeper is None or not self._shared.is_entered:
+            return
+        # First, or each generation tensor would outlive the parameters in it.
+        self._keeper.drop_weights("the trainer went on to compute with the weights it had shared")
+        self._shared.leave()
+
     def close(self) -> None:
-        """Disconnects the ranks."""
+        """Disconnects the ranks. The model's parameters have memory of their own afterwards."""
+        if self._shared is not None:
+            self._hook.remove()
+            self._shared.leave()
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -125,3 +183,11 @@ class Resharder:
             label=f"the last weights of policy_version {policy_version}",
             is_control=True,
         ).wait(self._timeout_s)
+
+
+def _is_shareable(parameters: Mapping[str, torch.Tensor], dtype: DtypeName) -> bool:
+    """Whether the parameters could be parts of plain tensors of the type."""
+    return all(
+        parameter.dtype == TORCH_DTYPES[dtype] and not isinstance(parameter, DTensor)
+        for parameter in parameters.values()
+    )

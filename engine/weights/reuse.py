@@ -2,16 +2,26 @@
 
 For plain parameters (no DTensor) of which training and generation agree on element type and place.
 The extra memory of the transition is then what was received, and no copy of the own shard
-(arXiv 2409.19256, Table 2: zero redundancy).
+(arXiv 2409.19256, Table 2: zero redundancy). A rank that is alone receives nothing: its sampler
+computes with the trainer's own tensors.
+
+A sampler that shares must not go on with weights that training changes, and an optimizer must not
+step a view (torch 2.13's fused AdamW on a CPU takes strided memory for dense, and writes to the
+wrong elements). Both follow from two rules: each pass of the model that could be followed by a step
+first ends the sharing, and none begins while gradients wait for a step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.weights.manifest import ManifestError
 from rolemesh.engine.weights.plan import Copy, Plan
 
@@ -56,6 +66,11 @@ class SharedWeights:
         """Names of the parameters that lie whole in one generation tensor."""
         return tuple(home.source_tensor for homes in self._homes.values() for home in homes)
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether some parameter lies in a generation tensor."""
+        return bool(self._moved)
+
     def enter(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,6 +114,82 @@ class SharedWeights:
         ]
         parameter.data = part
         self._moved.append(home.source_tensor)
+
+
+class KeepingSampler(Protocol):
+    """A sampler that generates with whole parameters and keeps the tensors it is handed.
+
+    `HfBackend` is one.
+    """
+
+    def update_shard(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
+    ) -> None:
+        """Takes (Hugging Face name, whole tensor) as its weights, without copying them."""
+
+    def drop_weights(self, reason: str) -> None:
+        """Lets go of them, and refuses to generate until the next update."""
+
+
+class LentWeights:
+    """Has the sampler of a rank that is alone compute with the trainer's own tensors.
+
+    Where element type or place differ the sampler makes a copy by itself. Invariant: no pass that
+    makes gradients begins while the sampler has the tensors. Owned by the compute thread.
+
+    Example::
+
+        lent = LentWeights(trainer.model, backend)
+        lent.lend(dict(trainer.named_weights()), policy_version=7)
+        ...  # generate, score
+        trainer.update(...)  # its first pass takes the tensors from the sampler
+    """
+
+    def __init__(self, model: CausalLm, sampler: KeepingSampler) -> None:
+        """Nothing is lent yet.
+
+        Args:
+            model: as it trains, on one rank.
+            sampler: whose element type and place may differ.
+        """
+        self._sampler = sampler
+        self._parameters = dict(model.named_weights())
+        self._is_lent = False
+        self._hook = before_each_pass(model, self._before_pass)
+
+    def lend(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
+        """Gives the sampler the weights; copies of them while gradients wait for a step.
+
+        Raises:
+            WeightsStaleError: as `update_shard` of the sampler.
+        """
+        is_copied = has_gradients(self._parameters.values())
+        self._sampler.update_shard(
+            ((name, weight.clone() if is_copied else weight) for name, weight in weights.items()),
+            policy_version,
+        )
+        self._is_lent = not is_copied
+
+    def close(self) -> None:
+        """Stops watching the model."""
+        self._hook.remove()
+
+    def _before_pass(self) -> None:
+        # Scoring changes nothing.
+        if self._is_lent and torch.is_grad_enabled():
+            self._sampler.drop_weights("the trainer went on to train the tensors it had lent")
+            self._is_lent = False
+
+
+def before_each_pass(model: CausalLm, act: Callable[[], None]) -> RemovableHandle:
+    """Has `act` called before this rank's layers run, to score as to train."""
+    backbone: nn.Module = model.lm.base_model
+    return backbone.register_forward_pre_hook(lambda module, inputs: act())
+
+
+def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a gradient waits for an optimizer step."""
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def _homes(copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Copy]]:

@@ -7,14 +7,15 @@ import grpc
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.layout import LayoutError
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.specs import ActorSpec
 from rolemesh.engine.weights.resharding import Resharder
+from rolemesh.engine.weights.reuse import LentWeights
 from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.model_role import ModelRole
@@ -52,6 +53,7 @@ class ActorRole(ModelRole, SamplingRole):
         super().__init__()
         self._backend: RolloutBackend | None = None
         self._resharder: Resharder | None = None
+        self._lent: LentWeights | None = None
         self._source: PromptSource | None = None
         self._is_sampler_stale = False
 
@@ -66,13 +68,11 @@ class ActorRole(ModelRole, SamplingRole):
         result = self.train_with(model, spec.optimizer, run_seed)
         progress(f"load {spec.rollout.type}", 2, 3)
         self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
+        keeper = self._backend if isinstance(self._backend, HfBackend) else None
         if mesh.world.size > 1:
-            if not self._backend.takes_shards:
-                raise LayoutError(
-                    f"rollout.type is {spec.rollout.type!r} with {mesh.world.size} ranks: it takes "
-                    "whole weights only; set it to 'vllm', or give train one rank"
-                )
-            self._resharder = Resharder(model, spec.rollout.dtype)
+            self._resharder = Resharder(model, spec.rollout.dtype, keeper=keeper)
+        elif keeper is not None:
+            self._lent = LentWeights(model, keeper)
         progress("ready", 3, 3)
         return InitializeResult(
             policy_version=result.policy_version,
@@ -135,11 +135,13 @@ class ActorRole(ModelRole, SamplingRole):
         if is_current and not self._is_sampler_stale:
             return 0
         trainer, version = self.trainer, self.trainer.policy_version
-        if self._resharder is None:
-            self.backend.update_weights(trainer.named_weights(), version)
-        else:
+        if self._resharder is not None:
             shards = self._resharder.run(dict(trainer.named_weights()), policy_version=version)
             self.backend.update_shard(shards, version)
+        elif self._lent is not None:
+            self._lent.lend(dict(trainer.named_weights()), policy_version=version)
+        else:
+            self.backend.update_weights(trainer.named_weights(), version)
         self._is_sampler_stale = False
         return 0 if self._resharder is None else self._resharder.received_bytes
 
@@ -163,6 +165,9 @@ class ActorRole(ModelRole, SamplingRole):
         if self._resharder is not None:
             self._resharder.close()
             self._resharder = None
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
         self._source = None
         super().close()
 

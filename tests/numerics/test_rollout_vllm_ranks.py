@@ -381,10 +381,3 @@ def test_hf_samples_with_whole_models_only(generate: GenerateLayout) -> None:
     mesh = replace(RankMesh.single(), layout=HybridLayout(TrainLayout(tp=2, pp=2), generate))
     with pytest.raises(LayoutError, match="rollout type hf samples with whole models"):
         make_backend(HfSpec(), Path("nowhere"), mesh)
-
-
-def test_hf_takes_no_parts_of_weights(folder: Path) -> None:
-    backend = make_backend(HfSpec(max_model_len=64), folder)
-    assert not backend.takes_shards
-    with pytest.raises(NotImplementedError, match="HfBackend takes no parts of weights"):
-        backend.update_shard([], 0)
