@@ -60,7 +60,7 @@ class WeightTaker:
                 raise WeightsStaleError(f"no room for {name}")
             self.held[name] = tensor
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         return
 
 
