@@ -12,7 +12,7 @@ from support.rank_processes import RankContext
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout import HybridLayout, TrainLayout
 from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.specs import LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train.optimizer import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.layouts import train_layout
@@ -27,9 +27,10 @@ class Job:
     folder: Path
     batch: Experience
     loss: LossSpec
-    kind: Literal["policy", "critic"] = "policy"
+    kind: Literal["policy", "critic", "reward"] = "policy"
     layout: TrainLayout = field(default_factory=TrainLayout)
     mini_batch_rows: int = 3
+    rows_per_unit: int = 1
     model: dict[str, Any] = field(default_factory=dict)
     """Further fields of the ModelSpec."""
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -53,12 +54,13 @@ def make_trainer(job: Job, at: RankContext, mesh: Any) -> Trainer:
     """The trainer of one rank."""
     torch.manual_seed(0)
     make = Trainer.policy if job.kind == "policy" else Trainer.critic
-    spec = {"path": job.folder, "compute_dtype": "float32", "micro_batch_tokens": 24, **job.model}
-    trainer = make(
-        ModelSpec.model_validate(spec),
-        OptimizerSpec.model_validate({"learning_rate": 1e-3, "eps": 1e-6, **job.optimizer}),
-        mesh=mesh,
+    spec = ModelSpec.model_validate(
+        {"path": job.folder, "compute_dtype": "float32", "micro_batch_tokens": 24, **job.model}
     )
+    optimizer = OptimizerSpec.model_validate({"learning_rate": 1e-3, "eps": 1e-6, **job.optimizer})
+    if job.kind == "reward":
+        return Trainer.reward(ClassifierRewardSpec(model=spec, label=1), optimizer, mesh=mesh)
+    trainer = make(spec, optimizer, mesh=mesh)
     if job.kind == "critic":
         # A head of zeros would hide the backbone's gradients. Drawn whole on every rank.
         name = "score.weight"
@@ -76,7 +78,12 @@ def train(at: RankContext, job: Job) -> Trained:
         trainer = make_trainer(job, at, mesh)
         gradients = record_gradients(trainer)
         metrics = trainer.update(
-            job.batch, job.loss, epochs=1, mini_batch_rows=job.mini_batch_rows, seed=5
+            job.batch,
+            job.loss,
+            epochs=1,
+            mini_batch_rows=job.mini_batch_rows,
+            seed=5,
+            rows_per_unit=job.rows_per_unit,
         )
         return part_of(trainer, metrics, gradients)
 
