@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rolemesh.engine.algorithms import ragged
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of, unmasked_per_row
 from rolemesh.engine.experience import ColumnKind, Experience
 
@@ -93,11 +94,7 @@ def row_sums(numbers_M: torch.Tensor, batch: Experience) -> torch.Tensor:
         float [B], 0 for a row without unmasked tokens; on the device of `numbers_M`.
     """
     counts_B = unmasked_per_row(*loss_mask_of(batch)).to(numbers_M.device)
-    if not len(counts_B):
-        return numbers_M[:0]  # segment_reduce takes no empty batch
-    # Not a scatter-add, whose order is undefined on a GPU.
-    sums_B: torch.Tensor = torch.segment_reduce(numbers_M, "sum", lengths=counts_B, initial=0)
-    return sums_B
+    return ragged.row_sums(numbers_M, counts_B)
 
 
 def log_ratios(logprobs_N: torch.Tensor, batch: Experience) -> torch.Tensor:

@@ -85,7 +85,7 @@ def run(
     experience = batch.experience(dtype)
     outputs = ModelOutputs(logprobs_N=new, entropy_N=batch.packed("entropy", dtype))
     loss, metrics = make_loss(spec)(outputs, experience, LossScale.of(experience))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert new.grad is not None
     return float(loss.detach()), new.grad, metrics
 

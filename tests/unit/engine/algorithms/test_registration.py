@@ -1,0 +1,141 @@
+"""Every part that a recipe can name has its numbers, and reads and makes what its spec says."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from rolemesh.engine.algorithms.estimation import (
+    Controllers,
+    estimate_advantages,
+    estimator_for,
+)
+from rolemesh.engine.algorithms.losses import loss_for, make_loss
+from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.specs import (
+    EstimatorPartSpec,
+    EstimatorSpec,
+    FixedKlSpec,
+    GaeSpec,
+    KlPenaltySpec,
+    LossSpec,
+    OverlongSpec,
+    PartSpec,
+    PpoPolicyLossSpec,
+    SafeRlhfSpec,
+)
+
+
+def members(union: Any) -> list[type[Any]]:
+    """Classes of a union discriminated on `type`."""
+    return list(get_args(get_args(union)[0]))
+
+
+ESTIMATORS = pytest.mark.parametrize(
+    "spec_class", members(EstimatorSpec), ids=lambda spec_class: spec_class.__name__
+)
+
+
+def every_column() -> Experience:
+    """Four rows of two prompts with all columns that any estimator reads."""
+    lengths = [2, 1, 3, 1]
+    numbers = [torch.linspace(-1, -0.5, n) for n in lengths]
+    columns = {
+        name: Column.ragged(ColumnKind.COMPLETION, numbers, torch.float32)
+        for name in ("logprobs", "reference_logprobs", "proximal_logprobs", "values")
+    }
+    masks = [[True] * n for n in lengths]
+    columns["loss_mask"] = Column.ragged(ColumnKind.COMPLETION, masks, torch.bool)
+    for name, row in {
+        "rewards": [1.0, 0.0, 0.5, 0.25],
+        "costs": [0.0, 1.0, 2.0, 1.0],
+        "preference": [1.0, -1.0, 0.0, 0.0],
+    }.items():
+        columns[name] = Column(ColumnKind.ROW, torch.tensor(row))
+    columns["prompt_ids"] = Column(ColumnKind.ROW, torch.tensor([4, 4, 2, 2]))
+    return Experience(columns)
+
+
+def estimate(spec: EstimatorPartSpec, experience: Experience) -> tuple[Experience, Any]:
+    needed = spec.baseline_columns()
+    baseline = every_column().slice(1, 3).require(needed) if needed else None
+    return estimate_advantages(experience, spec, Controllers.from_spec(spec), baseline)
+
+
+@ESTIMATORS
+def test_an_estimator_reads_and_makes_what_its_spec_says(
+    spec_class: type[EstimatorPartSpec],
+) -> None:
+    specs = [spec_class()]
+    if issubclass(spec_class, KlPenaltySpec):
+        specs.append(spec_class(kl_in_reward=FixedKlSpec()))
+    for spec in specs:
+        experience = every_column().require(spec.columns())
+        result, metrics = estimate(spec, experience)
+        assert set(result.columns) == set(spec.makes())
+        assert result.num_rows == 4
+        assert all(isinstance(number, float) for number in metrics.values())
+        for name in spec.columns():
+            rest = Experience({n: c for n, c in experience.columns.items() if n != name})
+            with pytest.raises(ColumnMissingError, match=f"'{name}' is missing"):
+                estimate(spec, rest)
+
+
+@ESTIMATORS
+def test_optional_columns_change_metrics_alone(spec_class: type[EstimatorPartSpec]) -> None:
+    spec = spec_class()
+    bare, fewer = estimate(spec, every_column().require(spec.columns()))
+    names = dict.fromkeys((*spec.columns(), *spec.optional_columns()))
+    rich, more = estimate(spec, every_column().require(names))
+    for name, column in bare.columns.items():
+        assert torch.equal(column.values, rich[name].values)
+    assert fewer.items() <= more.items()
+    assert (len(more) > len(fewer)) == bool(set(spec.optional_columns()) - set(spec.columns()))
+
+
+@pytest.mark.parametrize(
+    "spec_class", members(LossSpec), ids=lambda spec_class: spec_class.__name__
+)
+def test_a_loss_of_a_recipe_can_be_made(spec_class: type[PartSpec]) -> None:
+    spec = spec_class()
+    loss = make_loss(spec)
+    assert loss.columns == spec.columns()
+    assert "loss_mask" in loss.columns
+
+
+def test_a_second_registration_is_refused() -> None:
+    with pytest.raises(ValueError, match="GaeSpec has an estimator already"):
+        estimator_for(GaeSpec)(lambda given, spec: (given.experience, {}))
+    with pytest.raises(ValueError, match="PpoPolicyLossSpec has a loss already"):
+        loss_for(PpoPolicyLossSpec)(object)
+
+
+def test_a_spec_without_numbers_is_refused_with_those_that_have_some() -> None:
+    class OddSpec(EstimatorPartSpec):
+        pass
+
+    with pytest.raises(ValueError, match=r"no estimator for OddSpec: give one of .*'GaeSpec'"):
+        estimate_advantages(every_column(), OddSpec())
+    with pytest.raises(ValueError, match=r"no loss for OddSpec: give one of .*PpoPolicyLossSpec"):
+        make_loss(OddSpec())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"max_length": 4, "buffer": 5}, "buffer is 5 and max_length is 4"),
+        ({"max_length": 4, "buffer": 0}, "buffer"),
+        ({"max_length": 4, "buffer": 2, "penalty": 0.0}, "penalty"),
+    ],
+)
+def test_a_senseless_overlong_section_is_refused(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        OverlongSpec(**wrong)
+
+
+@pytest.mark.parametrize("field", ["initial_multiplier", "multiplier_rate", "max_multiplier"])
+def test_a_multiplier_that_cannot_grow_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        SafeRlhfSpec(**{field: 0.0})
