@@ -201,7 +201,8 @@ class HfBackend(RolloutBackend):
         return inputs_BP.to(self._device), attention_mask, positions
 
     def _finish_reason(self, row: _RunningRow) -> Literal["stop", "length"] | None:
-        if row.tokens[-1] in self._folder.stop_tokens:
+        is_complete = row.request.is_complete
+        if row.tokens[-1] in self._folder.stop_tokens or (is_complete and is_complete(row.tokens)):
             return "stop"
         return "length" if len(row.tokens) == row.budget else None
 

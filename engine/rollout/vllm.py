@@ -8,7 +8,6 @@ in `vllm_weights`, how it starts as one of several ranks in `vllm_ranks`.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from rolemesh.engine.rollout.model_folder import (
     read_model_folder,
 )
 from rolemesh.engine.rollout.request_checks import check_requests, completion_budget
+from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     WEIGHT_TRANSFER_BACKEND,
     own_random_state,
@@ -148,14 +148,18 @@ class VllmBackend(RolloutBackend):
 
         self._check_ready()
         self._is_generating = True
-        rows: dict[str, int] = {}
+        asked: dict[str, RolloutRequest] = {}
         engine_ids: dict[str, str] = {}
+        # Of each request whose caller decides token by token: what it has so far.
+        watched: dict[str, Drawn] = {}
         # Of each request: how many tokens it had when a version came, and the version.
         versions: dict[str, list[tuple[int, int]]] = {}
         try:
             for request in requests:
                 request_id = str(next(self._request_numbers))
-                rows[request_id] = request.row
+                asked[request_id] = request
+                if request.is_complete is not None:
+                    watched[request_id] = Drawn()
                 versions[request_id] = [(0, self.policy_version)]
                 engine_ids[request_id] = self._engine.add_request(
                     request_id,
@@ -171,10 +175,16 @@ class VllmBackend(RolloutBackend):
                 with own_random_state():
                     outputs = self._engine.step()
                 for output in outputs:
-                    if output.finished:
-                        request_id = output.request_id
+                    request_id = output.request_id
+                    request = asked[request_id]
+                    drawn = drawn_from(output, request.row, watched.get(request_id))
+                    if request.is_complete is not None and request.is_complete(drawn.tokens):
+                        drawn.reason = "stop"
+                        if not output.finished:
+                            self._engine.abort_request([engine_ids[request_id]], internal=True)
+                    if drawn.reason is not None:
                         del engine_ids[request_id]
-                        yield _trajectory(output, rows[request_id], versions[request_id])
+                        yield trajectory_of(drawn, request.row, versions[request_id])
         finally:
             # Also when the caller stopped early or a step raised: the engine must be left empty.
             self._is_generating = False
@@ -207,7 +217,11 @@ class VllmBackend(RolloutBackend):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=(
+                RequestOutputKind.FINAL_ONLY
+                if request.is_complete is None
+                else RequestOutputKind.DELTA
+            ),
         )
 
     def update_weights(
@@ -401,37 +415,3 @@ def _make_engine(
 
         engine.apply_model(finish_heads)
     return engine
-
-
-def _trajectory(output: Any, row: int, versions: Sequence[tuple[int, int]]) -> RolloutTrajectory:
-    """What a finished request brought.
-
-    Args:
-        output: vLLM's RequestOutput.
-        row: of the batch.
-        versions: (first token, policy_version from there on), ascending, from token 0.
-    """
-    (completion,) = output.outputs
-    tokens, logprobs = list(completion.token_ids), completion.logprobs
-    if completion.finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"vLLM ended the completion of row {row} with {completion.finish_reason!r}"
-        )
-    if logprobs.token_ids != tokens or not all(map(math.isfinite, logprobs.logprobs)):
-        raise RuntimeError(
-            f"vLLM's log-probs of row {row} do not fit its tokens or are not finite: "
-            "look for NaN in the weights"
-        )
-    return RolloutTrajectory(
-        row=row,
-        completion_tokens=tokens,
-        logprobs=list(logprobs.logprobs),
-        finish_reason=completion.finish_reason,
-        policy_versions=[
-            version
-            for (start, version), stop in zip(
-                versions, [*(start for start, _ in versions[1:]), len(tokens)], strict=True
-            )
-            for _ in range(start, stop)
-        ],
-    )

@@ -16,6 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.episode_checks import (
+    assert_episodes_score_as_a_full_forward,
+    assert_turns_end_when_told,
+)
 from support.rollout_checks import (
     load_trainer_model,
     logprob_differences,
@@ -383,3 +387,15 @@ def test_nothing_sleeps_on_a_cpu(backend: VllmBackend) -> None:
     assert backend.sleep() == 0
     assert backend.wake() == 0
     assert len(list(backend.generate(make_requests(1), SamplingSpec(max_new_tokens=2)))) == 1
+
+
+def test_a_turn_ends_where_the_caller_says(backend: VllmBackend) -> None:
+    assert_turns_end_when_told(backend)
+    # The engine is left empty, and serves on.
+    assert len(list(backend.generate(make_requests(3), SamplingSpec(max_new_tokens=4)))) == 3
+
+
+def test_sampled_tokens_score_as_in_a_full_forward_with_tool_output_between(
+    backend: VllmBackend, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    assert_episodes_score_as_a_full_forward(backend, model, tmp_path, FLOAT32_LOGPROB)
