@@ -45,7 +45,7 @@ class RolloutTrajectory:
     finish_reason: Literal["stop", "length"]
     """"stop": a stop token, or the request's is_complete, ended it. "length": it was cut."""
     policy_versions: Sequence[int]
-    """Version of the weights that sampled each completion token; never falls."""
+    """Version of the weights that sampled each completion token."""
 
 
 class RolloutBackend(ABC):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.in_flight_checks import halt_at, largest_difference, rows_with_versions
 from support.mesh_runs import tiny_model
+from support.rollout_checks import load_trainer_model, trained_copy
 from support.rollout_services import Caller, process_of, rows_of, shards_of
 from support.services import assert_same, segments_of, serving
 
@@ -29,6 +30,8 @@ from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.rollout.servicers import RolloutRole
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
 
+FLOAT32_LOGPROB = 2e-5
+"""Log-probs near -6 in float32, summed in another order over 2 layers: a few of its 5e-7 steps."""
 HF = {"type": "hf", "max_model_len": 256, "max_num_seqs": 16}
 
 
@@ -239,25 +242,14 @@ async def test_shared_memory_is_freed_with_the_run(model: Path) -> None:
 # --- weights in the middle of a generation ------------------------------------------------
 
 
-async def test_weights_come_between_two_steps_of_a_generation(start: Callable[..., Any]) -> None:
+async def test_weights_come_between_two_steps_of_a_generation(
+    start: Callable[..., Any], model: Path
+) -> None:
     pair = await start()
     await pair.bring()
     batch = await pair.actor.generate(0, count=6)
-    backend = pair.rollout_server.runtime.role.backend
-    look, steps, arrived = backend.between_steps, iter(range(1000)), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    deliveries = pair.rollout_server.runtime.role.deliveries
-
-    def slowly() -> None:
-        # At step 5 the update is asked for; the sampler waits until it is there, so that the test
-        # does not depend on the clock.
-        if next(steps) == 5:
-            loop.call_soon_threadsafe(arrived.set)
-            while deliveries.is_empty:
-                pass
-        look()
-
-    backend.between_steps = slowly
+    old = load_trainer_model(model)
+    arrived = halt_at(pair.rollout_server.runtime.role, 5)
     await pair.actor.train(batch.experience, version=0)
     weights = (await pair.actor.publish()).weights
     generating = asyncio.create_task(pair.rollout.generate(2, max_new_tokens=12))
@@ -266,12 +258,11 @@ async def test_weights_come_between_two_steps_of_a_generation(start: Callable[..
     assert answer.policy_version == 3
     assert not generating.done()
     rows = await rows_of((await generating).experience)
-    versions = rows["policy_versions"]
-    bounds = versions.offsets.tolist()
-    assert set(versions.values.tolist()) == {0, 3}
-    for start_at, stop in itertools.pairwise(bounds):
-        own = versions.values[start_at:stop].tolist()
-        assert own == [0] * min(5, len(own)) + [3] * max(0, len(own) - 5)
+    for _, completion, versions in rows_with_versions(rows):
+        assert versions == [0 if at < 5 else 3 for at in range(len(completion))]
+    new = trained_copy(old, pair.actor_server.runtime.role.trainer.named_weights())
+    assert largest_difference({0: old, 3: new}, rows) < FLOAT32_LOGPROB
+    assert largest_difference({0: old, 3: old}, rows) > 100 * FLOAT32_LOGPROB
 
 
 # --- services of their own ----------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.in_flight_checks import at_steps
 from support.rollout_checks import (
     load_trainer_model,
     make_requests,
@@ -47,16 +48,6 @@ def backend(models: tuple[Path, list[PreTrainedModel]]) -> Iterator[HfBackend]:
     backend.update_weights(versions[0].named_parameters(), 3)
     yield backend
     backend.close()
-
-
-def at_steps(actions: dict[int, Callable[[], None]]) -> Callable[[], None]:
-    """A hook that acts before the given decoding steps, counted from 0."""
-    steps = iter(range(1000))
-
-    def between_steps() -> None:
-        actions.get(next(steps), lambda: None)()
-
-    return between_steps
 
 
 @torch.no_grad()

@@ -37,6 +37,17 @@ def perturb(model: torch.nn.Module, seed: int, scale: float = 0.05) -> None:
         parameter += scale * torch.randn(parameter.shape, generator=generator)
 
 
+@torch.no_grad()
+def trained_copy(
+    model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]]
+) -> PreTrainedModel:
+    """The model with other weights."""
+    copied = copy.deepcopy(model)
+    for name, weight in weights:
+        copied.get_parameter(name).copy_(weight)
+    return copied
+
+
 def set_stop_tokens(folder: Path, stop_tokens: Sequence[int]) -> None:
     """Names the tokens that end a completion in the folder's generation config."""
     path = folder / "generation_config.json"
