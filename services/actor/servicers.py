@@ -62,7 +62,10 @@ class ActorRole(ModelRole, SamplingRole):
     ) -> InitializeResult:
         """Loads prompts, policy and sampler, in that order: what is wrong shows soonest."""
         progress("load prompts", 0, 3)
-        self._source = PromptSource(spec.model, spec.data, run_seed)
+        self._source = PromptSource(
+            spec.model, spec.data, run_seed, pretraining=spec.pretraining_data
+        )
+        self._source.play(spec.environment, spec.rollout.max_model_len)
         progress("load policy", 1, 3)
         model = CausalLm(spec.model, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)
