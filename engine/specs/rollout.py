@@ -53,7 +53,11 @@ class VllmSpec(Spec):
 
 
 class HfSpec(Spec):
-    """Rollout with plain transformers: small, slow, the oracle."""
+    """Rollout with plain transformers: small, slow, the oracle.
+
+    Each rank generates with a whole model (generate tp 1, pp 1). In float32, with trained weights
+    that FSDP does not cut, it shares memory with the trainer; otherwise it has weights of its own.
+    """
 
     type: Literal["hf"] = "hf"
     max_model_len: int = Field(default=512, ge=2)
@@ -61,7 +65,8 @@ class HfSpec(Spec):
     max_num_seqs: int = Field(default=64, ge=1)
     """Sequences decoded together."""
     dtype: ComputeDtype = "float32"
-    """Type of weights and activations in the sampler."""
+    """Type of weights and activations in the sampler. The trainer's weights are float32, so only
+    that type can share their memory."""
 
 
 RolloutSpec = Annotated[VllmSpec | HfSpec, Field(discriminator="type")]
