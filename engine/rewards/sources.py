@@ -15,6 +15,7 @@ from rolemesh.engine.rollout.base import PromptTooLongError
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
+    EnvironmentRewardSpec,
     ReasoningGymRewardSpec,
     RewardSourceSpec,
 )
@@ -150,6 +151,19 @@ class ReasoningGymReward:
         return torch.tensor(scores, dtype=torch.float32)
 
 
+class EnvironmentReward:
+    """What the environment gave while the trajectory was sampled."""
+
+    columns: tuple[str, ...] = ("environment_rewards",)
+
+    def __init__(self, spec: EnvironmentRewardSpec) -> None:
+        self.full_score = spec.full_score
+
+    def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
+        """float32 [B]."""
+        return batch["environment_rewards"].values.to(torch.float32)
+
+
 class ClassifierReward:
     """A logit of a sequence classifier over the text of prompt and completion.
 
@@ -249,4 +263,6 @@ def make_reward(
         return ArithmeticReward(spec)
     if isinstance(spec, ReasoningGymRewardSpec):
         return ReasoningGymReward()
+    if isinstance(spec, EnvironmentRewardSpec):
+        return EnvironmentReward(spec)
     return ClassifierReward(spec, device, mesh or RankMesh.single())

@@ -76,6 +76,7 @@ from rolemesh.engine.specs.preferences import (
 from rolemesh.engine.specs.rewards import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
+    EnvironmentRewardSpec,
     ReasoningGymRewardSpec,
     RewardSourceSpec,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "DataSpec",
     "DpoLossSpec",
     "DrGrpoSpec",
+    "EnvironmentRewardSpec",
     "EnvironmentSpec",
     "EstimatorPartSpec",
     "EstimatorSpec",

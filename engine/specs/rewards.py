@@ -48,7 +48,15 @@ class ClassifierRewardSpec(Spec):
         return self
 
 
+class EnvironmentRewardSpec(Spec):
+    """What the environment gave while the trajectory was sampled: give the actor an environment."""
+
+    type: Literal["environment"] = "environment"
+    full_score: float | None = None
+    """Reward of a trajectory that is right in full, for the accuracy; None: there is no such."""
+
+
 RewardSourceSpec = Annotated[
-    ArithmeticRewardSpec | ReasoningGymRewardSpec | ClassifierRewardSpec,
+    ArithmeticRewardSpec | ReasoningGymRewardSpec | ClassifierRewardSpec | EnvironmentRewardSpec,
     Field(discriminator="type"),
 ]
