@@ -1,0 +1,167 @@
+"""An actor whose policy talks to an environment: through Initialize, Generate and the reward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf import json_format, struct_pb2
+from support.episode_checks import OWN
+from support.services import assert_same, make_experience, operation_key, serving
+from support.tiny_models import tiny_tokenizer, write_tiny_llama
+
+from rolemesh.engine.experience import Experience
+from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
+from rolemesh.services.actor.servicers import ActorRole
+from rolemesh.services.reward.servicers import RewardRole
+from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.v1 import (
+    experience_pb2,
+    reward_pb2,
+    reward_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+FAILS = """
+
+class Fails(Nods):
+    def step(self, completion_text):
+        raise OSError("the tool is out of order")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environment")
+    write_tiny_llama(folder / "model", seed=4)
+    rows = [json.dumps({"prompt": f"count to {n}", "answer": str(n)}) for n in range(4)]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "own.py").write_text(OWN + FAILS)
+    return folder
+
+
+@asynccontextmanager
+async def actor(folder: Path, name: str) -> AsyncIterator[tuple[MeshChannel, Runtime]]:
+    spec = {
+        "model": {"path": str(folder / "model"), "compute_dtype": "float32"},
+        "rollout": {"type": "hf", "max_model_len": 96},
+        "data": {"type": "jsonl", "path": str(folder / "rows.jsonl")},
+        "environment": {"type": "python", "environment": f"{folder / 'own.py'}:{name}"},
+    }
+    async with (
+        serving(ActorRole()) as server,
+        open_channel(server.runtime.address) as channel,
+    ):
+        await initialize(channel, spec)
+        yield channel, server.runtime
+
+
+async def initialize(channel: MeshChannel, spec: dict[str, Any]) -> None:
+    await channel.channel_ready()
+    request = worker_pb2.InitializeRequest(
+        key=operation_key("initialize"),
+        spec=json_format.ParseDict(spec, struct_pb2.Struct()),
+        run_seed=3,
+    )
+    await last(worker_pb2_grpc.WorkerServiceStub(channel).Initialize(request))
+
+
+async def last(call: Any) -> Any:
+    messages = [message async for message in call]
+    return messages[-1].result
+
+
+def generate(channel: MeshChannel, block_rows: int = 0) -> Any:
+    request = rollout_pb2.GenerateRequest(
+        key=operation_key("generate", sequence=block_rows),
+        prompts=rollout_pb2.PromptSlice(split=rollout_pb2.SPLIT_TRAIN, count=4),
+        sampling=rollout_pb2.Sampling(
+            samples_per_prompt=2, temperature=1, top_p=1, top_k=-1, max_new_tokens=48
+        ),
+        block_rows=block_rows,
+    )
+    return rollout_pb2_grpc.RolloutServiceStub(channel).Generate(request)
+
+
+class Uncounted:
+    """The part of Call that pull uses."""
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def add_fetched(self, transport: str, num_bytes: int) -> None:
+        pass
+
+
+async def pulled(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
+    names = [column.name for group in ref.groups for column in group.columns]
+    return await runtime.pull(ref, names, Uncounted())  # type: ignore[arg-type]
+
+
+async def test_rows_are_episodes_and_their_rewards_reach_the_reward_role(folder: Path) -> None:
+    async with (
+        actor(folder, "Nods") as (channel, runtime),
+        serving(RewardRole()) as judge,
+        open_channel(judge.runtime.address) as reward_channel,
+    ):
+        await initialize(reward_channel, {"source": {"type": "environment"}})
+        result = await last(generate(channel))
+        batch = await pulled(runtime, result.experience)
+        request = reward_pb2.ComputeRewardRequest(
+            key=operation_key("reward"), experience=result.experience
+        )
+        judged = await last(
+            reward_pb2_grpc.RewardServiceStub(reward_channel).ComputeReward(request)
+        )
+        rewards = (await pulled(runtime, judged.experience))["rewards"].values
+
+        streamed = [message async for message in generate(channel, block_rows=4)]
+        blocks = {m.block.index: m.block for m in streamed if m.WhichOneof("event") == "block"}
+        parts = [await pulled(runtime, blocks[index].experience) for index in (0, 1)]
+    assert_same(Experience.concat(parts), batch)
+    assert torch.equal(rewards, batch["environment_rewards"].values)
+    greeting = tiny_tokenizer()(" hello")["input_ids"]
+    for mask, text in zip(
+        batch["loss_mask"].rows(), batch["completion_text"].strings(), strict=True
+    ):
+        assert text.startswith(" hello")
+        assert not mask[: len(greeting)].any()
+        assert mask[len(greeting)]
+    sampled = batch["logprobs"].values[batch["loss_mask"].values].double().mean()
+    assert result.report.metrics["sampler_logprob/mean"] == pytest.approx(float(sampled))
+
+
+async def test_an_environment_that_fails_is_told_to_the_caller(folder: Path) -> None:
+    async with actor(folder, "Fails") as (channel, _):
+        with pytest.raises(
+            PreconditionError, match=r"Fails failed for prompt \d, row \d, turn 0: OSError"
+        ) as caught:
+            await last(generate(channel))
+    assert caught.value.reason == "ENVIRONMENT_FAILED"
+
+
+async def test_a_class_that_is_not_there_is_told_at_initialize(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="has no 'NoSuch'") as caught:
+        async with actor(folder, "NoSuch"):
+            pass
+    assert caught.value.reason == "USER_CODE_INVALID"
+
+
+async def test_a_reward_of_an_environment_that_is_not_there_names_the_column(folder: Path) -> None:
+    async with serving(RewardRole()) as judge, open_channel(judge.runtime.address) as channel:
+        await initialize(channel, {"source": {"type": "environment"}})
+        request = reward_pb2.ComputeRewardRequest(
+            key=operation_key("reward"),
+            experience=judge.runtime.publish(operation_key(), make_experience(3)),
+        )
+        with pytest.raises(RolemeshError, match="column 'environment_rewards' is missing"):
+            await last(reward_pb2_grpc.RewardServiceStub(channel).ComputeReward(request))
