@@ -1,6 +1,6 @@
-"""Which groups of a batch are kept.
+"""Which groups, or pairs, of a batch are kept.
 
-Shape letters: B rows, G groups, K rows kept.
+Shape letters: B rows, G groups, P pairs, K rows kept.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 
 from rolemesh.engine.algorithms.groups import Groups
+from rolemesh.engine.algorithms.pairs import Pairs
 from rolemesh.engine.algorithms.token_rewards import finite_rows
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs import RewardSpreadSpec, SelectionSpec
+from rolemesh.engine.specs import PairedSpec, SelectionSpec
 
 
 def select_groups(
@@ -19,45 +20,51 @@ def select_groups(
     """Keeps the groups that a rule wants, e.g. those whose rewards differ.
 
     "reward_spread" is the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11): of each group the
-    rewards' standard deviation (n - 1) must be above `min_std`. A group of one has none.
+    rewards' standard deviation (n - 1) must be above `min_std`. A group of one has none. Kept rows
+    stay in their order.
+
+    "paired" keeps the rows of pairs, by ascending pair id and the chosen one first.
 
     Args:
         experience: with `spec.columns()`.
         spec: the rule.
-        max_groups: most groups to keep, those that begin first in the batch; 0: no bound.
+        max_groups: most groups to keep, those that begin first in the batch (of pairs: those with
+            the lowest ids); 0: no bound.
 
     Returns:
-        int64 [K], the rows to keep, ascending; the number of groups that they make; and metrics:
-        "selection/groups" that were there, "/wanted" by the rule, "/kept" within the bound, and
-        "/rows".
+        int64 [K], the rows to keep, in the order to keep them in; the number of groups or pairs
+        that they make; and metrics: "selection/groups" (or pairs) that were there, "/wanted" by
+        the rule, "/kept" within the bound, and "/rows".
 
     Raises:
         ColumnMissingError: a column is missing; names it.
-        ValueError: a reward is not finite, or max_groups is negative.
+        ValueError: a number makes no sense (a reward that is not finite, a pair that is
+            incomplete), or max_groups is negative.
 
     Example: prompt_ids (5, 5, 6, 6, 5) with rewards (0, 0, 1, 0, 1) keep all rows of both groups;
     with max_groups 1 the rows 0, 1 and 4.
     """
     if max_groups < 0:
         raise ValueError(f"max_groups is {max_groups}: give the most groups to keep, or 0 for all")
-    groups = Groups.of(experience)
-    is_wanted_G = _is_spread(experience, groups, spec)
-    kept_G = is_wanted_G.nonzero().flatten()
-    if max_groups:
-        kept_G = kept_G[:max_groups]
-    rows_K = torch.isin(groups.index_B, kept_G).nonzero().flatten()
+    bound = max_groups or None
+    if isinstance(spec, PairedSpec):
+        pairs = Pairs.of(experience)
+        num_groups = num_wanted = len(pairs)
+        rows_P2 = torch.stack((pairs.chosen_P, pairs.rejected_P), dim=1)[:bound]
+        num_kept, rows_K = len(rows_P2), rows_P2.flatten().cpu()
+    else:
+        groups = Groups.of(experience)
+        is_wanted_G = groups.stds(finite_rows(experience, "rewards").cpu()) > spec.min_std
+        kept_G = is_wanted_G.nonzero().flatten()[:bound]
+        num_groups, num_wanted, num_kept = len(groups), int(is_wanted_G.sum()), len(kept_G)
+        rows_K = torch.isin(groups.index_B, kept_G).nonzero().flatten()
     return (
         rows_K,
-        len(kept_G),
+        num_kept,
         {
-            "selection/groups": float(len(groups)),
-            "selection/wanted": float(is_wanted_G.sum()),
-            "selection/kept": float(len(kept_G)),
+            "selection/groups": float(num_groups),
+            "selection/wanted": float(num_wanted),
+            "selection/kept": float(num_kept),
             "selection/rows": float(len(rows_K)),
         },
     )
-
-
-def _is_spread(experience: Experience, groups: Groups, spec: RewardSpreadSpec) -> torch.Tensor:
-    rewards_B = finite_rows(experience, "rewards").cpu()
-    return groups.stds(rewards_B) > spec.min_std

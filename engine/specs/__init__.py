@@ -95,7 +95,7 @@ from rolemesh.engine.specs.rollout import (
     SamplingSpec,
     VllmSpec,
 )
-from rolemesh.engine.specs.selection import RewardSpreadSpec, SelectionSpec
+from rolemesh.engine.specs.selection import PairedSpec, RewardSpreadSpec, SelectionSpec
 
 __all__ = [
     "ActorSpec",
@@ -142,6 +142,7 @@ __all__ = [
     "OnlineDpoSpec",
     "OptimizerSpec",
     "OverlongSpec",
+    "PairedSpec",
     "ParquetSpec",
     "PartSpec",
     "PolicyLossSpec",

@@ -1,4 +1,4 @@
-"""Rules that say which groups of a batch are kept."""
+"""Rules that say which groups, or pairs, of a batch are kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rolemesh.engine.specs.base import PartSpec
+from rolemesh.engine.specs.preferences import PAIR_COLUMNS
 
 
 class RewardSpreadSpec(PartSpec):
@@ -25,5 +26,18 @@ class RewardSpreadSpec(PartSpec):
         return ("rewards", "prompt_ids")
 
 
-SelectionSpec = Annotated[RewardSpreadSpec, Field()]
-"""Becomes a union discriminated on `type` with the second rule."""
+class PairedSpec(PartSpec):
+    """Rows that are in a pair, the two of each pair as neighbours, the chosen one first.
+
+    For `OnlineDpoSpec` on more than two completions a prompt: the rows in between have nothing to
+    learn from and need not pass through the model.
+    """
+
+    type: Literal["paired"] = "paired"
+
+    def columns(self) -> tuple[str, ...]:
+        """Which rows make pairs."""
+        return PAIR_COLUMNS
+
+
+SelectionSpec = Annotated[RewardSpreadSpec | PairedSpec, Field(discriminator="type")]

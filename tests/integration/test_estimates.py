@@ -290,13 +290,26 @@ async def test_when_no_group_is_kept_there_is_no_experience(mesh: Mesh) -> None:
     assert result.report.metrics["selection/groups"] == 3
 
 
+async def test_rows_of_pairs_are_published_as_neighbours(mesh: Mesh) -> None:
+    batch = make_batch()
+    made = await mesh.estimate(mesh.publish(batch), "online_dpo")
+    ref = mesh.publish(batch)
+    ref.groups.extend(made.experience.groups)
+    result = await mesh.select(ref, rule="paired")
+    pulled = await mesh.pull(result.experience, ["completion_text", "pair_ids", "preference"])
+    assert pulled["completion_text"].strings() == ["row 0", "row 2", "row 3", "row 5"]
+    assert pulled["pair_ids"].values.tolist() == [0, 0, 1, 1]
+    assert pulled["preference"].values.tolist() == [1, -1, 1, -1]
+    assert result.num_groups == 2
+
+
 async def test_a_wrong_rule_is_refused(mesh: Mesh) -> None:
     ref = mesh.publish(make_batch())
     for wrong, words in (
         ({"max_groups": -1}, "max_groups is -1"),
         ({"min_std": -1.0}, "min_std is -1"),
-        ({"rule": "best"}, "type is 'best'"),
-        ({"max_std": 1.0}, "max_std"),
+        ({"rule": "best"}, "best"),
+        ({"max_std": 1.0}, r"reward_spread\.max_std"),
     ):
         with pytest.raises(InvalidRequestError, match=words) as caught:
             await mesh.select(ref, **wrong)

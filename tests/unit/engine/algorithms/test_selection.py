@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolemesh.engine.algorithms.pairs import PairIncompleteError
 from rolemesh.engine.algorithms.selection import select_groups
 from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
-from rolemesh.engine.specs import RewardSpreadSpec
+from rolemesh.engine.specs import PairedSpec, RewardSpreadSpec
 
 
 def rows_of(prompt_ids: list[int], rewards: list[float]) -> Experience:
@@ -83,3 +84,32 @@ def test_bad_input_is_refused() -> None:
         select_groups(batch.require(["rewards"]), RewardSpreadSpec(), 0)
     with pytest.raises(ValueError, match="min_std"):
         RewardSpreadSpec(min_std=-0.1)
+
+
+def pairs_of(pair_ids: list[int], preference: list[float]) -> Experience:
+    return Experience(
+        {
+            "pair_ids": Column(ColumnKind.ROW, torch.tensor(pair_ids)),
+            "preference": Column(ColumnKind.ROW, torch.tensor(preference)),
+        }
+    )
+
+
+def test_the_rows_of_a_pair_become_neighbours_and_the_chosen_one_is_first() -> None:
+    batch = pairs_of([1, 0, -1, 0, 1, -1], [-1.0, 1.0, 0.0, -1.0, 1.0, 0.0])
+    rows, num_pairs, metrics = select_groups(batch, PairedSpec(), 0)
+    assert (rows.tolist(), num_pairs) == ([1, 3, 4, 0], 2)
+    assert metrics["selection/rows"] == 4
+    rows, num_pairs, metrics = select_groups(batch, PairedSpec(), 1)
+    assert (rows.tolist(), num_pairs) == ([1, 3], 1)
+    assert (metrics["selection/groups"], metrics["selection/kept"]) == (2, 1)
+
+
+def test_a_batch_without_pairs_keeps_nothing() -> None:
+    rows, num_pairs, _ = select_groups(pairs_of([-1, -1], [0.0, 0.0]), PairedSpec(), 0)
+    assert (rows.tolist(), num_pairs) == ([], 0)
+
+
+def test_half_a_pair_is_refused() -> None:
+    with pytest.raises(PairIncompleteError, match="pair 3"):
+        select_groups(pairs_of([3, -1], [1.0, 0.0]), PairedSpec(), 0)
