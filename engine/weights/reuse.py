@@ -8,7 +8,8 @@ computes with the trainer's own tensors.
 A sampler that shares must not go on with weights that training changes, and an optimizer must not
 step a view (torch 2.13's fused AdamW on a CPU takes strided memory for dense, and writes to the
 wrong elements). Both follow from two rules: each pass of the model that could be followed by a step
-first ends the sharing, and none begins while gradients wait for a step.
+first ends the sharing, and none begins while gradients wait for a step. What else writes to weights
+(loading a checkpoint) changes those of the sampler too: deliver again after it, as the actor does.
 """
 
 from __future__ import annotations
