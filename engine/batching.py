@@ -3,7 +3,7 @@
 Padding exists only between here and the model; nothing stored or sent is padded. Rows may come in
 units: neighbours (of a group, of a pair) that stay together from the shuffle to the forward pass.
 
-Shape letters: B rows, T longest row, S all tokens, N completion tokens.
+Shape letters: B rows, T longest row, S all tokens, N completion tokens, D width.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from rolemesh.engine.balance import balanced_partition
 from rolemesh.engine.experience import ColumnKind, Experience
+from rolemesh.engine.models.prefix_layout import PrefixLayout
 
 __all__ = [
     "PAD_TOKEN",
@@ -24,6 +25,7 @@ __all__ = [
     "check_units",
     "micro_batches",
     "pad_rows",
+    "prompts_of",
     "unit_lengths",
     "unit_rows",
     "update_assignment",
@@ -218,7 +220,11 @@ def rows_of_update(
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Rows as a rectangle for the model, with the way back to packed completion tokens."""
+    """Rows as a rectangle for the model, with the way back to packed completion tokens.
+
+    Where prompts are shared (`prefix_packing`), the rectangle is one row without padding, in which
+    each prompt stands once.
+    """
 
     tokens_BT: torch.Tensor
     """int64 [B, T], right-padded."""
@@ -229,6 +235,15 @@ class PaddedRows:
     hidden state predicts that token, and is the state that the token's value belongs to."""
     targets_N: torch.Tensor
     """int64 [N], the completion tokens."""
+    prefixes: PrefixLayout | None = None
+    """How the tokens attend to each other where prompts are shared; None: causally, row by row."""
+
+    def states(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """Hidden states [N, D] before the completion tokens, of those of the rectangle."""
+        hidden_SD = hidden_BTD.flatten(0, 1)
+        if self.prefixes is not None:
+            return self.prefixes.states(hidden_SD)
+        return hidden_SD.index_select(0, self.state_index_N)
 
 
 def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
@@ -242,18 +257,10 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
         ValueError: a prompt is empty (no state precedes its first completion token) or longer
             than its row.
     """
+    prompt_lengths_B = _prompt_lengths(batch)
     tokens = batch["tokens"]
-    if tokens.kind is not ColumnKind.SEQUENCE or tokens.offsets is None:
-        raise ValueError(f"column 'tokens' is a {tokens.kind.value} column: give whole sequences")
+    assert tokens.offsets is not None  # sequences have them
     lengths_B, offsets = tokens.lengths(), tokens.offsets
-    prompt_lengths_B = batch["prompt_lengths"].values
-    bad = ((prompt_lengths_B < 1) | (prompt_lengths_B > lengths_B)).nonzero().flatten()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(
-            f"prompt_lengths of row {row} is {int(prompt_lengths_B[row])} in a row of "
-            f"{int(lengths_B[row])} tokens: give at least 1 and at most the row's length"
-        )
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     row_S = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     position_S = torch.arange(len(tokens.values)) - offsets[:-1][row_S]
@@ -267,3 +274,33 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
         state_index_N=state_index_N.to(device),
         targets_N=tokens.values[is_completion_S].to(device=device, dtype=torch.int64),
     )
+
+
+def prompts_of(batch: Experience) -> list[torch.Tensor]:
+    """The prompt of each row.
+
+    Args:
+        batch: with the columns tokens and prompt_lengths.
+
+    Raises:
+        ValueError: see `pad_rows`.
+    """
+    lengths = _prompt_lengths(batch).tolist()
+    return [row[:length] for row, length in zip(batch["tokens"].rows(), lengths, strict=True)]
+
+
+def _prompt_lengths(batch: Experience) -> torch.Tensor:
+    """Column prompt_lengths; raises ValueError where it does not fit the rows."""
+    tokens = batch["tokens"]
+    if tokens.kind is not ColumnKind.SEQUENCE or tokens.offsets is None:
+        raise ValueError(f"column 'tokens' is a {tokens.kind.value} column: give whole sequences")
+    lengths_B = tokens.lengths()
+    prompt_lengths_B = batch["prompt_lengths"].values
+    bad = ((prompt_lengths_B < 1) | (prompt_lengths_B > lengths_B)).nonzero().flatten()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"prompt_lengths of row {row} is {int(prompt_lengths_B[row])} in a row of "
+            f"{int(lengths_B[row])} tokens: give at least 1 and at most the row's length"
+        )
+    return prompt_lengths_B

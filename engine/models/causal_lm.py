@@ -63,6 +63,7 @@ class CausalLm(Decoder):
             device=device,
             mesh=mesh or RankMesh.single(),
         )
+        self.share_prefixes()
         _check_head(self.lm, self.spec)
         if self.autocasts and self.device.type == "cpu":
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
@@ -120,7 +121,7 @@ class CausalLm(Decoder):
             ValueError: this is not the last stage.
         """
         self._check_last_stage()
-        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.state_index_N)
+        hidden_ND = rows.states(hidden_BTD)
         tp = self.mesh.tp
         return token_logprobs(
             hidden_ND.to(self.vocabulary_VD.dtype),

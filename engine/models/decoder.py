@@ -23,10 +23,13 @@ from rolemesh.engine.models.families import (
     check_layout,
 )
 from rolemesh.engine.models.folder import load_model
+from rolemesh.engine.models.prefix_layout import PrefixLayout
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
+from rolemesh.engine.models.shared_attention import SHARING_ATTENTION
 from rolemesh.engine.models.stages import global_name
 from rolemesh.engine.models.tensor_parallel import partial_gradients
+from rolemesh.engine.prefix_packing import SharingCost
 from rolemesh.engine.specs import ModelSpec
 
 
@@ -92,6 +95,9 @@ class Decoder(nn.Module):
         apply_recompute(self.lm, spec.recompute)
         self.autocasts = spec.compute_dtype == "bfloat16"
         """Whether torch's autocast makes the layers' products bfloat16."""
+        self.sharing: SharingCost | None = None
+        """What forward passes cost where completions may share their prompt; None: they never do.
+        """
         # Parameters that the data axis will cut stay on the meta device until then.
         self._apply(  # type: ignore[no-untyped-call]
             lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
@@ -108,8 +114,26 @@ class Decoder(nn.Module):
         parts = {name: local_part(weight.detach()) for name, weight in self.named_weights()}
         read_parts(parts, self.spec.path, shape=self.shape, mesh=self.mesh)
 
+    def share_prefixes(self) -> None:
+        """Lets completions of one prompt stand behind one copy of it, unless the spec forbids it.
+
+        For models whose outputs belong to completion tokens. Families without a plan and models
+        whose attention looks back only so far go on without.
+        """
+        shape, config = self.shape, self.config
+        looks_back_so_far = getattr(config, "sliding_window", None) is not None
+        if self.spec.share_prefixes == "never" or shape is None or looks_back_so_far:
+            return
+        self.lm.set_attn_implementation(SHARING_ATTENTION)
+        width = shape.num_heads * shape.head_dim
+        projections = 2 * shape.hidden_size * (width + shape.num_kv_heads * shape.head_dim)
+        self.sharing = SharingCost.of_sizes(
+            layer_weights=projections + 3 * shape.hidden_size * shape.intermediate_size,
+            attention_width=width,
+        )
+
     def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:
-        """Runs this stage's layers on a right-padded batch, without a head.
+        """Runs this stage's layers on a batch, without a head.
 
         Args:
             rows: B rows, the same on all ranks of the model group.
@@ -128,7 +152,11 @@ class Decoder(nn.Module):
                 "on all others"
             )
         return backbone_states(
-            self.lm, rows.tokens_BT, autocasts=self.autocasts, hidden_BTD=hidden_BTD
+            self.lm,
+            rows.tokens_BT,
+            autocasts=self.autocasts,
+            hidden_BTD=hidden_BTD,
+            prefixes=rows.prefixes,
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -177,8 +205,9 @@ def backbone_states(
     *,
     autocasts: bool,
     hidden_BTD: torch.Tensor | None = None,
+    prefixes: PrefixLayout | None = None,
 ) -> torch.Tensor:
-    """Runs the layers of a right-padded batch, without a head.
+    """Runs the layers of a right-padded batch, or of one whose prompts are shared, without a head.
 
     No attention mask is needed: attention is causal, so a pad can only influence later pads.
 
@@ -187,11 +216,16 @@ def backbone_states(
         tokens_BT: int64 [B, T], right-padded.
         autocasts: whether products are made bfloat16.
         hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
+        prefixes: where prompts are shared; for models with `SHARING_ATTENTION`.
 
     Returns:
         Hidden states, float [B, T, D].
     """
-    inputs = {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
+    inputs: dict[str, Any] = (
+        {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
+    )
+    if prefixes is not None:
+        inputs |= {"position_ids": prefixes.positions_1S, "prefixes": prefixes}
     # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
     # context ends, so each weight is cast once a pass and never stale after an optimizer step.
     with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):

@@ -20,6 +20,7 @@ from rolemesh.engine.models.data_parallel import cut_over_data, forget_pass, gat
 from rolemesh.engine.models.pipeline import Pipeline
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.prefix_packing import Pass, pack_rows, plan_passes, prompt_numbers
 
 LastStage = Callable[[int, Any], torch.Tensor | None]
 """Takes a micro-batch's number and the model's outputs; gives the loss where one is wanted."""
@@ -98,7 +99,10 @@ class RankModel(nn.Module):
         return self.model.finish(hidden_BTD, rows, **arguments)
 
     def micro_batches(self, batch: Experience, rows_per_unit: int = 1) -> list[MicroBatch]:
-        """Groups the rows of a batch; see `batching.micro_batches`. Uses no collective.
+        """Groups the rows of a batch. Uses no collective.
+
+        Completions of one prompt share it where that saves, if the model can (`prefix_packing`);
+        all other rows are grouped by `batching.micro_batches`.
 
         Args:
             batch: with the columns tokens and prompt_lengths.
@@ -110,12 +114,27 @@ class RankModel(nn.Module):
         """
         check_in_vocabulary(batch["tokens"].values, self.model.config)
         found = []
-        lengths = batch["tokens"].lengths().tolist()
-        for group in micro_batches(lengths, self.model.spec.micro_batch_tokens, rows_per_unit):
-            rows = torch.tensor(group, dtype=torch.int64)
+        for planned in self._passes(batch, rows_per_unit):
+            rows = torch.tensor(planned.rows, dtype=torch.int64)
             part = batch.select(rows)
-            found.append(MicroBatch(rows, part, pad_rows(part, self.device)))
+            lay_out = pack_rows if planned.shares else pad_rows
+            found.append(MicroBatch(rows, part, lay_out(part, self.device)))
         return found
+
+    def _passes(self, batch: Experience, rows_per_unit: int) -> list[Pass]:
+        lengths = batch["tokens"].lengths().tolist()
+        max_tokens = self.model.spec.micro_batch_tokens
+        if self.model.sharing is None:
+            groups = micro_batches(lengths, max_tokens, rows_per_unit)
+            return [Pass(rows, shares=False) for rows in groups]
+        return plan_passes(
+            lengths,
+            batch["prompt_lengths"].values.tolist(),
+            prompt_numbers(batch),
+            max_tokens=max_tokens,
+            cost=self.model.sharing,
+            rows_per_unit=rows_per_unit,
+        )
 
     def run(
         self,

@@ -64,6 +64,7 @@ class ValueModel(Decoder):
             mesh=mesh or RankMesh.single(),
             may_miss=(f"{HEAD}.",),
         )
+        self.share_prefixes()
         if not self.mesh.pp.is_last:
             return
         if not isinstance(getattr(self.lm, HEAD, None), nn.Linear):
@@ -99,7 +100,7 @@ class ValueModel(Decoder):
             ValueError: this is not the last stage.
         """
         head = self.head
-        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, rows.state_index_N)
+        hidden_ND = rows.states(hidden_BTD)
         # In the weights' float32: returns are regressed to small differences, and the product is
         # tiny.
         values_N: torch.Tensor = head(hidden_ND.to(head.weight.dtype)).squeeze(1)

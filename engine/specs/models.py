@@ -28,7 +28,10 @@ class ModelSpec(Spec):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, attention only, whole layers."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Most tokens, padding included, in one forward pass."""
+    """Most tokens, padding included, in one forward pass; a prompt that is shared counts once."""
+    share_prefixes: Literal["auto", "never"] = "auto"
+    """Whether completions of one prompt are computed behind one copy of it, in passes in which that
+    saves. It changes memory and time; numbers change as they do with other micro-batches."""
     logprob_chunk_tokens: int = Field(default=512, ge=1)
     """Rows of the vocabulary projection computed at a time: bounds the largest logits."""
 

@@ -44,3 +44,20 @@ def token_batch(
             "values": completion(0.1 * torch.randn(num_tokens, generator=generator)),
         }
     )
+
+
+def with_shared_prompts(batch: Experience, group: int) -> Experience:
+    """The same rows, but `group` neighbours begin with the prompt of the first of them.
+
+    Args:
+        batch: of `token_batch`, in which neighbours have prompts of one length.
+        group: rows of one prompt; the last ones may be fewer.
+    """
+    rows = list(batch["tokens"].rows())
+    lengths = batch["prompt_lengths"].values.tolist()
+    found = []
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        first = number // group * group
+        assert lengths[first] == length
+        found.append(torch.cat([rows[first][:length], row[length:]]))
+    return batch | Experience({"tokens": Column.ragged(ColumnKind.SEQUENCE, found, torch.int64)})

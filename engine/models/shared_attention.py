@@ -1,0 +1,124 @@
+"""Attention of completions that stand behind one copy of their prompt.
+
+Prompts attend to themselves; each completion attends to its prompt and itself. Nothing is computed
+twice, and no mask is larger than completion by row.
+
+Shape letters: H query heads, J key-value heads, E their width; S, G, P, R, C, T as in
+`prefix_layout`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rolemesh.engine.models.prefix_layout import PrefixLayout
+
+SHARING_ATTENTION = "rolemesh_prefix_sharing"
+"""Under this name transformers knows the attention. It has no mask function of that name, so that
+its models make no mask of their own."""
+
+
+def sharing_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    prefixes: PrefixLayout | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: its own "sdpa", unless prompts are shared.
+
+    Args:
+        module: the attention layer.
+        query: float [B, H, T, E], rotated.
+        key: float [B, J, T, E], rotated.
+        value: float [B, J, T, E].
+        attention_mask: for "sdpa".
+        prefixes: how packed rows stand; B is 1 then, and T is S.
+        dropout: for "sdpa"; models here have none.
+        scaling: of the products.
+        **kwargs: for "sdpa".
+
+    Returns:
+        float [B, T, H, E]; and None for the weights, which are never whole.
+    """
+    if prefixes is None:
+        plain, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return plain, None
+    packed = query.shape[2]
+    heads, width = query.shape[1], query.shape[3]
+    # Rows of the gathers: a token with all of its heads.
+    query_S, key_S, value_S = (_by_token(tensor) for tensor in (query, key, value))
+    split = prefixes.num_prompt_tokens
+    attended = []
+    prompt = [
+        _rectangle(prefixes.prompts(tensor_S[:split]), prefixes.num_prompts, width)
+        for tensor_S in (query_S, key_S, value_S)
+    ]
+    prompt_out = _attend(*prompt, mask=None, scaling=scaling)
+    attended.append(_by_token_of_rows(prompt_out).index_select(0, prefixes.prompt_places))
+    if packed > split:
+        completion_out = _attend(
+            _rectangle(prefixes.queries(query_S[split:]), prefixes.num_rows, width),
+            _rectangle(prefixes.keys(key_S), prefixes.num_rows, width),
+            _rectangle(prefixes.keys(value_S), prefixes.num_rows, width),
+            mask=prefixes.may_attend,
+            scaling=scaling,
+        )
+        attended.append(_by_token_of_rows(completion_out).index_select(0, prefixes.query_places))
+    return torch.cat(attended).view(1, packed, heads, width), None
+
+
+AttentionInterface.register(SHARING_ATTENTION, sharing_attention)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Causal attention, or attention with a mask, whose rows all have something to attend to."""
+    is_grouped = key.shape[1] != query.shape[1]
+    if is_grouped and mask is not None and query.device.type == "cuda":
+        # There only the kernel that makes whole score matrices takes groups with a mask.
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        is_grouped = False
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=is_grouped,
+    )
+
+
+def _by_token(tensor_1HSE: torch.Tensor) -> torch.Tensor:
+    """[1, H, S, E] as [S, H * E]."""
+    return tensor_1HSE[0].transpose(0, 1).flatten(1)
+
+
+def _by_token_of_rows(tensor_RHCE: torch.Tensor) -> torch.Tensor:
+    """[R, H, C, E] as [R * C, H * E]."""
+    return tensor_RHCE.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _rectangle(tensor: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+    """[R * C, H * E] as [R, H, C, E]."""
+    return tensor.view(num_rows, len(tensor) // num_rows, -1, width).transpose(1, 2)

@@ -1,0 +1,169 @@
+"""What it saves to compute a prompt once for all of its completions.
+
+    python tests/benchmarks/prefix_sharing.py [--model .models/SmolLM2-135M-Instruct] [--rows 8]
+        [--groups 1,2,4,8] [--prompts 32,128,512] [--completion 64] [--repetitions 3] [--threads 2]
+        [--layers 30]
+
+For each number of completions of a prompt and each length of prompts, the same rows with and
+without sharing, in turns, by one policy: `update` is forward and backward of a PPO loss over the
+rows (without the optimizer's own step, which does not depend on rows), `logprobs` a log-prob pass.
+Completions are between half of and all of --completion tokens. Sharing is as the model decides it
+("auto"): `shares` is how many of the rows stood in passes that shared. Prints one JSON line;
+seconds are medians, ratios are without sharing over with. CPU time of all threads is given beside
+the time by the clock, because other programs may have had the processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.token_batches import token_batch, with_shared_prompts
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.models.folder import read_config
+from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
+from rolemesh.engine.train.trainer import Trainer
+
+LOSS = PpoPolicyLossSpec()
+
+
+def rows_of(num_rows: int, group: int, prompt: int, completion: int, vocab: int) -> Experience:
+    """Rows with what the policy loss reads; `group` neighbours have the same prompt."""
+    generator = torch.Generator().manual_seed(prompt)
+    lengths = torch.randint(completion // 2, completion + 1, (num_rows,), generator=generator)
+    batch = with_shared_prompts(
+        token_batch(
+            prompt_lengths=[prompt] * num_rows,
+            completion_lengths=lengths.tolist(),
+            vocab_size=vocab,
+        ),
+        group,
+    )
+    column = batch["advantages"]
+    logprobs = Column(ColumnKind.COMPLETION, torch.full_like(column.values, -6.0), column.offsets)
+    return batch | Experience({"logprobs": logprobs})
+
+
+def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, Any]:
+    """Seconds of each pass, with and without sharing in turns."""
+    sharing = trainer.model.sharing
+    passes: dict[str, Callable[[], Any]] = {
+        "update": lambda: trainer.forward_backward(batch, LOSS),
+        "logprobs": lambda: trainer.compute_logprobs(batch, temperature=1.0),
+    }
+    clock: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    for _ in range(repetitions):
+        for way, cost in (("shared", sharing), ("padded", None)):
+            trainer.model.sharing = cost
+            for name, run in passes.items():
+                began, computed = time.perf_counter(), time.process_time()
+                run()
+                key = f"{name}_{way}"
+                clock.setdefault(key, []).append(time.perf_counter() - began)
+                cpu.setdefault(key, []).append(time.process_time() - computed)
+                trainer.drop_gradients()
+    trainer.model.sharing = sharing
+    planned = trainer.rank_model.micro_batches(batch)
+    shared = [one for one in planned if one.padded.prefixes is not None]
+    medians = {key: statistics.median(seconds) for key, seconds in clock.items()}
+    cpu_medians = {key: statistics.median(seconds) for key, seconds in cpu.items()}
+    return {
+        "shares": sum(len(one.rows) for one in shared),
+        "tokens_padded": int(batch.num_rows * batch["tokens"].lengths().max()),
+        "tokens_shared": sum(one.padded.tokens_BT.numel() for one in planned),
+        "median_s": {key: round(seconds, 3) for key, seconds in medians.items()},
+        "spread_s": {key: [round(min(x), 3), round(max(x), 3)] for key, x in clock.items()},
+        "median_cpu_s": {key: round(seconds, 3) for key, seconds in cpu_medians.items()},
+        **{
+            f"ratio_{name}": round(medians[f"{name}_padded"] / medians[f"{name}_shared"], 2)
+            for name in passes
+        },
+        **{
+            f"ratio_cpu_{name}": round(
+                cpu_medians[f"{name}_padded"] / cpu_medians[f"{name}_shared"], 2
+            )
+            for name in passes
+        },
+    }
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--groups", type=numbers, default=[1, 2, 4, 8])
+    parser.add_argument("--prompts", type=numbers, default=[32, 128, 512])
+    parser.add_argument("--completion", type=int, default=64)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compute-dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=None, help="keep only the first layers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    spec = ModelSpec(
+        path=arguments.model,
+        compute_dtype=arguments.compute_dtype,
+        num_layers=arguments.layers,
+    )
+    vocab = read_config(spec).vocab_size
+    trainer = Trainer.policy(spec, OptimizerSpec())
+    # The first passes allocate; they are not counted.
+    measure(
+        trainer,
+        rows_of(arguments.rows, arguments.rows, 2, arguments.completion, vocab),
+        repetitions=1,
+    )
+    points = []
+    for prompt in arguments.prompts:
+        for group in arguments.groups:
+            batch = rows_of(arguments.rows, group, prompt, arguments.completion, vocab)
+            found = measure(trainer, batch, arguments.repetitions)
+            points.append({"prompt_tokens": prompt, "group": group, **found})
+    print(
+        json.dumps(
+            {
+                "benchmark": "prefix_sharing",
+                "config": {
+                    "model": arguments.model.name,
+                    "rows": arguments.rows,
+                    "completion_tokens": [arguments.completion // 2, arguments.completion],
+                    "compute_dtype": arguments.compute_dtype,
+                    "layers": arguments.layers,
+                    "micro_batch_tokens": spec.micro_batch_tokens,
+                    "repetitions": arguments.repetitions,
+                },
+                "points": points,
+                "versions": {"python": platform.python_version(), "torch": torch.__version__},
+                "machine": {
+                    "processor": platform.machine(),
+                    "cores": os.cpu_count(),
+                    "torch_threads": torch.get_num_threads(),
+                },
+            }
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,292 @@
+"""Completions behind one copy of their prompt against each row by itself: outputs and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_families import write_tiny_decoder
+from support.tiny_models import write_tiny_llama
+
+from rolemesh.engine import prefix_packing
+from rolemesh.engine.batching import PaddedRows, pad_rows
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.scoring import compute_logprobs, compute_values
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.prefix_packing import pack_rows
+from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
+from rolemesh.engine.train.trainer import Trainer
+
+DOUBLE_TOLERANCE = 1e-6
+"""Relative, of the norm. Weights and products are float64, but transformers computes norms and
+rotations in float32 whatever the model is, whose rounding (6e-8) remains."""
+GRADIENT_TOLERANCE = 5e-6
+"""Relative, of the norm of each gradient: float32 sums in another order, as between ranks
+(test_parallel_training)."""
+OUTPUT_TOLERANCE = 2e-5
+"""float32 through two layers, as test_models_scoring."""
+BFLOAT16_TOLERANCE = 2e-2
+"""Relative, of the norm: backward products of bfloat16 numbers (2**-9 each) over other blocks."""
+
+VOCAB = 280
+PROMPTS = ([5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18])
+ROWS = ((0, 5), (1, 3), (0, 0), (2, 7), (0, 4), (1, 1), (0, 4), (2, 1), (2, 0))
+"""(prompt, completion tokens): ragged, a prompt of one token, completions of none and one."""
+
+
+def shared_batch(rows: Any = ROWS, seed: int = 0) -> Experience:
+    """Rows with what the losses read."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([length for _, length in rows])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tokens = [
+        [*PROMPTS[number], *torch.randint(4, VOCAB, (length,), generator=generator).tolist()]
+        for number, length in rows
+    ]
+
+    def completion(scale: float, shift: float = 0.0) -> Column:
+        values_N = shift + scale * torch.randn(int(offsets[-1]), generator=generator)
+        return Column(ColumnKind.COMPLETION, values_N, offsets)
+
+    return Experience(
+        {
+            "tokens": Column.ragged(ColumnKind.SEQUENCE, tokens, torch.int64),
+            "prompt_lengths": Column(
+                ColumnKind.ROW, torch.tensor([len(PROMPTS[number]) for number, _ in rows])
+            ),
+            "loss_mask": Column(
+                ColumnKind.COMPLETION,
+                torch.rand(int(offsets[-1]), generator=generator) < 0.8,
+                offsets,
+            ),
+            "advantages": completion(1.0),
+            "logprobs": completion(0.3, -5.0),
+            "returns": completion(1.0),
+            "values": completion(0.1),
+        }
+    )
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares whatever it costs: these rows are too short to save much."""
+    monkeypatch.setattr(prefix_packing, "MARGIN", float("inf"))
+
+
+def _model(folder: Path, kind: str, **options: Any) -> CausalLm | ValueModel:
+    spec = ModelSpec.model_validate({"path": folder, "compute_dtype": "float32", **options})
+    if kind == "policy":
+        return CausalLm(spec)
+    model = ValueModel(spec)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def _folder(directory: Path, family: str) -> Path:
+    if family == "smollm2":
+        return write_tiny_llama(directory, seed=4, vocab_size=VOCAB)
+    return write_tiny_decoder(directory, family, vocab_size=VOCAB, tie_word_embeddings=True)
+
+
+def _outputs(model: CausalLm | ValueModel, rows: PaddedRows) -> list[torch.Tensor]:
+    if isinstance(model, ValueModel):
+        return [model(rows)]
+    logprobs_N, entropy_N = model.score(rows, temperature=0.8, with_entropy=True)
+    assert entropy_N is not None
+    return [logprobs_N, entropy_N]
+
+
+def _gradients(model: Any, outputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a sum with random weights, so that no two tokens' gradients cancel by chance."""
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+    model.zero_grad()
+    sum((o * w).sum() for o, w in zip(outputs, weights, strict=True)).backward()
+    return {name: weight.grad.clone() for name, weight in model.named_weights()}
+
+
+def _assert_near(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float(gradient.norm()) > 0, name
+        assert float((found[name] - gradient).norm() / gradient.norm()) < tolerance, name
+
+
+FAMILIES = ["smollm2", "llama", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_states_and_all_gradients_in_float64(tmp_path: Path, family: str, kind: str) -> None:
+    model = _model(_folder(tmp_path, family), kind)
+    model.lm.double()
+    batch = shared_batch()
+    found = []
+    for rows in (pack_rows(batch, "cpu"), pad_rows(batch, "cpu")):
+        states_ND = rows.states(model.stage_forward(rows, None))
+        assert states_ND.dtype == torch.float64
+        weights = torch.randn(
+            states_ND.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+        )
+        model.zero_grad()
+        (states_ND * weights).sum().backward()
+        gradients = {
+            name: weight.grad.clone()
+            for name, weight in model.named_weights()
+            if weight.grad is not None
+        }
+        found.append((states_ND.detach(), gradients))
+    (shared, shared_gradients), (padded, padded_gradients) = found
+    assert float((shared - padded).norm() / padded.norm()) < DOUBLE_TOLERANCE
+    _assert_near(shared_gradients, padded_gradients, DOUBLE_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_outputs_and_all_gradients(tmp_path: Path, family: str, kind: str) -> None:
+    model = _model(_folder(tmp_path, family), kind)
+    batch = shared_batch()
+    found = [_outputs(model, rows) for rows in (pack_rows(batch, "cpu"), pad_rows(batch, "cpu"))]
+    for shared, padded in zip(*found, strict=True):
+        torch.testing.assert_close(shared, padded, rtol=0, atol=OUTPUT_TOLERANCE)
+    gradients = [_gradients(model, outputs) for outputs in found]
+    _assert_near(gradients[0], gradients[1], GRADIENT_TOLERANCE)
+
+
+def test_each_row_is_scored_as_if_it_were_alone(tmp_path: Path, always: None) -> None:
+    """The oracle: transformers' own forward pass over each row, unpadded, with all logits."""
+    model = _model(_folder(tmp_path, "qwen3"), "policy")
+    batch = shared_batch()
+    found = compute_logprobs(model, batch, temperature=0.8)["logprobs"]
+    for row, tokens, prompt in zip(
+        found.rows(), batch["tokens"].rows(), batch["prompt_lengths"].values.tolist(), strict=True
+    ):
+        with torch.no_grad():
+            logits = model.lm(tokens[None]).logits[0, prompt - 1 : -1] / 0.8
+        expected = logits.log_softmax(-1).gather(1, tokens[prompt:, None]).squeeze(1)
+        torch.testing.assert_close(row, expected, rtol=0, atol=OUTPUT_TOLERANCE)
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_changes_no_gradient(tmp_path: Path, mode: str, compute_dtype: str) -> None:
+    folder = _folder(tmp_path, "smollm2")
+    rows = pack_rows(shared_batch(), "cpu")
+    gradients = []
+    for recompute in ("none", mode):
+        model = _model(folder, "policy", recompute=recompute, compute_dtype=compute_dtype)
+        gradients.append(_gradients(model, _outputs(model, rows)))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_bfloat16_gradients_are_near(tmp_path: Path, kind: str) -> None:
+    model = _model(_folder(tmp_path, "smollm2"), kind, compute_dtype="bfloat16")
+    batch = shared_batch()
+    found = [
+        _gradients(model, _outputs(model, rows))
+        for rows in (pack_rows(batch, "cpu"), pad_rows(batch, "cpu"))
+    ]
+    _assert_near(found[0], found[1], BFLOAT16_TOLERANCE)
+
+
+def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
+    model = _model(_folder(tmp_path, "smollm2"), "policy")
+    rows = pack_rows(shared_batch([(0, 0), (0, 0), (1, 0)]), "cpu")
+    logprobs_N, _ = model.score(rows, temperature=1.0)  # type: ignore[union-attr]
+    assert logprobs_N.shape == (0,)
+    logprobs_N.sum().backward()
+    for name, weight in model.named_weights():
+        assert weight.grad is not None, name
+        assert float(weight.grad.abs().max()) == 0, name
+
+
+# --- whole batches ------------------------------------------------------------------------
+
+
+def _ways(folder: Path, **options: Any) -> list[ModelSpec]:
+    """With and without sharing."""
+    return [
+        ModelSpec.model_validate(
+            {"path": folder, "compute_dtype": "float32", "share_prefixes": way, **options}
+        )
+        for way in ("auto", "never")
+    ]
+
+
+def _shares(trainer: Trainer, batch: Experience) -> int:
+    passes = trainer.rank_model.micro_batches(batch)
+    return sum(len(one.rows) for one in passes if one.padded.prefixes is not None)
+
+
+@pytest.mark.parametrize("budget", [1, 24, 4096])
+def test_columns_come_back_row_by_row(tmp_path: Path, always: None, budget: int) -> None:
+    folder = _folder(tmp_path, "smollm2")
+    batch = shared_batch()
+    scored, values = [], []
+    for spec in _ways(folder, micro_batch_tokens=budget):
+        scored.append(compute_logprobs(CausalLm(spec), batch, temperature=1.0, with_entropy=True))
+        critic = ValueModel(spec)
+        torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+        values.append(compute_values(critic, batch))
+    for name in ("logprobs", "entropy"):
+        assert torch.equal(scored[0][name].offsets, scored[1][name].offsets)
+        torch.testing.assert_close(
+            scored[0][name].values, scored[1][name].values, rtol=0, atol=OUTPUT_TOLERANCE
+        )
+    torch.testing.assert_close(values[0].values, values[1].values, rtol=0, atol=OUTPUT_TOLERANCE)
+
+
+@pytest.mark.parametrize("rows_per_unit", [1, 3])
+def test_a_training_step_is_the_same(tmp_path: Path, always: None, rows_per_unit: int) -> None:
+    folder = _folder(tmp_path, "smollm2")
+    batch = shared_batch()
+    found = []
+    for spec in _ways(folder, micro_batch_tokens=40):
+        trainer = Trainer.policy(spec, OptimizerSpec())
+        assert (_shares(trainer, batch) > 4) == (spec.share_prefixes == "auto")
+        metrics, outputs = trainer.forward_backward_with_outputs(
+            batch, PpoPolicyLossSpec(entropy_coefficient=0.01), rows_per_unit=rows_per_unit
+        )
+        gradients = {name: w.grad.clone() for name, w in trainer.model.named_weights()}
+        found.append((metrics, outputs["logprobs"], gradients))
+    (shared, outputs, gradients), (expected, padded, padded_gradients) = found
+    assert shared.keys() == expected.keys()
+    for name, number in expected.items():
+        assert shared[name] == pytest.approx(number, rel=1e-5, abs=1e-6), name
+    torch.testing.assert_close(outputs.values, padded.values, rtol=0, atol=OUTPUT_TOLERANCE)
+    _assert_near(gradients, padded_gradients, GRADIENT_TOLERANCE)
+
+
+def test_two_passes_have_the_same_bits(tmp_path: Path, always: None) -> None:
+    batch = shared_batch()
+    trainer = Trainer.policy(_ways(_folder(tmp_path, "smollm2"))[0], OptimizerSpec())
+    found = []
+    for _ in range(2):
+        trainer.forward_backward(batch, PpoPolicyLossSpec())
+        found.append([weight.grad.clone() for _, weight in trainer.model.named_weights()])
+        trainer.drop_gradients()
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_without_a_common_prompt_no_bit_differs(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "smollm2")
+    batch = shared_batch([(0, 5), (1, 3), (2, 7)])
+    found = []
+    for spec in _ways(folder):
+        trainer = Trainer.policy(spec, OptimizerSpec())
+        assert _shares(trainer, batch) == 0
+        trainer.forward_backward(batch, PpoPolicyLossSpec())
+        found.append([weight.grad.clone() for _, weight in trainer.model.named_weights()])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_models_that_look_back_only_so_far_do_not_share(tmp_path: Path) -> None:
+    folder = write_tiny_decoder(tmp_path, "mistral", vocab_size=VOCAB, tie_word_embeddings=True)
+    assert _model(folder, "policy").sharing is None

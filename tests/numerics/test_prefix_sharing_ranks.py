@@ -1,0 +1,161 @@
+"""Completions behind one copy of their prompt, on many ranks: against one rank without sharing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.parallel_training import Job, Trained, joined, make_trainer, part_of, record_gradients
+from support.rank_processes import RankContext, RankPool
+from support.tiny_families import write_tiny_decoder
+from support.tiny_models import write_tiny_llama
+from support.token_batches import token_batch, with_shared_prompts
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec
+
+GRADIENT_TOLERANCE = 5e-6
+"""Relative, of each gradient's norm: float32 sums in another order (test_parallel_training)."""
+METRIC_TOLERANCE = 1e-5
+
+GROUP = 4
+PROMPTS = (12,) * GROUP + (1,) * GROUP + (17,) * GROUP
+COMPLETIONS = (4, 0, 9, 2, 5, 1, 3, 3, 12, 7, 0, 6)
+VOCAB = 280
+
+LAYOUTS = {
+    "one rank": TrainLayout(),
+    "tp2": TrainLayout(tp=2),
+    "tp4 (2 kv heads)": TrainLayout(tp=4),
+    "pp2": TrainLayout(pp=2),
+    "dp2": TrainLayout(dp=2),
+    "fsdp2": TrainLayout(dp=2, fsdp=2),
+    "tp2-pp2-fsdp2": TrainLayout(tp=2, pp=2, dp=2, fsdp=2),
+}
+
+
+def update(at: RankContext, job: Job) -> tuple[Trained, int]:
+    """A step over the whole batch, groups kept together; and rows that this rank shared in it."""
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        trainer = make_trainer(job, at, mesh)
+        gradients = record_gradients(trainer)
+        num_shared = 0
+        run = trainer.rank_model.run
+
+        def counting(passes: Any, *args: Any, **options: Any) -> None:
+            nonlocal num_shared
+            num_shared += sum(len(one.rows) for one in passes if one.padded.prefixes is not None)
+            run(passes, *args, **options)
+
+        trainer.rank_model.run = counting  # type: ignore[method-assign]
+        metrics = trainer.update(
+            job.batch, job.loss, epochs=1, mini_batch_rows=12, seed=5, rows_per_unit=GROUP
+        )
+        return part_of(trainer, metrics, gradients), num_shared
+
+
+@pytest.fixture(scope="module")
+def batch() -> Experience:
+    rows = with_shared_prompts(
+        token_batch(prompt_lengths=PROMPTS, completion_lengths=COMPLETIONS, vocab_size=VOCAB), GROUP
+    )
+    old = rows["advantages"]
+    noise_N = 0.3 * torch.randn(len(old.values), generator=torch.Generator().manual_seed(2))
+    return rows | Experience(
+        {"logprobs": Column(ColumnKind.COMPLETION, noise_N - 5.0, old.offsets)}
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        "smollm2": write_tiny_llama(
+            tmp_path_factory.mktemp("llama"), seed=4, vocab_size=VOCAB, num_layers=3
+        ),
+        "qwen3": write_tiny_decoder(
+            tmp_path_factory.mktemp("qwen3"), "qwen3", vocab_size=VOCAB, tie_word_embeddings=True
+        ),
+    }
+
+
+def _job(folder: Path, batch: Experience, kind: str, **model: Any) -> Job:
+    loss = PpoPolicyLossSpec(entropy_coefficient=0.01) if kind == "policy" else PpoValueLossSpec()
+    return Job(
+        folder,
+        batch,
+        loss,
+        kind=kind,  # type: ignore[arg-type]
+        model={"micro_batch_tokens": 64, **model},
+    )
+
+
+@pytest.fixture(scope="module")
+def unshared(rank_pool: RankPool) -> Any:
+    """One rank without sharing, each job once."""
+    known: dict[str, Trained] = {}
+
+    def run(job: Job) -> Trained:
+        key = f"{job.folder} {job.kind}"
+        if key not in known:
+            [(found, num_shared)] = rank_pool.run(
+                update, 1, replace(job, model={**job.model, "share_prefixes": "never"})
+            )
+            assert num_shared == 0
+            known[key] = joined([found], TrainLayout())
+        return known[key]
+
+    return run
+
+
+def _assert_agree(rank_pool: RankPool, job: Job, layout: TrainLayout, expected: Trained) -> None:
+    job = replace(job, layout=layout)
+    parts = rank_pool.run(update, layout.world_size, job)
+    # 12 rows in 3 groups; every rank of a replica has the same passes.
+    by_replica = {layout.coordinates(rank).dp: shared for rank, (_, shared) in enumerate(parts)}
+    assert sum(by_replica.values()) >= 2 * GROUP
+    found = joined([part for part, _ in parts], layout)
+    for name, number in expected.metrics.items():
+        assert found.metrics[name] == pytest.approx(
+            number, rel=METRIC_TOLERANCE, abs=METRIC_TOLERANCE
+        ), name
+    for name, gradient in expected.gradients[0].items():
+        distance = (found.gradients[0][name].double() - gradient.double()).norm()
+        assert float(distance / gradient.double().norm()) < GRADIENT_TOLERANCE, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_gradients_agree_with_one_rank_that_shares_nothing(
+    rank_pool: RankPool,
+    folders: dict[str, Path],
+    batch: Experience,
+    unshared: Any,
+    kind: str,
+    layout: TrainLayout,
+) -> None:
+    job = _job(folders["smollm2"], batch, kind)
+    _assert_agree(rank_pool, job, layout, unshared(job))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_agree_on_all_axes(
+    rank_pool: RankPool,
+    folders: dict[str, Path],
+    batch: Experience,
+    unshared: Any,
+    recompute: str,
+) -> None:
+    job = _job(folders["smollm2"], batch, "policy", recompute=recompute)
+    _assert_agree(rank_pool, job, LAYOUTS["tp2-pp2-fsdp2"], unshared(job))
+
+
+@pytest.mark.parametrize("name", ["tp4 (2 kv heads)", "tp2-pp2-fsdp2"], ids=str)
+def test_norms_of_heads_agree(
+    rank_pool: RankPool, folders: dict[str, Path], batch: Experience, unshared: Any, name: str
+) -> None:
+    job = _job(folders["qwen3"], batch, "policy")
+    _assert_agree(rank_pool, job, LAYOUTS[name], unshared(job))
