@@ -40,10 +40,10 @@ class Environment(ABC):
     """What a policy talks to, turn by turn. One instance a trajectory.
 
     reset is called once, before the first turn, then step after each turn, also after one that was
-    cut by length. Both must depend on what they are given alone: a run that is resumed replays
-    them, and ranks that sample one trajectory together have an instance each. They run on the
-    compute thread while nothing decodes that waits for them, so they must be quick. What they raise
-    ends the generation: a judgement that failed is no reward of 0.
+    cut by length. Both should depend on what they are given alone: a run that is resumed samples
+    its step anew, and gets the same trajectories only if it is told the same. They run on the
+    compute thread while decoding waits, so they should be quick. What they raise ends the
+    generation: a judgement that failed is no reward of 0.
 
     Example: guess a number, with hints::
 
@@ -66,7 +66,7 @@ class Environment(ABC):
 
     stop: Sequence[str] = ()
     """Texts that end a turn, e.g. ("</calc>",): it is cut behind the token that completes the first
-    one. Not the model's special tokens, which are not in the text."""
+    one. Known before reset. Not the model's special tokens, which are not in the text."""
 
     @abstractmethod
     def reset(self, row: Prompt) -> str | None:

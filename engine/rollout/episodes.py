@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
+
+from rolemesh.engine.agreement import gather_facts
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, Observation
 from rolemesh.engine.environments.factory import environment_maker
+from rolemesh.engine.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
 
 STOP_WINDOW_TOKENS = 8
 """Tokens without text that may stand inside a stop text while it is looked for as tokens come."""
+
+_CPU = torch.device("cpu")
 
 
 class Tokenizer(Protocol):
@@ -75,6 +81,8 @@ class _Running:
     request: RolloutRequest
     prompt: Prompt
     environment: Environment
+    stop: tuple[str, ...]
+    """Texts that end a turn."""
     budget: int
     """Tokens that the whole completion may have."""
     episode: Episode
@@ -99,19 +107,34 @@ class EpisodeRunner:
     Example: with a calculator, prompt tokens P and the turns "<calc>2+2</calc>" and " 4.", the
     completion is the tokens of "<calc>2+2</calc>", "<result>4</result>" and " 4.", of which the
     second part has loss_mask 0 and log-probs 0; the second turn was sampled behind P and both.
+
+    Ranks of one generation replica sample the same rows. The first of them asks the environment and
+    tells the others, so that a tool is used once and its answer need not be the same twice.
     """
 
-    def __init__(self, spec: EnvironmentSpec, tokenizer: Tokenizer, max_model_len: int) -> None:
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        *,
+        group: RankGroup | None = None,
+        device: torch.device = _CPU,
+    ) -> None:
         """Loads the environment's class.
 
         Args:
             spec: which environment, and its bounds.
             tokenizer: of the policy.
             max_model_len: longest sequence of the sampler, in tokens.
+            group: ranks of this generation replica; None where the rank is alone.
+            device: where the group's messages lie.
 
         Raises:
             UserCodeError: a user's class cannot be loaded.
         """
+        self._group = group if group is not None and group.size > 1 else None
+        self._device = device
         self._spec = spec
         self._make = environment_maker(spec)
         self._tokenizer = tokenizer
@@ -165,6 +188,7 @@ class EpisodeRunner:
             request=request,
             prompt=prompt,
             environment=environment,
+            stop=tuple(environment.stop),
             # A prompt that is too long itself is the back end's to refuse.
             budget=max(1, min(sampling.max_new_tokens, self._max_model_len - len(prompt.tokens))),
             episode=Episode(row=request.row),
@@ -173,9 +197,14 @@ class EpisodeRunner:
             raise _failed(
                 one, f"stop is {environment.stop!r}: give a tuple of texts that are not empty"
             )
-        text = self._asked(one, lambda: environment.reset(prompt))
-        if text is not None and not isinstance(text, str):
-            raise _failed(one, f"reset gave a {type(text).__name__}: return text, or None")
+
+        def reset() -> str | None:
+            text = environment.reset(prompt)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"reset gave a {type(text).__name__}: return text, or None")
+            return text
+
+        text = self._heard(one, reset)
         if text and not self._put_in(one, text, version):
             raise _failed(
                 one,
@@ -192,29 +221,34 @@ class EpisodeRunner:
             prompt_tokens=[*one.prompt.tokens, *one.episode.completion_tokens],
             seed=derive_seed(seed, number) if number else seed,
             max_new_tokens=one.room,
-            is_complete=self._stop_check(one.environment.stop),
+            is_complete=self._stop_check(one.stop),
         )
 
     def _take(self, one: _Running, trajectory: RolloutTrajectory, version: int) -> bool:
         """Adds a turn and what the environment says to it; True when that was the last one."""
         episode, tokens = one.episode, list(trajectory.completion_tokens)
-        end = self.turn_end(tokens, one.environment.stop)
+        end = self.turn_end(tokens, one.stop)
         is_cut = end is None and trajectory.finish_reason == "length"
         tokens = tokens[:end]
         episode.completion_tokens += tokens
         episode.loss_mask += [True] * len(tokens)
         episode.logprobs += trajectory.logprobs[: len(tokens)]
         episode.policy_versions += trajectory.policy_versions[: len(tokens)]
-        said = self._asked(one, lambda: one.environment.step(self._text(tokens)))
-        if not isinstance(said, Observation):
-            raise _failed(one, f"step gave a {type(said).__name__}: return an Observation")
+
+        def step() -> tuple[str, float, bool]:
+            said = one.environment.step(self._text(tokens))
+            if not isinstance(said, Observation):
+                raise TypeError(f"step gave a {type(said).__name__}: return an Observation")
+            return said.text, float(said.reward), bool(said.done)
+
+        text, reward, is_done = self._heard(one, step)
         episode.num_turns += 1
-        episode.reward += said.reward
+        episode.reward += reward
         if is_cut:
             episode.finish_reason = "length"
-        if is_cut or said.done or episode.num_turns == self._spec.max_turns:
+        if is_cut or is_done or episode.num_turns == self._spec.max_turns:
             return True
-        if not self._put_in(one, said.text, version):
+        if not self._put_in(one, text, version):
             episode.finish_reason = "length"
             return True
         return False
@@ -270,13 +304,30 @@ class EpisodeRunner:
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def _asked(self, one: _Running, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except Exception as error:
-            # A user's code: whatever it raises is told with the row that it happened to.
-            what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
-            raise _failed(one, what) from error
+    def _heard(self, one: _Running, ask: Callable[[], Any]) -> Any:
+        """What the environment says, asked here or by the first rank of the replica. JSON-able."""
+        if self._group is None:
+            return _asked(one, ask)
+        facts: dict[str, Any] = {}
+        if self._group.index == 0:
+            try:
+                facts = {"said": _asked(one, ask)}
+            except EnvironmentFailedError as error:
+                gather_facts({"error": str(error)}, self._group, self._device)
+                raise
+        told = gather_facts(facts, self._group, self._device)[0]
+        if "error" in told:
+            raise EnvironmentFailedError(told["error"])
+        return told["said"]
+
+
+def _asked(one: _Running, ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except Exception as error:
+        # A user's code: whatever it raises is told with the row that it happened to.
+        what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
+        raise _failed(one, what) from error
 
 
 def _failed(one: _Running, what: str) -> EnvironmentFailedError:

@@ -65,7 +65,7 @@ class ActorRole(ModelRole, SamplingRole):
         self._source = PromptSource(
             spec.model, spec.data, run_seed, pretraining=spec.pretraining_data
         )
-        self._source.play(spec.environment, spec.rollout.max_model_len)
+        self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
         progress("load policy", 1, 3)
         model = CausalLm(spec.model, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)

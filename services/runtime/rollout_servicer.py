@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import PromptSet, Split, load_prompts
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import check_model_folder
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
@@ -26,6 +27,7 @@ from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, Sampling
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.blocks import BlockParts, block_of
+from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.errors import describe
 from rolemesh.services.runtime.role import ProgressCallback
 from rolemesh.services.runtime.rows import merge_parts
@@ -68,18 +70,25 @@ class PromptSource:
         self.episodes: EpisodeRunner | None = None
         """Plays a row with the environment; None: a completion is one turn."""
 
-    def play(self, environment: EnvironmentSpec | None, max_model_len: int) -> None:
+    def play(self, environment: EnvironmentSpec | None, max_model_len: int, mesh: RankMesh) -> None:
         """From now on rows are episodes with this environment, where there is one.
 
         Args:
             environment: what the policy talks to.
             max_model_len: longest sequence of the sampler, in tokens.
+            mesh: the service's ranks.
 
         Raises:
             UserCodeError: the class of the environment cannot be loaded.
         """
         if environment is not None:
-            self.episodes = EpisodeRunner(environment, self.tokenizer, max_model_len)
+            self.episodes = EpisodeRunner(
+                environment,
+                self.tokenizer,
+                max_model_len,
+                group=mesh.generate_tp,
+                device=rank_device(),
+            )
 
 
 class SamplingRole(ABC):
