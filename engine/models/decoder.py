@@ -26,7 +26,7 @@ from rolemesh.engine.models.folder import load_model
 from rolemesh.engine.models.prefix_layout import PrefixLayout
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
-from rolemesh.engine.models.shared_attention import SHARING_ATTENTION
+from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.models.stages import global_name
 from rolemesh.engine.models.tensor_parallel import partial_gradients
 from rolemesh.engine.prefix_packing import SharingCost
@@ -225,7 +225,7 @@ def backbone_states(
         {"input_ids": tokens_BT} if hidden_BTD is None else {"inputs_embeds": hidden_BTD}
     )
     if prefixes is not None:
-        inputs |= {"position_ids": prefixes.positions_1S, "prefixes": prefixes}
+        inputs |= inputs_of(prefixes)
     # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
     # context ends, so each weight is cast once a pass and never stale after an optimizer step.
     with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):

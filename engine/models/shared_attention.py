@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from rolemesh.engine.models.prefix_layout import PrefixLayout
 
 SHARING_ATTENTION = "rolemesh_prefix_sharing"
-"""Under this name transformers knows the attention. It has no mask function of that name, so that
-its models make no mask of their own."""
+"""Under this name transformers knows the attention."""
 
 
 def sharing_attention(
@@ -42,7 +42,7 @@ def sharing_attention(
         query: float [B, H, T, E], rotated.
         key: float [B, J, T, E], rotated.
         value: float [B, J, T, E].
-        attention_mask: for "sdpa".
+        attention_mask: for "sdpa"; see `inputs_of`.
         prefixes: how packed rows stand; B is 1 then, and T is S.
         dropout: for "sdpa"; models here have none.
         scaling: of the products.
@@ -81,6 +81,17 @@ def sharing_attention(
 
 
 AttentionInterface.register(SHARING_ATTENTION, sharing_attention)
+# Masks are those of "sdpa": without this line a padded batch with a mask would go without.
+AttentionMaskInterface.register(SHARING_ATTENTION, sdpa_mask)
+
+
+def inputs_of(prefixes: PrefixLayout) -> dict[str, Any]:
+    """What a model that attends by `sharing_attention` is called with, besides its tokens."""
+    positions_1S = prefixes.positions_1S
+    # Transformers leaves a mask of four dimensions alone. Given none, it would take positions that
+    # begin anew for rows packed one after another, and make a mask of S x S.
+    nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1S.device)
+    return {"position_ids": positions_1S, "attention_mask": nothing, "prefixes": prefixes}
 
 
 def _attend(

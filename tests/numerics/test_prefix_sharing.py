@@ -287,6 +287,21 @@ def test_without_a_common_prompt_no_bit_differs(tmp_path: Path) -> None:
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
 
 
+def test_a_mask_of_padded_rows_is_heeded(tmp_path: Path) -> None:
+    """Whoever calls the model with a mask of its own, e.g. to sample, gets what it asks for."""
+    model = _model(_folder(tmp_path, "smollm2"), "policy")
+    assert model.sharing is not None
+    row = [5, 6, 7, 8]
+    with torch.no_grad():
+        padded = model.lm(
+            input_ids=torch.tensor([[9, 9, *row]]),
+            attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]),
+            position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]]),
+        ).logits[0, 2:]
+        alone = model.lm(input_ids=torch.tensor([row])).logits[0]
+    torch.testing.assert_close(padded, alone, rtol=0, atol=OUTPUT_TOLERANCE)
+
+
 def test_models_that_look_back_only_so_far_do_not_share(tmp_path: Path) -> None:
     folder = write_tiny_decoder(tmp_path, "mistral", vocab_size=VOCAB, tie_word_embeddings=True)
     assert _model(folder, "policy").sharing is None
