@@ -203,14 +203,17 @@ class StandAloneRolloutServicer(RolloutServicer):
             delivery = await self._fetch(request.weights, call)
             with call.phase("load"):
                 await self._load(delivery, call)
-            num_bytes = sum(found.num_bytes for found in delivery.fetched.values())
             return rollout_pb2.UpdateWeightsResult(
-                policy_version=delivery.policy_version,
-                report=call.report({"weight_sync_bytes": num_bytes}, 0),
+                policy_version=delivery.policy_version, report=call.report({}, 0)
             )
 
+        async def count(result: rollout_pb2.UpdateWeightsResult, call: Call) -> None:
+            # Nothing else was fetched, by any rank.
+            report = result.report
+            report.metrics["weight_sync_bytes"] = sum(report.fetched_bytes.values())
+
         async for response in self._runtime.keyed(
-            request, context, rollout_pb2.UpdateWeightsResponse, work
+            request, context, rollout_pb2.UpdateWeightsResponse, work, finish=count
         ):
             yield response
 

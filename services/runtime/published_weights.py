@@ -299,14 +299,25 @@ async def _fetch_once(
         response_deserializer=None,
     )(request)
     try:
-        return await _receive(aiter(call), request, dtype)
+        return await receive_boxes(aiter(call), request, dtype)
     finally:
         call.cancel()
 
 
-async def _receive(
+async def receive_boxes(
     messages: AsyncIterator[bytes], request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
 ) -> FetchedBoxes:
+    """Reads the answer to a fetch.
+
+    Args:
+        messages: of the stream, serialized.
+        request: what was asked for.
+        dtype: element type of the publication.
+
+    Raises:
+        PayloadMalformedError: the bytes do not fit their description or the request.
+        OSError: the shared memory that is named cannot be opened.
+    """
     first = await anext(messages, None)
     header = None if first is None else _header(first)
     if header is None:

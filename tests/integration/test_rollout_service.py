@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -10,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.in_flight_checks import halt_at, largest_difference, rows_with_versions
@@ -18,9 +22,13 @@ from support.rollout_checks import load_trainer_model, trained_copy
 from support.rollout_services import Caller, process_of, rows_of, shards_of
 from support.services import assert_same, segments_of, serving
 
-from rolemesh.engine.transport.shm import SHM_DIRECTORY
+from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.transport.shm import SHM_DIRECTORY, Segment
+from rolemesh.engine.weights.layouts import generate_layout
 from rolemesh.engine.weights.manifest import num_elements
 from rolemesh.rpc.errors import (
+    CapacityError,
     InvalidRequestError,
     PreconditionError,
     UnavailableError,
@@ -239,6 +247,18 @@ async def test_shared_memory_is_freed_with_the_run(model: Path) -> None:
     assert segments_of(os.getpid()) == before
 
 
+async def test_old_versions_are_unmapped(start: Callable[..., Any]) -> None:
+    pair = await start()
+    for _ in range(3):
+        await pair.bring()
+        await pair.rollout.generate(0, count=1)
+    gc.collect()
+    mapped = {line.path for line in psutil.Process().memory_maps() if "/rolemesh-" in line.path}
+    # The publisher's own, of the version that it publishes.
+    assert len(mapped) == 1
+    assert mapped == {str(SHM_DIRECTORY / name) for name in segments_of(os.getpid())}
+
+
 # --- weights in the middle of a generation ------------------------------------------------
 
 
@@ -336,3 +356,96 @@ async def test_a_publisher_that_dies_mid_fetch_is_named_and_nothing_is_sampled(
             await rollout.channel.close()
         await actor.channel.close()
     assert not list(SHM_DIRECTORY.glob(f"rolemesh-{process.pid}-*"))
+
+
+@pytest.mark.slow
+async def test_replicas_of_a_service_take_weights_together_or_not_at_all(
+    model: Path, tmp_path: Path
+) -> None:
+    with process_of("rollout", tmp_path, "--layout", "dp=2") as (address, process):
+        rollout = Caller(address)
+        async with serving(ActorRole()) as server:
+            actor = Caller(server.runtime.address)
+            await actor.initialize(**actor_spec(model))
+            await rollout.initialize(**rollout_spec(model, layout={"dp": 2}))
+            old = (await actor.publish()).weights
+            answer = await rollout.take(old)
+            manifest = await weights_pb2_grpc.WeightsServiceStub(rollout.channel).GetManifest(
+                weights_pb2.GetManifestRequest()
+            )
+            elements = sum(torch.Size(list(one.shape)).numel() for one in manifest.parameters)
+            assert answer.report.metrics["weight_sync_bytes"] == 2 * 4 * elements
+            held = await rollout.checksums()
+            assert held.checksums == held.other_ranks[0].checksums
+            # Both replicas' shares of the prompts, in order.
+            mine = await shards_of((await rollout.generate(4)).experience)
+            own = await rows_of((await actor.generate(4)).experience)
+            assert torch.equal(mine["tokens"].values, own["tokens"].values)
+            assert mine["prompt_ids"].values.tolist() == own["prompt_ids"].values.tolist()
+            await actor.train((await actor.generate(0, count=6)).experience, version=0)
+            new = (await actor.publish()).weights
+            with pytest.raises(PreconditionError, match="version 3 of it is published"):
+                await rollout.take(old)
+            with pytest.raises(PreconditionError, match="update to policy_version 0 failed"):
+                await rollout.generate(5)
+            assert process.poll() is None
+            assert (await rollout.take(new)).policy_version == 3
+            held = await rollout.checksums()
+            assert held.policy_version == held.other_ranks[0].policy_version == 3
+            await actor.channel.close()
+        await rollout.channel.close()
+
+
+@pytest.mark.slow
+async def test_slices_of_a_vllm_service_take_their_own_parts(model: Path, tmp_path: Path) -> None:
+    rollout_flags = ("--layout", "tp=2")
+    spec = {"type": "vllm", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    (tmp_path / "actor").mkdir()
+    with (
+        process_of("rollout", tmp_path, *rollout_flags) as (address, _),
+        process_of("actor", tmp_path / "actor", "--layout", "tp=2") as (actor_address, _),
+    ):
+        rollout, actor = Caller(address), Caller(actor_address)
+        await asyncio.gather(
+            rollout.initialize(**rollout_spec(model, rollout=spec, layout={"tp": 2})),
+            actor.initialize(**actor_spec(model, train={"tp": 2})),
+        )
+        batch = await actor.generate(0, count=6)
+        await actor.train(batch.experience, version=0)
+        answer = await rollout.take((await actor.publish()).weights)
+        shape = DecoderShape.from_config(json.loads((model / "config.json").read_text()))
+        layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2))
+        held = generate_layout(shape, layout, "float32")
+        parts = sum(num_elements(p.box) for rank in held.ranks for p in rank.pieces)
+        assert answer.report.metrics["weight_sync_bytes"] == 4 * parts
+        # Cut alike, so the trainer's slices are the sampler's: hash by hash where neither fuses.
+        mine, theirs = await rollout.checksums(), await actor.checksums("TRAINER")
+        pairs = [
+            (mine.checksums, theirs.checksums),
+            (mine.other_ranks[0].checksums, theirs.other_ranks[0].checksums),
+        ]
+        for sampler, trainer in pairs:
+            common = sampler.keys() & trainer.keys() - {"model.embed_tokens.weight"}
+            assert len(common) == len(trainer) - 1
+            assert all(sampler[name] == trainer[name] for name in common)
+        own, taken = await actor.generate(9, greedy=True), await rollout.generate(9, greedy=True)
+        mine_rows, own_rows = await rows_of(taken.experience), await shards_of(own.experience)
+        # Greedy: two engines round by 1e-6 differently, gaps between logits are 1e-2 here.
+        assert torch.equal(mine_rows["tokens"].values, own_rows["tokens"].values)
+        assert mine_rows["policy_versions"].values.unique().tolist() == [3]
+        for caller in (rollout, actor):
+            await caller.channel.close()
+
+
+async def test_a_full_shared_memory_is_said(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await start()
+
+    def full(num_bytes: int) -> Segment:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Segment, "create", full)
+    with pytest.raises(CapacityError, match="enlarge /dev/shm") as caught:
+        await pair.actor.publish()
+    assert caught.value.reason == "EXPERIENCE_CAPACITY"
