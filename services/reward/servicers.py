@@ -14,6 +14,7 @@ from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.reward_model import RewardModel
+from rolemesh.engine.rewards.pass_at import pass_at
 from rolemesh.engine.rewards.sources import (
     ClassifierReward,
     RewardSource,
@@ -39,7 +40,6 @@ from rolemesh.v1 import (
     reward_pb2,
     reward_pb2_grpc,
     trainer_pb2_grpc,
-    weights_pb2_grpc,
 )
 
 T = TypeVar("T")
@@ -105,9 +105,7 @@ class RewardRole(ModelRole):
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
             TrainerServicer(self, runtime), server
         )
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(
-            WeightsServicer(self, runtime), server
-        )
+        WeightsServicer(self, runtime).add_to(server)
         data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
         return [
             f"rolemesh.v1.{family}Service" for family in ("Reward", "Trainer", "Weights", "Data")
@@ -162,6 +160,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
         async def by_reference(call: Call) -> Message:
             source = self._role.source
+            if request.pass_at and source.full_score is None:
+                raise InvalidRequestError(
+                    f"pass_at is {list(request.pass_at)}, but this {self._role.name} has no full "
+                    "score that a row could reach: leave pass_at out, or take a source that has",
+                    reason="PASS_AT_INVALID",
+                )
             share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
             batch = await self._runtime.pull(
                 request.experience, source.columns, call, rows=share.rows
@@ -177,8 +181,15 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
             column = self._role.column
-            rewards = await self._runtime.pull(result.experience, [column], call)
-            result.report.metrics.update(metrics(rewards[column].values))
+            judged = await self._runtime.pull(result.experience, [column], call)
+            rewards = judged[column].values
+            result.report.metrics.update(metrics(rewards))
+            full_score = self._role.source.full_score
+            if request.pass_at and full_score is not None:
+                prompts = await self._runtime.pull(request.experience, ["prompt_ids"], call)
+                prompt_ids = prompts["prompt_ids"].values
+                found = pass_at(rewards >= full_score, prompt_ids, request.pass_at)
+                result.report.metrics.update(found)
 
         def metrics(rewards: torch.Tensor) -> dict[str, float]:
             return reward_metrics(rewards, self._role.source.full_score, self._role.name)
@@ -199,6 +210,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 reason="INPUT_MISSING",
             )
         is_reference = kind == "experience"
+        if request.pass_at and not is_reference:
+            raise InvalidRequestError(
+                "pass_at is set with trajectories, which do not say which are of one prompt: send "
+                "an experience, or leave it out",
+                reason="PASS_AT_INVALID",
+            )
         stream = self._runtime.keyed(
             request,
             context,

@@ -129,8 +129,8 @@ class Client:
         )
         return await result_of(trainer_pb2_grpc.TrainerServiceStub(self._channel).Update(request))
 
-    async def judge(self, batch: experience_pb2.ExperienceRef) -> Any:
-        request = reward_pb2.ComputeRewardRequest(key=self.key(), experience=batch)
+    async def judge(self, batch: experience_pb2.ExperienceRef, pass_at: Sequence[int] = ()) -> Any:
+        request = reward_pb2.ComputeRewardRequest(key=self.key(), experience=batch, pass_at=pass_at)
         return await result_of(
             reward_pb2_grpc.RewardServiceStub(self._channel).ComputeReward(request)
         )
@@ -205,22 +205,44 @@ async def test_training_sees_the_very_tokens_that_are_judged(llama: Path, tmp_pa
         assert row.tolist() == tokenizer(prompt + completion)["input_ids"]
 
 
-async def test_a_cost_gives_costs(tmp_path: Path) -> None:
+def judged_rows(runtime: Runtime, completions: Sequence[str]) -> experience_pb2.ExperienceRef:
+    """Completions of prompts 7 and 3 in turn, to which the right answer is 12."""
+    number = len(completions)
+    rows = Experience(
+        {
+            "tokens": Column.ragged(ColumnKind.SEQUENCE, [[1, 2]] * number, torch.int64),
+            "prompt_ids": Column(
+                ColumnKind.ROW, torch.tensor([3 if row % 2 else 7 for row in range(number)])
+            ),
+            "completion_text": Column.text(completions),
+            "answer": Column.text(["12"] * number),
+        }
+    )
+    return runtime.publish(operation_key("rows"), rows)
+
+
+async def test_a_cost_gives_costs() -> None:
     async with client_of(CostRole()) as (cost, runtime):
         await cost.initialize({"source": {"type": "arithmetic"}})
-        rows = Experience(
-            {
-                "tokens": Column.ragged(ColumnKind.SEQUENCE, [[1, 2], [3, 4, 5]], torch.int64),
-                "completion_text": Column.text(["12", "13"]),
-                "answer": Column.text(["12", "12"]),
-            }
-        )
-        batch = runtime.publish(operation_key("rows"), rows)
-        judged = await cost.judge(batch)
+        judged = await cost.judge(judged_rows(runtime, ["12", "13"]))
         costs = held(runtime, judged.experience)
         assert list(costs.columns) == ["costs"]
         assert costs["costs"].values.tolist() == pytest.approx([1.0, 0.1])
         assert dict(judged.report.metrics)["cost/mean"] == pytest.approx(0.55)
+
+
+async def test_pass_at_k_is_reported_over_the_completions_of_each_prompt() -> None:
+    async with client_of(RewardRole()) as (reward, runtime):
+        await reward.initialize({"source": {"type": "arithmetic"}})
+        # Prompt 7: one of three is right; prompt 3: none of three.
+        batch = judged_rows(runtime, ["12", "1", "1", "1", "1", "12 apples"])
+        metrics = dict((await reward.judge(batch, pass_at=[1, 2, 3])).report.metrics)
+        assert metrics["pass@1"] == pytest.approx((1 / 3 + 0) / 2)
+        assert metrics["pass@2"] == pytest.approx((2 / 3 + 0) / 2)
+        assert metrics["pass@3"] == pytest.approx(1 / 2)
+        with pytest.raises(InvalidRequestError, match="prompt 3 has 3 rows") as caught:
+            await reward.judge(batch, pass_at=[4])
+        assert caught.value.reason == "VALUE_INVALID"
 
 
 # --- refusals -------------------------------------------------------------------------------
@@ -239,6 +261,14 @@ async def test_a_reward_that_is_not_trained_says_so_to_every_call_of_training(
             with pytest.raises(PreconditionError, match="give reward a source of type") as caught:
                 await call
             assert caught.value.reason == "NOT_TRAINABLE"
+
+
+async def test_a_classifier_has_no_full_score_to_pass(llama: Path, tmp_path: Path) -> None:
+    async with client_of(RewardRole()) as (reward, runtime):
+        await reward.initialize(trained(llama, write_pairs(tmp_path / "pairs.jsonl")))
+        with pytest.raises(InvalidRequestError, match="no full score") as caught:
+            await reward.judge(judged_rows(runtime, ["12"]), pass_at=[1])
+        assert caught.value.reason == "PASS_AT_INVALID"
 
 
 async def test_torn_pairs_are_refused_and_no_weight_moves(llama: Path, tmp_path: Path) -> None:
