@@ -13,6 +13,7 @@ from typing import Any
 from rolemesh.coordinator.connection import RoleConnection
 from rolemesh.coordinator.files import sync_folder, write_atomically
 from rolemesh.coordinator.journal import Journal
+from rolemesh.coordinator.pools import Pools
 from rolemesh.v1 import operation_pb2, weights_pb2
 
 COMMITTED = "COMMITTED"
@@ -31,15 +32,17 @@ class Checkpoints:
     def __init__(
         self,
         directory: Path,
-        connections: Sequence[RoleConnection],
+        trained: Callable[[], Sequence[RoleConnection]],
         journal: Journal,
+        pools: Pools,
         *,
         keep: int,
         on_phase: Callable[[str, str, int, int], None],
     ) -> None:
         self.directory = directory
-        self._connections = connections
+        self._trained = trained
         self._journal = journal
+        self._pools = pools
         self._keep = keep
         self._on_phase = on_phase
 
@@ -69,8 +72,9 @@ class Checkpoints:
             # What an interrupted attempt left.
             await asyncio.to_thread(shutil.rmtree, folder)
         folder.mkdir(parents=True)
+        connections = self._trained()
         results = await asyncio.gather(
-            *(self._save_role(connection, step, folder) for connection in self._connections)
+            *(self._save_role(connection, step, folder) for connection in connections)
         )
         marker = {
             "run_id": self._journal.run_id,
@@ -83,7 +87,7 @@ class Checkpoints:
                     "num_bytes": result.num_bytes,
                     "manifest_sha256": result.manifest_sha256,
                 }
-                for connection, result in zip(self._connections, results, strict=True)
+                for connection, result in zip(connections, results, strict=True)
             },
         }
         await asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
@@ -107,7 +111,9 @@ class Checkpoints:
             self._on_phase(connection.role, stage, progress.done, progress.total)
 
         self._on_phase(connection.role, "checkpoint", 0, 0)
-        message = await connection.finish(connection.weights.SaveCheckpoint(request), on_progress)
+        async with self._pools.awake(connection.service, step):
+            stream = connection.weights.SaveCheckpoint(request)
+            message = await connection.finish(stream, on_progress)
         result: weights_pb2.CheckpointResult = message.result
         await self._journal.acknowledge(key, {"manifest_sha256": result.manifest_sha256})
         self._on_phase(connection.role, "", 0, 0)

@@ -10,10 +10,12 @@ from google.protobuf import json_format, struct_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.recipe import role_of
 from rolemesh.engine.specs import Spec
 from rolemesh.rpc.channel import ChannelTraffic, MeshCall, open_channel
 from rolemesh.rpc.errors import DeadlineError, InternalError, RolemeshError, UnavailableError
 from rolemesh.v1 import (
+    data_pb2_grpc,
     experience_pb2,
     experience_pb2_grpc,
     logprob_pb2_grpc,
@@ -43,6 +45,8 @@ REQUIRED_SERVICES: Mapping[str, tuple[str, ...]] = {
     ),
     "reference": ("rolemesh.v1.ExperienceService", "rolemesh.v1.LogprobService"),
     "reward": ("rolemesh.v1.RewardService",),
+    "cost": ("rolemesh.v1.RewardService",),
+    "rollout": ("rolemesh.v1.ExperienceService", "rolemesh.v1.RolloutService"),
 }
 """What a service has to serve to stand in for a role."""
 
@@ -53,13 +57,15 @@ ProgressCallback = Callable[[operation_pb2.Progress], None]
 
 
 class RoleConnection:
-    """One role's service: its channel and stubs, and the version of its weights.
+    """One service: its channel and stubs, and the version of its weights.
 
     Owner: the coordinator's loop.
     """
 
-    def __init__(self, role: str, address: str, traffic: ChannelTraffic) -> None:
-        self.role = role
+    def __init__(self, service: str, address: str, traffic: ChannelTraffic) -> None:
+        self.service = service
+        """Its name: that of the role, with a number where the role has several services."""
+        self.role = role_of(service)
         self.address = address
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
@@ -71,6 +77,7 @@ class RoleConnection:
         self.logprob = logprob_pb2_grpc.LogprobServiceStub(self._channel)
         self.value = value_pb2_grpc.ValueServiceStub(self._channel)
         self.reward = reward_pb2_grpc.RewardServiceStub(self._channel)
+        self.data = data_pb2_grpc.DataServiceStub(self._channel)
         self.weights = weights_pb2_grpc.WeightsServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -133,8 +140,18 @@ class RoleConnection:
                 "(accepts_references is false): this version needs services that pull experience"
             )
 
-    async def finish(self, call: Any, on_progress: ProgressCallback) -> Any:
+    async def finish(
+        self,
+        call: Any,
+        on_progress: ProgressCallback,
+        on_block: Callable[[Any], None] | None = None,
+    ) -> Any:
         """Follows a call that streams progress and returns its last message.
+
+        Args:
+            call: The stream.
+            on_progress: Gets signs of life.
+            on_block: Gets messages with a part of the result, where the call sends any.
 
         Raises:
             RolemeshError: The call failed, or ended without a result.
@@ -143,10 +160,13 @@ class RoleConnection:
         stream: MeshCall = call
         try:
             async for message in stream:
-                if message.WhichOneof("event") == "progress":
-                    on_progress(message.progress)
-                else:
-                    result = message
+                match message.WhichOneof("event"):
+                    case "progress":
+                        on_progress(message.progress)
+                    case "block" if on_block is not None:
+                        on_block(message)
+                    case _:
+                        result = message
             if result is None:
                 raise InternalError(
                     f"{self.role} at {self.address} ended the call without a result"

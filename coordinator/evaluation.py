@@ -1,4 +1,4 @@
-"""Held-out evaluation: greedy completions, judged, without touching what training depends on."""
+"""Held-out evaluation: completions, judged, without touching what training depends on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.coordinator.dataflow import Node
 from rolemesh.coordinator.errors import RunError
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, RewardRole, StepContext
+from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.metrics import combined_metrics
+from rolemesh.coordinator.recipe import EvaluationSpec
+from rolemesh.coordinator.roles import PromptBatch, RewardRole, StepContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +20,7 @@ class Evaluation:
     step: int
     """Steps made before it."""
     score: float
-    """Mean reward of the greedy completions."""
+    """Mean reward of the completions."""
     standard_error: float
     """Standard error of that mean."""
     num_prompts: int
@@ -44,30 +46,34 @@ class Evaluation:
         }
 
 
-async def evaluate(context: StepContext, num_prompts: int) -> Evaluation:
-    """Judges greedy completions of the first held-out prompts.
+async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
+    """Judges completions of the first held-out prompts: greedy ones, or several drawn ones each.
+
+    Seeds derive from prompt and sample, so training draws what it would draw without.
 
     Args:
         context: With is_evaluation set: nodes and operations get names of their own.
-        num_prompts: Held-out prompts, at least 1.
+        spec: How many prompts and samples; at least 1 prompt.
 
     Raises:
         RunError: A call failed, or the reward service reports no mean.
     """
-    sampling = context.algorithm.sampling.model_copy(
-        update={"greedy": True, "samples_per_prompt": 1}
+    number = spec.samples_per_prompt
+    sampling = context.part("sampling").model_copy(
+        update={"greedy": number == 1, "samples_per_prompt": number}
     )
-    prompts = PromptBatch(start=0, count=num_prompts, is_held_out=True)
+    prompts = PromptBatch(start=0, count=spec.num_prompts, is_held_out=True)
     async with context.dataflow:
-        rollouts = ActorRole(context).generate(prompts, sampling)
-        rewards = RewardRole(context).compute_reward(rollouts)
-    (sampled,), (judged,) = rollouts.nodes, rewards.nodes
+        rollouts = context.sampler.generate(context, prompts, sampling)
+        # One call judges all: its mean and pass@k are those of the whole.
+        rewards = RewardRole(context).compute_reward(rollouts.whole(), pass_at=spec.pass_at)
+    sampled, (judged,) = rollouts.nodes, rewards.nodes
     return Evaluation(
         step=context.step,
         score=_reported(judged, "reward/mean"),
         standard_error=_reported(judged, "reward/standard_error"),
-        num_prompts=num_prompts,
-        metrics={**sampled.metrics, **judged.metrics},
+        num_prompts=spec.num_prompts,
+        metrics={**combined_metrics(sampled), **judged.metrics},
     )
 
 

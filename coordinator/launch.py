@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
 
 START_DEADLINE_S = 300.0
@@ -97,13 +97,14 @@ class ServiceCommand:
 
 
 MakeCommand = Callable[[str, Path], ServiceCommand]
-"""Gives the command of a role (first argument) that announces itself in a file (second one)."""
+"""Gives the command of a service (first argument) that announces itself in a file (second one)."""
 
 
 def service_commands(recipe: Recipe) -> MakeCommand:
     """Commands of the services that come with rolemesh, set up as the recipe says."""
 
-    def make(role: str, announce: Path) -> ServiceCommand:
+    def make(service: str, announce: Path) -> ServiceCommand:
+        role = role_of(service)
         spec = recipe.service(role)
         arguments = [sys.executable, "-m", f"rolemesh.services.{role}"]
         flags = {
@@ -129,7 +130,7 @@ def service_commands(recipe: Recipe) -> MakeCommand:
             # Long runs with many threads otherwise keep freed memory.
             "MALLOC_ARENA_MAX": "2",
             "CUDA_VISIBLE_DEVICES": visible_devices(
-                recipe, role, os.environ.get("CUDA_VISIBLE_DEVICES")
+                recipe, service, os.environ.get("CUDA_VISIBLE_DEVICES")
             ),
         }
         layout = recipe.layout(role)
@@ -148,23 +149,28 @@ def service_commands(recipe: Recipe) -> MakeCommand:
     return make
 
 
-def visible_devices(recipe: Recipe, role: str, allowed: str | None = None) -> str:
-    """CUDA_VISIBLE_DEVICES for a role, from the devices of its pool; empty for a CPU.
+def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:
+    """CUDA_VISIBLE_DEVICES for a service, from the devices of its pool; empty for a CPU.
+
+    Several services of one role have devices of their own: each every n-th one of the pool.
 
     Args:
         recipe: Says which pool the role stands in.
-        role: The role.
+        service: Name of the service.
         allowed: This process's own CUDA_VISIBLE_DEVICES: "cuda:0" is the first of them.
 
     Raises:
         ValueError: The pool mixes kinds of devices, or names one that does not exist.
     """
+    role = role_of(service)
     name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
     if set(pool.devices) == {"cpu"}:
         return ""
+    services = recipe.services_of(role)
+    devices = pool.devices[services.index(service) :: len(services)]
     visible = None if allowed is None else allowed.split(",")
     names = []
-    for device in pool.devices:
+    for device in devices:
         kind, _, index = device.partition(":")
         if kind != "cuda" or not index.isdecimal():
             raise ValueError(

@@ -7,13 +7,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolemesh.coordinator.dataflow import Node
+from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.recipe import role_of
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.tensorboard import ScalarWriter
+from rolemesh.coordinator.trace import critical_path
 from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
 
 PHASE_OF_NODE: Mapping[str, str] = {
     "actor.generate": "generate",
+    "rollout.generate": "generate",
+    "rollout.update_weights": "weight_sync",
+    "actor.publish_weights": "publish_weights",
+    "actor.compute_logprobs": "proximal",
+    "cost.compute_cost": "cost",
+    "reward.update": "update_reward",
     "critic.compute_values": "values",
     "reference.compute_logprobs": "reference",
     "reward.compute_reward": "reward",
@@ -21,12 +29,23 @@ PHASE_OF_NODE: Mapping[str, str] = {
     "critic.update": "update_critic",
     "actor.update": "update_actor",
 }
-"""What people call the work of a node; others go by "role_method"."""
+"""What people call the work of a node, whichever service of a role does it; others go by
+"role_method"."""
 
 WEIGHT_SYNC = "weight_sync"
 """Phase inside generate: bringing new weights to the sampler. Shown beside it, not in it."""
 
 _STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
+
+
+MOVES = ("sleep", "wake")
+"""Phases before a node starts: other roles leave its devices, its own comes back."""
+
+
+def phase_of(node: Node) -> str:
+    """What people call the work of a node."""
+    name = f"{role_of(node.role)}.{node.method}"
+    return PHASE_OF_NODE.get(name, name.replace(".", "_"))
 
 
 def phase_seconds(nodes: Sequence[Node]) -> dict[str, float]:
@@ -36,8 +55,10 @@ def phase_seconds(nodes: Sequence[Node]) -> dict[str, float]:
         sync = node.phases.get(WEIGHT_SYNC, 0.0)
         if sync > 0:
             seconds[WEIGHT_SYNC] += sync
-        phase = PHASE_OF_NODE.get(node.name, node.name.replace(".", "_"))
-        seconds[phase] += max(0.0, node.seconds - sync)
+        seconds[phase_of(node)] += max(0.0, node.seconds - sync)
+        for moving in MOVES:
+            if moving in node.phases:
+                seconds[moving] += node.phases[moving]
     return dict(seconds)
 
 
@@ -46,8 +67,7 @@ def phase_peaks(nodes: Sequence[Node]) -> dict[str, int]:
     peaks: dict[str, int] = {}
     for node in nodes:
         for inner, by_rank in node.peak_bytes.items():
-            phase = PHASE_OF_NODE.get(node.name, node.name.replace(".", "_"))
-            name = WEIGHT_SYNC if inner == WEIGHT_SYNC else phase
+            name = WEIGHT_SYNC if inner == WEIGHT_SYNC else phase_of(node)
             peaks[name] = max(peaks.get(name, 0), *by_rank.values())
     return peaks
 
@@ -57,18 +77,48 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
 
     A name with a slash ("kl/mean") belongs to the experience: it stands as it is, and the latest
     node's value counts. A bare name ("grad_norm") belongs to its role: it is written "role/name"
-    when several roles of the step report it, and alone otherwise.
+    when several roles of the step report it, and alone otherwise. Blocks of one call, and calls to
+    several services of one role, count as one.
     """
+    calls: dict[tuple[str, str], list[Node]] = {}
+    for node in nodes:
+        calls.setdefault((role_of(node.role), node.method), []).append(node)
     roles_by_name: dict[str, set[str]] = {}
-    for node in nodes:
-        for name in node.metrics:
-            roles_by_name.setdefault(name, set()).add(node.role)
+    for (role, _), parts in calls.items():
+        for name in combined_metrics(parts):
+            roles_by_name.setdefault(name, set()).add(role)
     merged = {}
-    for node in nodes:
-        for name, value in node.metrics.items():
+    for (role, _), parts in calls.items():
+        for name, value in combined_metrics(parts).items():
             is_shared = "/" not in name and len(roles_by_name[name]) > 1
-            merged[f"{node.role}/{name}" if is_shared else name] = value
+            merged[f"{role}/{name}" if is_shared else name] = value
     return merged
+
+
+def combined_metrics(nodes: Sequence[Node]) -> dict[str, float]:
+    """Metrics of calls that are parts of one.
+
+    A name that ends in "max" or "min" combines so, "weight_sync_bytes" by sum, any other one by
+    mean over rows. Deviations and standard errors do not follow from those of parts, and are left
+    out.
+    """
+    if len(nodes) == 1:
+        return dict(nodes[0].metrics)
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for node in nodes for name in node.metrics):
+        parts = [
+            (node.metrics[name], max(1, node.num_rows)) for node in nodes if name in node.metrics
+        ]
+        values = [value for value, _ in parts]
+        if name.endswith("max"):
+            combined[name] = max(values)
+        elif name.endswith("min"):
+            combined[name] = min(values)
+        elif name.endswith("_bytes"):
+            combined[name] = sum(values)
+        elif not name.endswith(("std", "standard_error")):
+            combined[name] = sum(v * rows for v, rows in parts) / sum(rows for _, rows in parts)
+    return combined
 
 
 def step_record(
@@ -82,12 +132,13 @@ def step_record(
         seconds: Wall time from its first call to its commit.
         traffic: What the coordinator's calls of this step moved.
     """
-    num_tokens = sum(node.num_tokens for node in nodes if node.method == "generate")
+    num_tokens = sum(node.num_tokens for node in nodes if node.method in ("generate", "read"))
     return {
         "step": step,
         **merged_metrics(nodes),
         "tokens": num_tokens,
         "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
+        "dataflow/critical_path_seconds": sum(node.seconds for node in critical_path(nodes)),
         **{f"time/{phase}": spent for phase, spent in phase_seconds(nodes).items()},
         "time/step": seconds,
         **{f"memory/{phase}_peak_bytes": peak for phase, peak in phase_peaks(nodes).items()},

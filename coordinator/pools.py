@@ -3,45 +3,91 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rolemesh.coordinator.recipe import PoolSpec
+
+AFTER_ALL_NODES = 2**62
+"""Place in the order of calls of what is no node of a step."""
+
+
+class Sleeper(Protocol):
+    """Takes roles off their devices, and brings them back."""
+
+    async def sleep(self, role: str, step: int) -> None:
+        """Moves what the role holds to host memory, during a step."""
+
+    async def wake(self, role: str, step: int) -> None:
+        """Brings it back."""
 
 
 @dataclass
 class Pool:
     """A device set and its one lease.
 
-    Invariant: at most one holder. When the lease gets free, the waiting call that was made first
-    has it next, whichever became ready first: the order of work does not depend on timing.
+    Invariant: at most one holder. When the lease gets free, a waiting call of the role that is
+    awake has it next, and otherwise the one that was made first. Where roles sleep, at most one of
+    them is awake.
 
     Owner: one asyncio loop.
+
+    Example::
+
+        async with pool.lease((step, node_id), "critic") as switched:
+            ...  # the critic is awake, alone; switched == {"sleep": 0.8, "wake": 1.1} or {}
     """
 
     name: str
     devices: tuple[str, ...]
+    sleeper: Sleeper | None = None
+    """Puts roles to sleep while others compute; None leaves all of them where they are."""
+    awake: str | None = None
+    """The role on the devices, where roles sleep."""
+    num_switches: int = 0
+    """Times that another role was woken."""
     is_held: bool = False
-    _waiting: list[tuple[tuple[int, ...], asyncio.Future[None]]] = field(default_factory=list)
+    _waiting: list[tuple[tuple[int, ...], str, asyncio.Future[None]]] = field(default_factory=list)
 
     @asynccontextmanager
-    async def lease(self, order: tuple[int, ...]) -> AsyncIterator[None]:
-        """Holds the devices.
+    async def lease(self, order: tuple[int, ...], role: str) -> AsyncIterator[dict[str, float]]:
+        """Holds the devices, with the role awake on them.
 
         Args:
             order: Place of the call among all calls, unique; the lowest waiting one is next.
+            role: Who computes.
+
+        Yields:
+            Seconds that putting to sleep and waking took, by phase; nothing where nobody moved.
         """
-        await self._acquire(order)
+        await self._acquire(order, role)
         try:
-            yield
+            yield await self._switch_to(role, order[0])
         finally:
             self._pass_on()
 
-    async def _acquire(self, order: tuple[int, ...]) -> None:
+    async def _switch_to(self, role: str, step: int) -> dict[str, float]:
+        if self.sleeper is None or self.awake == role:
+            return {}
+        seconds = {}
+        if self.awake is not None:
+            started, previous = time.monotonic(), self.awake
+            # Half asleep is not awake: should the move fail, the next holder wakes it again.
+            self.awake = None
+            await self.sleeper.sleep(previous, step)
+            seconds["sleep"] = time.monotonic() - started
+        started = time.monotonic()
+        await self.sleeper.wake(role, step)
+        self.awake = role
+        self.num_switches += 1
+        return {**seconds, "wake": time.monotonic() - started}
+
+    async def _acquire(self, order: tuple[int, ...], role: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (order, turn))
+        self._waiting.append((order, role, turn))
         try:
             # Whoever becomes ready in the same turn of the loop takes part in the choice.
             await asyncio.sleep(0)
@@ -57,23 +103,41 @@ class Pool:
 
     def _pass_on(self) -> None:
         self.is_held = False
-        while self._waiting:
-            _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                self.is_held = True
-                turn.set_result(None)
-                return
+        self._waiting = [waiter for waiter in self._waiting if not waiter[2].done()]
+        if not self._waiting:
+            return
+        chosen = min(self._waiting, key=lambda waiter: (waiter[1] != self.awake, waiter[0]))
+        self._waiting.remove(chosen)
+        self.is_held = True
+        chosen[2].set_result(None)
 
 
 class Pools:
     """Which pool a role stands in."""
 
-    def __init__(self, specs: Mapping[str, PoolSpec]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, PoolSpec],
+        sleeper: Sleeper | None = None,
+        replicas: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Makes the pools.
+
+        Args:
+            specs: Pools by name.
+            sleeper: Moves roles of pools that let them sleep; None: nobody sleeps.
+            replicas: Names of the services of a role, where it has several. Each has devices of
+                its own and a lease of its own.
+        """
         self._by_role: dict[str, Pool] = {}
         for name, spec in specs.items():
-            pool = Pool(name=name, devices=spec.devices)
+            pool = Pool(name, spec.devices, sleeper if spec.lets_roles_sleep else None)
             for role in spec.roles:
                 self._by_role[role] = pool
+                services = (replicas or {}).get(role, ())
+                for index, service in enumerate(services if len(services) > 1 else ()):
+                    devices = spec.devices[index :: len(services)] or spec.devices
+                    self._by_role[service] = Pool(f"{name}/{index}", devices)
 
     def of(self, role: str) -> Pool:
         """The role's pool, or ValueError."""
@@ -82,3 +146,9 @@ class Pools:
                 f"pools: role {role!r} stands in no pool; add it to the roles of one of them"
             )
         return self._by_role[role]
+
+    @asynccontextmanager
+    async def awake(self, role: str, step: int) -> AsyncIterator[None]:
+        """The role awake on its devices, for what is no node: a checkpoint, an export."""
+        async with self.of(role).lease((step, AFTER_ALL_NODES), role):
+            yield

@@ -8,24 +8,26 @@ receives with the class that validated the recipe. Loading, overrides and sugges
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rolemesh.coordinator.algorithm_specs import AlgorithmSpec
+from rolemesh.coordinator.schedule_specs import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.engine.layout import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,
+    CostSpec,
     CriticSpec,
-    GaeSpec,
-    PpoPolicyLossSpec,
-    PpoValueLossSpec,
     ReferenceSpec,
     RewardSpec,
-    SamplingSpec,
+    RoleSpec,
+    RolloutRoleSpec,
     Spec,
 )
 
-ROLES = ("actor", "critic", "reference", "reward")
+ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
+"""Every role that a recipe can have; the algorithm says which it needs."""
 
 
 class EvaluationSpec(Spec):
@@ -34,7 +36,21 @@ class EvaluationSpec(Spec):
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps; 0 evaluates only before the first and after the last."""
     num_prompts: int = Field(default=128, ge=0)
-    """Held-out prompts, sampled greedily; 0 switches evaluation off."""
+    """Held-out prompts; 0 switches evaluation off."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Completions a prompt: 1 takes the greedy one, more are drawn as in training."""
+    pass_at: tuple[int, ...] = ()
+    """Reports pass@k for each of these k, at most samples_per_prompt (arXiv 2107.03374, eq. 1)."""
+
+    @model_validator(mode="after")
+    def _check_pass_at(self) -> Self:
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples_per_prompt:
+                raise ValueError(
+                    f"pass_at has {k}, but samples_per_prompt is {self.samples_per_prompt}: pass@k "
+                    "needs at least k samples of a prompt"
+                )
+        return self
 
 
 class CheckpointSpec(Spec):
@@ -63,40 +79,6 @@ class RunSpec(Spec):
     checkpoint: CheckpointSpec = CheckpointSpec()
 
 
-class PpoSpec(Spec):
-    """Proximal policy optimisation with a critic (arXiv 1707.06347)."""
-
-    type: Literal["ppo"] = "ppo"
-    sampling: SamplingSpec = SamplingSpec()
-    advantages: GaeSpec = GaeSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
-    value_loss: PpoValueLossSpec = PpoValueLossSpec()
-    epochs: int = Field(default=1, ge=1)
-    """Passes over a step's experience."""
-    mini_batch_rows: int = Field(default=64, ge=1)
-    """Trajectories of one optimizer step."""
-
-    @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
-        if self.policy_loss.temperature != self.sampling.temperature:
-            raise ValueError(
-                f"policy_loss.temperature is {self.policy_loss.temperature} but "
-                f"sampling.temperature is {self.sampling.temperature}: give both the same value, "
-                "or the ratio compares two different distributions"
-            )
-        if self.sampling.top_p != 1.0 or self.sampling.top_k != -1:
-            raise ValueError(
-                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is "
-                f"{self.sampling.top_k}: training needs 1.0 and -1; the sampler's log-probs would "
-                "be those of a cut distribution, and the trainer's those of the whole one"
-            )
-        return self
-
-
-AlgorithmSpec = Annotated[PpoSpec, Field()]
-"""Becomes a union discriminated on `type` with the second algorithm."""
-
-
 class PoolSpec(Spec):
     """A named set of devices. Its roles take turns; pools run side by side."""
 
@@ -104,17 +86,49 @@ class PoolSpec(Spec):
     """Devices, e.g. ["cpu"] or ["cuda:0", "cuda:1"]."""
     roles: tuple[str, ...] = Field(min_length=1)
     """Roles that share the devices."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether a role leaves the devices while another one of the pool computes: "auto" when
+    several roles share GPUs."""
+
+    @property
+    def lets_roles_sleep(self) -> bool:
+        """What `sleep` comes to."""
+        if self.sleep == "auto":
+            return len(self.roles) > 1 and any(d.startswith("cuda") for d in self.devices)
+        return self.sleep == "always"
+
+
+Address = Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")]
 
 
 class ServiceSpec(Spec):
-    """Where a role's service is."""
+    """Where a role's service is, or its services."""
 
-    address: str | None = Field(default=None, pattern=r"^[^:\s]+:\d{1,5}$")
+    address: Address | None = None
     """host:port of a service that runs already; None: the coordinator starts one on loopback."""
+    addresses: tuple[Address, ...] = ()
+    """The same for several replicas of a rollout role."""
+    replicas: int = Field(default=1, ge=1)
+    """Services that the coordinator starts for the role; more than 1 for rollout only."""
     threads: int | None = Field(default=None, ge=1)
     """Compute threads of each rank that the coordinator starts; None: every core."""
     experience_capacity_mib: int = Field(default=1024, ge=1)
     """Bound on the experience that each rank of a started service holds, in MiB."""
+
+    @model_validator(mode="after")
+    def _check_one_way(self) -> Self:
+        given = [
+            name
+            for name, is_given in (
+                ("address", self.address is not None),
+                ("addresses", bool(self.addresses)),
+                ("replicas", self.replicas > 1),
+            )
+            if is_given
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given: give one of them")
+        return self
 
 
 class EmbeddedStoreSpec(Spec):
@@ -142,38 +156,70 @@ StoreSpec = Annotated[
 ]
 
 
+def service_names(role: str, number: int) -> tuple[str, ...]:
+    """Names of a role's services: the role's own, or numbered ones where there are several."""
+    return (role,) if number == 1 else tuple(f"{role}-{index}" for index in range(number))
+
+
+def role_of(service: str) -> str:
+    """The role that a service is one of."""
+    return service.partition("-")[0]
+
+
 class Recipe(Spec):
     """A run: what to train, on what, how, and where."""
 
     run: RunSpec
     algorithm: AlgorithmSpec
-    actor: ActorSpec
-    critic: CriticSpec
-    reference: ReferenceSpec
-    reward: RewardSpec
-    pools: dict[str, PoolSpec] = Field(
-        default_factory=lambda: {"main": PoolSpec(devices=("cpu",), roles=ROLES)}
-    )
-    """Device sets and the roles that share them. Every role stands in exactly one."""
+    actor: ActorSpec | None = None
+    critic: CriticSpec | None = None
+    reference: ReferenceSpec | None = None
+    reward: RewardSpec | None = None
+    cost: CostSpec | None = None
+    rollout: RolloutRoleSpec | None = None
+    """Samples apart from the actor; None: the actor samples."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """What may overlap."""
+    pools: dict[str, PoolSpec] = Field(default_factory=dict)
+    """Device sets and the roles that share them. Every role stands in exactly one; left out, all
+    share the CPU."""
     services: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Where each role's service is; roles that are left out are started on loopback."""
     store: StoreSpec = EmbeddedStoreSpec()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _share_the_cpu(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("pools"):
+            return data
+        roles = [role for role in ROLES if data.get(role) is not None]
+        return {**data, "pools": {"main": {"roles": roles}}} if roles else data
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that have a section."""
+        return tuple(role for role in ROLES if getattr(self, role) is not None)
+
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
-        for role in self.services:
+        for role, spec in self.services.items():
             if role not in ROLES:
                 raise ValueError(f"services.{role}: no such role; roles are {', '.join(ROLES)}")
+            if role != "rollout" and (spec.replicas > 1 or spec.addresses):
+                raise ValueError(
+                    f"services.{role}: has replicas, which only the rollout role can have: give "
+                    "one address or none, and spread the role with its layout"
+                )
         placed = [role for pool in self.pools.values() for role in pool.roles]
-        for role in ROLES:
+        for role in placed:
+            if role not in ROLES:
+                raise ValueError(f"pools: no role {role!r}; roles are {', '.join(ROLES)}")
+        for role in self.roles:
             if placed.count(role) != 1:
                 raise ValueError(
                     f"pools: role {role!r} stands in {placed.count(role)} pools; "
                     "it must stand in exactly one"
                 )
-        for role in placed:
-            if role not in ROLES:
-                raise ValueError(f"pools: no role {role!r}; roles are {', '.join(ROLES)}")
         return self
 
     @model_validator(mode="after")
@@ -181,7 +227,9 @@ class Recipe(Spec):
         for name, pool in self.pools.items():
             num_gpus = sum(device.startswith("cuda") for device in pool.devices)
             for role in pool.roles:
-                num_ranks = self.layout(role).world_size
+                if role not in self.roles:
+                    continue
+                num_ranks = self.layout(role).world_size * len(self.services_of(role))
                 if 0 < num_gpus < num_ranks:
                     raise ValueError(
                         f"pools.{name}.devices has {num_gpus} GPUs, but the layout of the {role} "
@@ -190,11 +238,75 @@ class Recipe(Spec):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        sampler = self.schedule.sampler
+        if isinstance(sampler, OneStepAheadSpec | AsyncSamplerSpec):
+            if self.rollout is None:
+                raise ValueError(
+                    f"schedule.sampler.type is {sampler.type!r}, which samples while the actor "
+                    "trains, but there is no rollout section: add one, or set the type to 'sync'"
+                )
+            mates = next(p.roles for p in self.pools.values() if "rollout" in p.roles)
+            if len(mates) > 1:
+                raise ValueError(
+                    f"schedule.sampler.type is {sampler.type!r}, but the rollout role shares its "
+                    f"pool with {', '.join(r for r in mates if r != 'rollout')}: give it a pool "
+                    "of its own"
+                )
+            if not hasattr(self.algorithm, "sampling") or hasattr(self.algorithm, "selection"):
+                raise ValueError(
+                    f"schedule.sampler.type is {sampler.type!r}, which algorithm "
+                    f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
+                )
+        if self.rollout is not None and self.actor is not None:
+            self._check_same("data", self.rollout.data, self.actor.data)
+            self._check_same("environment", self.rollout.environment, self.actor.environment)
+        return self
+
+    def _check_same(self, field: str, rollout: object, actor: object) -> None:
+        if rollout != actor:
+            raise ValueError(
+                f"rollout.{field} differs from actor.{field}: the rollout role samples the "
+                "actor's prompts; give both the same"
+            )
+
+    def section(self, role: str) -> RoleSpec:
+        """The role's section; raises ValueError when the recipe has none."""
+        section: RoleSpec | None = getattr(self, role)
+        if section is None:
+            raise ValueError(
+                f"algorithm {self.algorithm.type!r} needs the role {role!r}, but the recipe has no "
+                f"section {role}: add one"
+            )
+        return section
+
+    def spec_of(self, role: str) -> RoleSpec:
+        """What the role's service is told: its section, with what the schedule says of it."""
+        section = self.section(role)
+        tokens = self.schedule.updater.micro_batch_tokens
+        if tokens is None or not isinstance(section, ActorSpec | CriticSpec):
+            return section
+        model = section.model.model_copy(update={"micro_batch_tokens": tokens})
+        return section.model_copy(update={"model": model})
+
     def layout(self, role: str) -> TrainLayout:
-        """How the role's model is spread over the ranks of its service."""
-        section: ActorSpec | CriticSpec | ReferenceSpec | RewardSpec = getattr(self, role)
-        return section.rank_layout().train
+        """How the role's model is spread over the ranks of each of its services."""
+        return self.section(role).rank_layout().train
 
     def service(self, role: str) -> ServiceSpec:
-        """Where the role's service is."""
+        """Where the role's services are."""
         return self.services.get(role, ServiceSpec())
+
+    def services_of(self, role: str) -> tuple[str, ...]:
+        """Names of the role's services."""
+        spec = self.service(role)
+        return service_names(role, max(spec.replicas, len(spec.addresses)))
+
+    def address(self, service: str) -> str | None:
+        """Where a service runs already; None: the coordinator starts it."""
+        role = role_of(service)
+        spec = self.service(role)
+        if spec.addresses:
+            return spec.addresses[self.services_of(role).index(service)]
+        return spec.address

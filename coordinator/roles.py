@@ -1,172 +1,118 @@
 """The handles that algorithms call. Each call makes a node and returns a future at once.
 
 How to sample, which loss, which estimator: the recipe's algorithm section says it, the handle adds
-it to the call. The columns that a call reads and produces are written down here, once.
+it to the call. What a part reads and makes its spec says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rolemesh.coordinator.connection import (
-    ProgressCallback,
-    RoleConnection,
-    summarize_reference,
-    to_algorithm_part,
-)
-from rolemesh.coordinator.dataflow import (
-    Dataflow,
-    ExperienceFuture,
-    Node,
-    NodeKind,
-    Outcome,
-    Part,
-    UpdateFuture,
-)
-from rolemesh.coordinator.journal import Journal
-from rolemesh.coordinator.recipe import PpoSpec
-from rolemesh.engine.specs import SamplingSpec
+from rolemesh.coordinator.connection import ProgressCallback, to_algorithm_part
+from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.futures import ExperienceFuture, NodeKind, Outcome, Part, UpdateFuture
+from rolemesh.coordinator.references import concat_references
+from rolemesh.coordinator.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
+from rolemesh.coordinator.samplers import ROLLOUT_COLUMNS
+from rolemesh.engine.specs import SamplingSpec, SftLossSpec
 from rolemesh.v1 import (
+    data_pb2,
     experience_pb2,
     logprob_pb2,
     operation_pb2,
     reward_pb2,
-    rollout_pb2,
     trainer_pb2,
     value_pb2,
 )
 
-ROLLOUT_COLUMNS = (
-    "tokens",
-    "prompt_lengths",
-    "logprobs",
+__all__ = [
+    "ROLE_HANDLES",
+    "ActorRole",
+    "CostRole",
+    "CriticRole",
+    "ExperienceFuture",
+    "PromptBatch",
+    "ReferenceRole",
+    "RewardRole",
+    "StepContext",
+    "UpdateFuture",
+]
+
+_Key = operation_pb2.OperationKey
+_Ref = experience_pb2.ExperienceRef | None
+
+READ_COLUMNS = (
+    *SEQUENCES,
     "loss_mask",
-    "policy_versions",
     "prompt_ids",
-    "sample_indexes",
-    "finished",
     "prompt_text",
     "completion_text",
     "answer",
     "metadata",
 )
-_SEQUENCES = ("tokens", "prompt_lengths")
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBatch:
-    """Names prompts without holding them: positions in the data that the sampling role loaded."""
-
-    start: int
-    count: int
-    is_held_out: bool = False
-
-    def to_proto(self) -> rollout_pb2.PromptSlice:
-        """As it travels."""
-        split = rollout_pb2.SPLIT_HELD_OUT if self.is_held_out else rollout_pb2.SPLIT_TRAIN
-        return rollout_pb2.PromptSlice(split=split, start=self.start, count=self.count)
-
-
-@dataclass(frozen=True)
-class StepContext:
-    """What the handles of one step share."""
-
-    step: int
-    algorithm: PpoSpec
-    dataflow: Dataflow
-    journal: Journal
-    connections: Mapping[str, RoleConnection]
-    on_phase: Callable[[str, str, int, int], None]
-    """Gets role, stage, units done and units in all."""
-    is_evaluation: bool = False
-    """Evaluation has nodes and operations of its own, so that training's stay the same."""
-
-
-_Call = Callable[
-    [operation_pb2.OperationKey, experience_pb2.ExperienceRef | None, ProgressCallback],
-    Awaitable[Outcome],
-]
-
-
-class RoleHandle:
-    """What every role's handle does: name the operation, run it as a node, record the answer."""
-
-    role: str
-
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
-        self._connection = context.connections[self.role]
-
-    def _node(
-        self,
-        kind: NodeKind,
-        method: str,
-        call: _Call,
-        reads: ExperienceFuture | None = None,
-        produces: tuple[str, ...] = (),
-    ) -> Part:
-        context = self._context
-        operation = f"{self.role}.{method}"
-        if context.is_evaluation:
-            kind, operation = NodeKind.EVAL, f"evaluate.{operation}"
-        key = context.journal.next_key(context.step, operation)
-
-        def on_progress(progress: operation_pb2.Progress) -> None:
-            stage = f"{method}: {progress.stage}" if progress.stage else method
-            context.on_phase(self.role, stage, progress.done, progress.total)
-
-        async def work(node: Node, experience: experience_pb2.ExperienceRef | None) -> Outcome:
-            context.on_phase(self.role, method, 0, 0)
-            outcome = await call(key, experience, on_progress)
-            if outcome.policy_version is not None:
-                self._connection.policy_version = outcome.policy_version
-            await context.journal.acknowledge(key, _summarize(outcome))
-            context.on_phase(self.role, "", 0, 0)
-            return outcome
-
-        return context.dataflow.call(
-            kind=kind,
-            role=self.role,
-            method=method,
-            sequence=key.sequence,
-            work=work,
-            reads=reads,
-            produces=produces,
-        )
-
-    async def _experience(self, call: Any, on_progress: ProgressCallback) -> Outcome:
-        message = await self._connection.finish(call, on_progress)
-        return Outcome(report=message.result.report, experience=message.result.experience)
+PAIR_COLUMNS = ("pair_ids", "preference")
+PROXIMAL = "proximal_logprobs"
+"""Log-probs under the weights that a step begins with."""
 
 
 class _TrainedRole(RoleHandle):
-    """A role whose weights change: actor and critic."""
+    """A role whose weights change."""
 
-    def _update(self, reads: ExperienceFuture, loss: Any) -> UpdateFuture:
-        algorithm = self._context.algorithm
+    def _update(
+        self, experience: ExperienceFuture, loss: Any, pretraining: ExperienceFuture | None = None
+    ) -> UpdateFuture:
+        algorithm = self.context.algorithm
+        reads = experience.select((*SEQUENCES, *loss.columns()))
+        # The texts are rows of their own: the node waits for them, but does not join them.
+        texts = () if pretraining is None else pretraining.parts
 
-        async def call(
-            key: operation_pb2.OperationKey,
-            experience: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
             request = trainer_pb2.UpdateRequest(
                 key=key,
-                experience=experience,
+                experience=reference,
                 loss=to_algorithm_part(loss),
                 epochs=algorithm.epochs,
                 mini_batch_rows=algorithm.mini_batch_rows,
-                expected_policy_version=self._connection.policy_version,
+                rows_per_unit=algorithm.rows_per_unit,
+                expected_policy_version=self.connection.policy_version,
             )
-            stream = self._connection.trainer.Update(request)
-            message = await self._connection.finish(stream, on_progress)
+            if pretraining is not None:
+                request.auxiliary.add(
+                    experience=await pretraining.result(),
+                    loss=to_algorithm_part(SftLossSpec()),
+                    weight=self.context.part("pretraining_weight"),
+                )
+            stream = self.connection.trainer.Update(request)
+            message = await self.connection.finish(stream, on_progress)
             return Outcome(
                 report=message.result.report, policy_version=message.result.policy_version
             )
 
-        return UpdateFuture(self._node(NodeKind.UPDATE, "update", call, reads))
+        return UpdateFuture(self.node(NodeKind.UPDATE, "update", call, reads, after=texts))
+
+    def _read(
+        self,
+        prompts: PromptBatch,
+        kind: data_pb2.ReadKind.ValueType,
+        columns: tuple[str, ...] = READ_COLUMNS,
+        *,
+        is_pretraining: bool = False,
+    ) -> ExperienceFuture:
+        async def call(key: _Key, _: _Ref, on_progress: ProgressCallback) -> Outcome:
+            rows = prompts.to_proto(is_pretraining=is_pretraining)
+            request = data_pb2.ReadBatchRequest(key=key, rows=rows, kind=kind)
+            return await self.experience(self.connection.data.ReadBatch(request), on_progress)
+
+        return self._future(self.node(NodeKind.INFER, "read", call, produces=columns))
+
+    def read_preferences(self, prompts: PromptBatch) -> ExperienceFuture:
+        """Pairs of the data: for each row the chosen completion, then the rejected one."""
+        kind = data_pb2.READ_KIND_PREFERENCE
+        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+
+    def _future(self, part: Part) -> ExperienceFuture:
+        return ExperienceFuture(self.context.dataflow, (part,))
 
 
 class ActorRole(_TrainedRole):
@@ -174,77 +120,151 @@ class ActorRole(_TrainedRole):
 
     role = "actor"
 
-    def generate(
-        self, prompts: PromptBatch, sampling: SamplingSpec | None = None
+    def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> ExperienceFuture:
+        """Completions of the prompts, sampled as the recipe says.
+
+        Args:
+            prompts: What to complete.
+            greedy: Takes the likeliest completion instead, one a prompt.
+        """
+        sampling: SamplingSpec = self.context.part("sampling")
+        if greedy:
+            sampling = sampling.model_copy(update={"greedy": True, "samples_per_prompt": 1})
+        return self.context.sampler.generate(self.context, prompts, sampling)
+
+    def generate_selected(
+        self, prompts: PromptBatch, judge: Callable[[ExperienceFuture], ExperienceFuture]
     ) -> ExperienceFuture:
-        """Completions of the prompts; sampled as the recipe says unless told otherwise."""
-        spec = sampling or self._context.algorithm.sampling
+        """As many groups as there are prompts, all of which the recipe's selection wants.
 
-        async def call(
-            key: operation_pb2.OperationKey,
-            _: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
-            request = rollout_pb2.GenerateRequest(
-                key=key,
-                prompts=prompts.to_proto(),
-                sampling=rollout_pb2.Sampling(
-                    samples_per_prompt=spec.samples_per_prompt,
-                    temperature=spec.temperature,
-                    top_p=spec.top_p,
-                    top_k=spec.top_k,
-                    max_new_tokens=spec.max_new_tokens,
-                    greedy=spec.greedy,
-                ),
+        Samples and judges further prompts until there are enough (dynamic sampling, arXiv
+        2503.14476, section 3.2).
+
+        Args:
+            prompts: The first ones to complete.
+            judge: Adds rewards, e.g. `reward.compute_reward`.
+
+        Raises in the node:
+            RunError: algorithm.max_rounds rounds did not give enough groups.
+        """
+        max_rounds: int = self.context.part("max_rounds")
+
+        async def collect() -> experience_pb2.ExperienceRef:
+            kept, missing, batch = [], prompts.count, prompts
+            for _ in range(max_rounds):
+                rollouts = self.generate(batch)
+                rollouts |= judge(rollouts)
+                chosen = (await self._select(rollouts, missing).outcomes[0]).experience
+                if chosen is not None:
+                    kept.append(chosen)
+                    missing -= chosen.num_rows // self.context.part("sampling").samples_per_prompt
+                if missing == 0:
+                    return concat_references(kept)
+                batch = prompts.more(prompts.count)
+            raise RunError(
+                f"step {self.context.step}: {max_rounds} rounds of {prompts.count} prompts gave "
+                f"{prompts.count - missing} groups that algorithm.selection wants, not "
+                f"{prompts.count}: raise algorithm.max_rounds, or give prompts that the policy "
+                "answers sometimes right and sometimes wrong"
             )
-            return await self._experience(self._connection.rollout.Generate(request), on_progress)
 
-        part = self._node(NodeKind.SAMPLE, "generate", call, produces=ROLLOUT_COLUMNS)
-        return self._context.dataflow.experience(part)
+        return self.context.dataflow.defer(collect, (*ROLLOUT_COLUMNS, "rewards"))
 
-    def compute_advantages(self, experience: ExperienceFuture, estimator: str) -> ExperienceFuture:
-        """Advantages, and returns where the estimator has a critic.
+    def _select(self, rollouts: ExperienceFuture, max_groups: int) -> Part:
+        rule = self.context.part("selection")
+
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = trainer_pb2.SelectGroupsRequest(
+                key=key, experience=reference, rule=to_algorithm_part(rule), max_groups=max_groups
+            )
+            stream = self.connection.trainer.SelectGroups(request)
+            result = (await self.connection.finish(stream, on_progress)).result
+            is_any = result.HasField("experience")
+            return Outcome(result.report, result.experience if is_any else None)
+
+        return self.node(NodeKind.INFER, "select", call, rollouts)
+
+    def read_demonstrations(self, prompts: PromptBatch) -> ExperienceFuture:
+        """Given completions of the data."""
+        return self._read(prompts, data_pb2.READ_KIND_DEMONSTRATION)
+
+    def read_judgements(self, prompts: PromptBatch) -> ExperienceFuture:
+        """Judged completions of the data, each with a row to estimate the divergence from."""
+        kind = data_pb2.READ_KIND_JUDGEMENT
+        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+
+    def read_pretraining(self, prompts: PromptBatch) -> ExperienceFuture | None:
+        """As many pretraining texts; None where algorithm.pretraining_weight is 0."""
+        if self.context.part("pretraining_weight") == 0:
+            return None
+        return self._read(prompts, data_pb2.READ_KIND_DEMONSTRATION, is_pretraining=True)
+
+    def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """Log-prob of every completion token under the weights that the step begins with."""
+        part = _compute_logprobs(self, experience, PROXIMAL)
+        return self._future(part)
+
+    def compute_advantages(
+        self,
+        experience: ExperienceFuture,
+        estimator: str,
+        *,
+        baseline: ExperienceFuture | None = None,
+    ) -> ExperienceFuture:
+        """What the estimator makes: advantages, returns where it has a critic, or pairs.
 
         Args:
             experience: With rewards, and what the estimator reads besides.
             estimator: Its name, e.g. "gae"; its parameters are the recipe's.
+            baseline: Trajectories to compare with, for an estimator that does.
 
         Raises:
             ValueError: The recipe's estimator is another one.
         """
-        spec = self._context.algorithm.advantages
+        spec = self.context.part("advantages")
         if spec.type != estimator:
             raise ValueError(
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
                 f" is {spec.type!r}: correct the recipe or the algorithm"
             )
-        needs = (*spec.columns(), "prompt_lengths")
+        compared = None if baseline is None else baseline.select(spec.baseline_columns())
 
-        async def call(
-            key: operation_pb2.OperationKey,
-            reference: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
             request = trainer_pb2.ComputeAdvantagesRequest(
                 key=key, experience=reference, estimator=to_algorithm_part(spec)
             )
-            stream = self._connection.trainer.ComputeAdvantages(request)
-            return await self._experience(stream, on_progress)
+            if compared is not None:
+                request.baseline.CopyFrom(await compared.result())
+            stream = self.connection.trainer.ComputeAdvantages(request)
+            return await self.experience(stream, on_progress)
 
-        part = self._node(
-            NodeKind.INFER,
-            "compute_advantages",
-            call,
-            # KL is reported wherever both log-probs are there.
-            experience.select(needs, uses=("logprobs", "reference_logprobs")),
-            spec.makes(),
+        # Groups, whitening and controllers take the whole batch, in one block.
+        needs = (*spec.columns(), "prompt_lengths")
+        reads = experience.select(needs, uses=spec.optional_columns()).whole()
+        after = () if compared is None else compared.parts
+        part = self.node(
+            NodeKind.INFER, "compute_advantages", call, reads, spec.makes(), after=after
         )
-        return self._context.dataflow.experience(part)
+        return self._future(part)
 
-    def update(self, experience: ExperienceFuture) -> UpdateFuture:
-        """Trains the policy with the recipe's policy loss."""
-        loss = self._context.algorithm.policy_loss
-        return self._update(experience.select((*_SEQUENCES, *loss.columns())), loss)
+    def update(
+        self, experience: ExperienceFuture, pretraining: ExperienceFuture | None = None
+    ) -> UpdateFuture:
+        """Trains the policy with the recipe's policy loss.
+
+        A loss that weighs tokens by the log-probs at the start of the update gets them here, unless
+        the experience has them.
+
+        Args:
+            experience: What the loss reads.
+            pretraining: Texts whose likelihood is kept up beside it.
+        """
+        loss = self.context.part("policy_loss")
+        if PROXIMAL in loss.columns() and PROXIMAL not in experience.columns:
+            experience |= self.compute_logprobs(experience)
+        update = self._update(experience, loss, pretraining)
+        self.context.policy_updates.append(update.part)
+        return update
 
 
 class CriticRole(_TrainedRole):
@@ -255,23 +275,17 @@ class CriticRole(_TrainedRole):
     def compute_values(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The value before every completion token."""
 
-        async def call(
-            key: operation_pb2.OperationKey,
-            reference: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
             request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
-            stream = self._connection.value.ComputeValues(request)
-            return await self._experience(stream, on_progress)
+            stream = self.connection.value.ComputeValues(request)
+            return await self.experience(stream, on_progress)
 
-        reads = experience.select(_SEQUENCES)
-        part = self._node(NodeKind.INFER, "compute_values", call, reads, ("values",))
-        return self._context.dataflow.experience(part)
+        reads = experience.select(SEQUENCES)
+        return self._future(self.node(NodeKind.INFER, "compute_values", call, reads, ("values",)))
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the values with the recipe's value loss."""
-        loss = self._context.algorithm.value_loss
-        return self._update(experience.select((*_SEQUENCES, *loss.columns())), loss)
+        return self._update(experience, self.context.part("value_loss"))
 
 
 class ReferenceRole(RoleHandle):
@@ -281,61 +295,79 @@ class ReferenceRole(RoleHandle):
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The frozen policy's log-prob of every completion token, at the loss's temperature."""
-        temperature = self._context.algorithm.policy_loss.temperature
+        part = _compute_logprobs(self, experience, "reference_logprobs")
+        return ExperienceFuture(self.context.dataflow, (part,))
 
-        async def call(
-            key: operation_pb2.OperationKey,
-            reference: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
-            request = logprob_pb2.ComputeLogprobsRequest(
-                key=key,
-                experience=reference,
-                column="reference_logprobs",
-                temperature=temperature,
+
+def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> Part:
+    loss = handle.context.part("policy_loss")
+
+    async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+        request = logprob_pb2.ComputeLogprobsRequest(
+            key=key,
+            experience=reference,
+            column=column,
+            temperature=getattr(loss, "temperature", 1.0),
+        )
+        stream = handle.connection.logprob.ComputeLogprobs(request)
+        return await handle.experience(stream, on_progress)
+
+    reads = experience.select(SEQUENCES)
+    return handle.node(NodeKind.INFER, "compute_logprobs", call, reads, (column,))
+
+
+class _JudgingRole(_TrainedRole):
+    """A role that gives every trajectory a number."""
+
+    def _judge(
+        self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
+    ) -> ExperienceFuture:
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = reward_pb2.ComputeRewardRequest(
+                key=key, experience=reference, pass_at=pass_at
             )
-            stream = self._connection.logprob.ComputeLogprobs(request)
-            return await self._experience(stream, on_progress)
+            stream = self.connection.reward.ComputeReward(request)
+            return await self.experience(stream, on_progress)
 
-        reads = experience.select(_SEQUENCES)
-        part = self._node(NodeKind.INFER, "compute_logprobs", call, reads, ("reference_logprobs",))
-        return self._context.dataflow.experience(part)
+        reads = experience.select(
+            (*SEQUENCES, "prompt_text", "completion_text", "answer", "metadata"),
+            uses=("environment_rewards", "prompt_ids"),
+        )
+        return self._future(self.node(NodeKind.INFER, method, call, reads, (column,)))
 
 
-class RewardRole(RoleHandle):
-    """The judge."""
+class RewardRole(_JudgingRole):
+    """The judge, and the reward model that is trained."""
 
     role = "reward"
 
-    def compute_reward(self, experience: ExperienceFuture) -> ExperienceFuture:
-        """One reward a trajectory."""
+    def compute_reward(
+        self, experience: ExperienceFuture, *, pass_at: tuple[int, ...] = ()
+    ) -> ExperienceFuture:
+        """One reward a trajectory.
 
-        async def call(
-            key: operation_pb2.OperationKey,
-            reference: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
-            request = reward_pb2.ComputeRewardRequest(key=key, experience=reference)
-            stream = self._connection.reward.ComputeReward(request)
-            return await self._experience(stream, on_progress)
+        Args:
+            experience: The trajectories.
+            pass_at: Also reports pass@k for these k.
+        """
+        return self._judge(experience, "compute_reward", "rewards", pass_at)
 
-        reads = experience.select(
-            (*_SEQUENCES, "prompt_text", "completion_text", "answer", "metadata")
-        )
-        part = self._node(NodeKind.INFER, "compute_reward", call, reads, ("rewards",))
-        return self._context.dataflow.experience(part)
+    def update(self, experience: ExperienceFuture) -> UpdateFuture:
+        """Trains the reward model with the recipe's reward loss."""
+        return self._update(experience, self.context.part("reward_loss"))
+
+
+class CostRole(_JudgingRole):
+    """The judge of what is to be kept low."""
+
+    role = "cost"
+
+    def compute_cost(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """One cost a trajectory."""
+        return self._judge(experience, "compute_cost", "costs")
 
 
 ROLE_HANDLES: Mapping[str, type[RoleHandle]] = {
-    handle.role: handle for handle in (ActorRole, CriticRole, ReferenceRole, RewardRole)
+    handle.role: handle for handle in (ActorRole, CriticRole, ReferenceRole, RewardRole, CostRole)
 }
 """By the name under which an algorithm asks for a role."""
-
-
-def _summarize(outcome: Outcome) -> dict[str, Any]:
-    summary: dict[str, Any] = {"num_tokens": outcome.report.num_tokens}
-    if outcome.policy_version is not None:
-        summary["policy_version"] = outcome.policy_version
-    if outcome.experience is not None:
-        summary |= summarize_reference(outcome.experience)
-    return summary

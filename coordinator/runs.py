@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
+from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
 from rolemesh.coordinator.errors import NodeFailedError, RunAbortedError, RunError, ServiceLostError
 from rolemesh.coordinator.files import write_atomically
 from rolemesh.coordinator.journal import Journal
@@ -97,7 +97,7 @@ class TrainingRun:
         Args:
             recipe: What to train, and how.
             directory: Folder of the run's files; made if missing, must hold no other run.
-            addresses: "host:port" by role.
+            addresses: "host:port" by name of the service.
             store: Keeps the run's record, journal and metrics.
             observer: Is told how it goes.
             run_id: Name of the run in the store and on the wire; None makes one.
@@ -111,12 +111,12 @@ class TrainingRun:
         self.recipe = recipe
         self.run_id = run_id or make_run_id(recipe.run.name)
         self.directory = directory.absolute()
-        self._algorithm = ALGORITHMS[recipe.algorithm.type]
-        self._roles = roles_of(self._algorithm)
-        for role in self._roles:
-            if role not in addresses:
+        self._algorithm = algorithm_of(recipe)
+        self._services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
+        for name in self._services:
+            if name not in addresses:
                 raise ValueError(
-                    f"services.{role}.address: no address for the role; give one, or let the "
+                    f"services.{name}.address: no address for the role; give one, or let the "
                     "launcher start it"
                 )
         check_directory_is_free(self.directory)
@@ -202,7 +202,7 @@ class TrainingRun:
         )
         journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
         writer = MetricsWriter(self.directory, self._store, self.run_id)
-        mesh = Mesh(self._addresses, self._roles, self._observer)
+        mesh = Mesh(self._addresses, self._services, journal, self._observer)
         loop = TrainingLoop(
             self.recipe,
             self._algorithm,
@@ -215,7 +215,7 @@ class TrainingRun:
         )
         failure: BaseException | None = None
         try:
-            await self._unless_ended(self._live(mesh, journal, loop))
+            await self._unless_ended(self._live(mesh, loop))
         except BaseException as error:
             failure = error
             raise
@@ -223,7 +223,7 @@ class TrainingRun:
             summary = await self._conclude(failure, mesh, loop, journal, writer, started)
         return summary
 
-    async def _live(self, mesh: Mesh, journal: Journal, loop: TrainingLoop) -> None:
+    async def _live(self, mesh: Mesh, loop: TrainingLoop) -> None:
         """Meets, watches and initialises the services, then trains."""
         watcher = Watcher(
             list(mesh.connections.values()),
@@ -240,7 +240,7 @@ class TrainingRun:
             watching = asyncio.create_task(watcher.run())
             watching.add_done_callback(self._watcher_ended)
             self._loop, loop.is_stop_requested = loop, self._is_stop_requested
-            await mesh.initialize(self.recipe, journal)
+            await mesh.initialize(self.recipe)
             loop.seconds["initialize"] = time.monotonic() - started
             await loop.run()
         finally:
@@ -249,12 +249,12 @@ class TrainingRun:
                 await asyncio.wait({watching})
                 # Services that were not started for this run are there for the next one.
                 lasting = [
-                    role
-                    for role in self._roles
+                    name
+                    for name in self._services
                     # A service that refused this run may hold another one.
-                    if self.recipe.service(role).address is not None and role in mesh.facts
+                    if self.recipe.address(name) is not None and name in mesh.facts
                 ]
-                await mesh.give_back(lasting, journal, GIVE_BACK_DEADLINE_S)
+                await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
             await mesh.close()
 
     def _watcher_ended(self, watching: asyncio.Task[None]) -> None:

@@ -8,11 +8,12 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
+from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.errors import RunAbortedError
 from rolemesh.coordinator.files import write_atomically
@@ -23,12 +24,12 @@ from rolemesh.coordinator.launch import (
     visible_devices,
 )
 from rolemesh.coordinator.observer import RunObserver
-from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe import Recipe, role_of
 from rolemesh.coordinator.runs import TrainingRun, check_directory_is_free, make_run_id
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
 from rolemesh.coordinator.summary import RunSummary
-from rolemesh.engine.specs import ClassifierRewardSpec, JsonlSpec
+from rolemesh.engine.specs import ClassifierRewardSpec, JsonlSpec, RewardSpec
 
 COORDINATOR_FILE = "coordinator.json"
 """In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
@@ -72,16 +73,16 @@ class Session:
         self._run: TrainingRun | None = None
         self._task: asyncio.Task[RunSummary] | None = None
         self._is_ending = False
-        roles = roles_of(ALGORITHMS[recipe.algorithm.type])
-        self._own_roles = [role for role in roles if recipe.service(role).address is None]
-        self._addresses = {
-            role: address for role in roles if (address := recipe.service(role).address)
-        }
         try:
+            services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
+            self._own = [name for name in services if recipe.address(name) is None]
+            self._addresses = {
+                name: address for name in services if (address := recipe.address(name))
+            }
             check_directory_is_free(self.directory)
-            check_paths(recipe, self._own_roles)
-            for role in self._own_roles:
-                visible_devices(recipe, role, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            check_paths(recipe, {role_of(name) for name in self._own})
+            for name in self._own:
+                visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
         except ValueError as error:
             raise InputError(str(error)) from error
 
@@ -140,10 +141,10 @@ class Session:
                 raise InputError(str(error)) from error
             await stack.enter_async_context(self._answering(store))
             launcher = await stack.enter_async_context(
-                Launcher(self._own_roles, service_commands(self.recipe), self.directory / "logs")
+                Launcher(self._own, service_commands(self.recipe), self.directory / "logs")
             )
-            for role in self._own_roles:
-                self._observer.on_phase(role, "start", 0, 0)
+            for name in self._own:
+                self._observer.on_phase(name, "start", 0, 0)
             started = await launcher.start()
             run = TrainingRun(
                 self.recipe,
@@ -201,31 +202,33 @@ def _held(directory: Path) -> Iterator[None]:
         yield
 
 
-def check_paths(recipe: Recipe, roles: list[str]) -> None:
+def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
     """Raises ValueError when a service that we start would not find what the recipe names.
 
     Services that run elsewhere see other disks: they check for themselves.
     """
-    source = recipe.reward.source
-    models = {
-        "actor.model.path": recipe.actor.model.path,
-        "critic.model.path": recipe.critic.model.path,
-        "reference.model.path": recipe.reference.model.path,
-    }
-    if isinstance(source, ClassifierRewardSpec):
-        models["reward.source.model.path"] = source.model.path
+    models: dict[str, Path] = {}
+    for role in roles:
+        section: Any = recipe.section(role)
+        if isinstance(section, RewardSpec):
+            if isinstance(section.source, ClassifierRewardSpec):
+                models[f"{role}.source.model.path"] = section.source.model.path
+        else:
+            models[f"{role}.model.path"] = section.model.path
     for field, path in models.items():
-        if field.split(".")[0] in roles and not (path / "config.json").is_file():
+        if not (path / "config.json").is_file():
             what = "has no config.json" if path.is_dir() else "is not a folder"
             raise ValueError(
                 f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
                 f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
                 "is ever downloaded)"
             )
-    data = recipe.actor.data
-    if "actor" not in roles or not isinstance(data, JsonlSpec):
-        return
-    files = {"actor.data.path": data.path, "actor.data.held_out_path": data.held_out_path}
+    files: dict[str, Path | None] = {}
+    for role in roles:
+        data = getattr(recipe.section(role), "data", None)
+        if isinstance(data, JsonlSpec):
+            files[f"{role}.data.path"] = data.path
+            files[f"{role}.data.held_out_path"] = data.held_out_path
     for field, file in files.items():
         if file is not None and not file.is_file():
             raise ValueError(

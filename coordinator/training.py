@@ -11,9 +11,10 @@ from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.checkpoints import Checkpoints
-from rolemesh.coordinator.dataflow import Dataflow, Node
+from rolemesh.coordinator.dataflow import Dataflow
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.evaluation import Evaluation, evaluate
+from rolemesh.coordinator.futures import Node
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.mesh import Mesh
 from rolemesh.coordinator.metrics import (
@@ -26,7 +27,8 @@ from rolemesh.coordinator.metrics import (
 from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.roles import PromptBatch, StepContext
+from rolemesh.coordinator.role_calls import PromptBatch, PromptCursor, StepContext
+from rolemesh.coordinator.samplers import make_sampler
 from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.v1 import operation_pb2, weights_pb2
 
@@ -74,11 +76,18 @@ class TrainingLoop:
         self._writer = writer
         self._observer = observer
         self._directory = directory
-        self._pools = Pools(recipe.pools)
+        replicas = {role: recipe.services_of(role) for role in recipe.roles}
+        self._pools = Pools(recipe.pools, mesh, replicas)
+        self._cursor = PromptCursor()
+        self._sampler = make_sampler(recipe)
+        self._ahead: dict[int, StepContext] = {}
+        """Steps whose trajectories are being sampled already."""
+        self._prompts: dict[int, PromptBatch] = {}
         self._checkpoints = Checkpoints(
             directory / "checkpoints",
-            mesh.trained,
+            lambda: mesh.trained,
             journal,
+            self._pools,
             keep=recipe.run.checkpoint.keep,
             on_phase=observer.on_phase,
         )
@@ -93,16 +102,35 @@ class TrainingLoop:
         await self._update_record(state=RunState.RUNNING)
         if not self.is_stop_requested:
             self.before = await self._evaluate()
-        while self.step < spec.steps and not self.is_stop_requested:
-            await self._make_step(self.step + 1)
-            every = spec.checkpoint.every_steps
-            if every and self.step % every == 0:
-                await self._save_checkpoint()
+        try:
+            while self.step < spec.steps and not self.is_stop_requested:
+                await self._make_step(self.step + 1)
+                every = spec.checkpoint.every_steps
+                if every and self.step % every == 0:
+                    await self._save_checkpoint()
+        finally:
+            await self._drop_ahead()
         if self.step:
             await self._save_checkpoint()
         await self._export()
 
+    async def _drop_ahead(self) -> None:
+        """Ends what is being sampled for steps that will not be made."""
+        for context in self._ahead.values():
+            context.dataflow.abort(RunError(f"step {context.step} is not made any more"))
+            with contextlib.suppress(RunError):
+                await context.dataflow.finish()
+        self._ahead.clear()
+
+    @property
+    def _can_evaluate(self) -> bool:
+        """Whether there is a policy that samples, and somebody to judge it."""
+        has_roles = {"actor", "reward"} <= self._mesh.connections.keys()
+        return has_roles and getattr(self._recipe.algorithm, "sampling", None) is not None
+
     def _check_held_out(self) -> None:
+        if not self._can_evaluate:
+            return
         wanted = self._recipe.run.evaluation.num_prompts
         have = self._mesh.facts.get("actor", {}).get(HELD_OUT_FACT)
         if have is not None and wanted > int(have):
@@ -120,11 +148,11 @@ class TrainingLoop:
             self.seconds[name] += time.monotonic() - started
 
     def _context(self, step: int, *, is_evaluation: bool = False) -> StepContext:
-        self.dataflow = Dataflow(step, self._pools)
         return StepContext(
             step=step,
             algorithm=self._recipe.algorithm,
-            dataflow=self.dataflow,
+            dataflow=Dataflow(step, self._pools),
+            sampler=self._sampler,
             journal=self._journal,
             connections=self._mesh.connections,
             on_phase=self._observer.on_phase,
@@ -133,16 +161,18 @@ class TrainingLoop:
 
     async def _evaluate(self) -> Evaluation | None:
         """The held-out score of the policy as it is; None when evaluation is switched off."""
-        num_prompts = self._recipe.run.evaluation.num_prompts
-        if num_prompts == 0:
+        spec = self._recipe.run.evaluation
+        if spec.num_prompts == 0 or not self._can_evaluate:
             return None
         with self._phase("evaluate", f"evaluation after step {self.step}"):
-            found = await evaluate(self._context(self.step, is_evaluation=True), num_prompts)
-            await self._mesh.release(self._journal, self.step)
+            context = self._context(self.step, is_evaluation=True)
+            self.dataflow = context.dataflow
+            found = await evaluate(context, spec)
+            await self._mesh.release(self.step)
         self._writer.write_scalars(self.step, found.scalars())
         self._observer.on_event(
             f"held-out score after {self.step} steps: {found.score:.3f} "
-            f"(standard error {found.standard_error:.3f}, {num_prompts} prompts)"
+            f"(standard error {found.standard_error:.3f}, {spec.num_prompts} prompts)"
         )
         return found
 
@@ -156,7 +186,7 @@ class TrainingLoop:
         record: dict[str, float] = {}
         try:
             try:
-                await self._mesh.release(self._journal, step)
+                await self._mesh.release(step)
             finally:
                 # Releasing is traffic of the step, but none of its time.
                 traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
@@ -174,41 +204,64 @@ class TrainingLoop:
 
     async def _train(self, step: int) -> tuple[Sequence[Node], float]:
         """Makes and commits a step; returns its nodes and its seconds."""
-        count = self._recipe.run.prompts_per_step
         self.activity = f"step {step}"
         started = time.monotonic()
-        context = self._context(step)
+        self._sample_ahead(step, self._sampler.steps_ahead)
+        context, prompts = self._begin(step)
+        del self._ahead[step]
+        self.dataflow = context.dataflow
         async with context.dataflow:
-            start_step(self._algorithm, PromptBatch(start=(step - 1) * count, count=count), context)
+            start_step(self._algorithm, prompts, context)
+            self._sample_ahead(step, self._sampler.steps_ahead_while_training)
+            self._sampler.step_ends(context)
         versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
         await self._journal.commit(step, {"policy_versions": versions})
         # From here on the step counts, whatever goes wrong after.
         self.step = step
+        del self._prompts[step]
         seconds, nodes = time.monotonic() - started, context.dataflow.nodes
         for phase, spent in phase_seconds(nodes).items():
             self.seconds[phase] += spent
         self._writer.write_graph(step, nodes)
         return nodes, seconds
 
+    def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
+        """A step's context and prompts, which are made once and in the order of steps."""
+        if step not in self._ahead:
+            prompts = self._cursor.take(self._recipe.run.prompts_per_step)
+            self._ahead[step] = self._context(step)
+            self._prompts[step] = prompts
+        return self._ahead[step], self._prompts[step]
+
+    def _sample_ahead(self, step: int, number: int) -> None:
+        """Begins to sample the steps up to `number` after this one."""
+        for later in range(step, min(step + number, self._recipe.run.steps) + 1):
+            if number and later not in self._ahead:
+                self._sampler.begin(*self._begin(later))
+
     async def _save_checkpoint(self) -> None:
         with self._phase("checkpoint", f"checkpoint of step {self.step}"):
-            state = {"next_prompt": self.step * self._recipe.run.prompts_per_step}
-            await self._checkpoints.save(self.step, state)
+            used = self._prompts.get(self.step + 1)
+            # Prompts of steps that are only being sampled count as not used.
+            position = used.start if used is not None else self._cursor.position
+            await self._checkpoints.save(self.step, {"next_prompt": position})
 
     async def _export(self) -> None:
-        actor, target = self._mesh.connections["actor"], self._directory / "model"
-        key = self._journal.next_key(self.step, "actor.export")
+        role = "actor" if "actor" in self._mesh.connections else "reward"
+        trained, target = self._mesh.connections[role], self._directory / "model"
+        key = self._journal.next_key(self.step, f"{role}.export")
         request = weights_pb2.ExportRequest(key=key, directory=str(target))
 
         def on_progress(progress: operation_pb2.Progress) -> None:
             stage = f"export: {progress.stage}"
-            self._observer.on_phase("actor", stage, progress.done, progress.total)
+            self._observer.on_phase(role, stage, progress.done, progress.total)
 
         with self._phase("export", "export"):
-            self._observer.on_phase("actor", "export", 0, 0)
-            await actor.finish(actor.weights.Export(request), on_progress)
+            self._observer.on_phase(role, "export", 0, 0)
+            async with self._pools.awake(role, self.step):
+                await trained.finish(trained.weights.Export(request), on_progress)
             await self._journal.acknowledge(key, {"directory": str(target)})
-            self._observer.on_phase("actor", "", 0, 0)
+            self._observer.on_phase(role, "", 0, 0)
         self.model_directory = target
 
     async def _update_record(self, **changes: Any) -> None:

@@ -93,7 +93,7 @@ class Watcher:
                 refusals = 0
             except RolemeshError as error:
                 # It answers, with its own failure: the same for every call that follows.
-                self._on_lost(connection.role, f"{_name(connection)} is broken: {error.message}")
+                self._on_lost(connection.service, f"{_name(connection)} is broken: {error.message}")
                 return
             else:
                 refusals, heard_at = 0, loop.time()
@@ -101,16 +101,16 @@ class Watcher:
                 is_ours = status.run_id == self._run_id
                 if status.state == worker_pb2.WORKER_STATE_FAILED and is_ours:
                     problem = status.failure or "see its log"
-                    self._on_lost(connection.role, f"{_name(connection)} is broken: {problem}")
+                    self._on_lost(connection.service, f"{_name(connection)} is broken: {problem}")
                     return
                 await self._renew(connection, describe(status))
             if refusals >= self._settings.refusals_until_lost:
-                self._on_lost(connection.role, f"{_name(connection)} is gone: {problem}")
+                self._on_lost(connection.service, f"{_name(connection)} is gone: {problem}")
                 return
             silence_s = loop.time() - heard_at
             if silence_s >= self._settings.silence_until_lost_s:
                 self._on_lost(
-                    connection.role,
+                    connection.service,
                     f"{_name(connection)} has not answered for {silence_s:.0f} s, though its "
                     "process holds the connection: see its log and whether it is stopped",
                 )
@@ -143,4 +143,6 @@ def describe(status: worker_pb2.GetStatusResponse) -> str:
 def _name(connection: RoleConnection) -> str:
     pid = connection.capabilities.pid
     process = f"pid {pid}, " if pid else ""
-    return f"{connection.role} rank {connection.capabilities.rank} ({process}{connection.address})"
+    return (
+        f"{connection.service} rank {connection.capabilities.rank} ({process}{connection.address})"
+    )

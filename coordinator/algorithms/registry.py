@@ -2,34 +2,148 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import inspect
+import types
+import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from rolemesh.coordinator.algorithm_specs import CustomSpec
+from rolemesh.coordinator.algorithms.cispo import cispo
+from rolemesh.coordinator.algorithms.dapo import dapo
+from rolemesh.coordinator.algorithms.dpo import dpo
+from rolemesh.coordinator.algorithms.dr_grpo import dr_grpo
+from rolemesh.coordinator.algorithms.grpo import grpo
+from rolemesh.coordinator.algorithms.gspo import gspo
+from rolemesh.coordinator.algorithms.kto import kto
+from rolemesh.coordinator.algorithms.online_dpo import online_dpo
 from rolemesh.coordinator.algorithms.ppo import ppo
+from rolemesh.coordinator.algorithms.reinforce_plus_plus import reinforce_plus_plus
+from rolemesh.coordinator.algorithms.reinforce_plus_plus_baseline import (
+    reinforce_plus_plus_baseline,
+)
+from rolemesh.coordinator.algorithms.remax import remax
+from rolemesh.coordinator.algorithms.reward_model import reward_model
+from rolemesh.coordinator.algorithms.rloo import rloo
+from rolemesh.coordinator.algorithms.safe_rlhf import safe_rlhf
+from rolemesh.coordinator.algorithms.sft import sft
 from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.roles import ROLE_HANDLES, PromptBatch, StepContext
 
 Algorithm = Callable[..., None]
 
-ALGORITHMS: Mapping[str, Algorithm] = {"ppo": ppo}
+ALGORITHMS: Mapping[str, Algorithm] = {
+    algorithm.__name__: algorithm
+    for algorithm in (
+        ppo,
+        grpo,
+        dr_grpo,
+        dapo,
+        gspo,
+        cispo,
+        rloo,
+        reinforce_plus_plus,
+        reinforce_plus_plus_baseline,
+        remax,
+        safe_rlhf,
+        online_dpo,
+        dpo,
+        kto,
+        sft,
+        reward_model,
+    )
+}
 """By `algorithm.type` of the recipe."""
 
+ENTRY_POINTS = "rolemesh.algorithms"
+"""Group of entry points under which other packages offer algorithms."""
 
-def roles_of(algorithm: Algorithm) -> tuple[str, ...]:
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Roles that an algorithm asks for, in the order of its parameters."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    """Those whose parameter may be None: used where the recipe has them."""
+
+
+def roles_of(algorithm: Algorithm) -> Roles:
     """Roles that the algorithm asks for: the names of its parameters after `prompts`.
 
     Raises:
         ValueError: A parameter is no role.
     """
-    first, *roles = inspect.signature(algorithm).parameters
-    if first != "prompts":
-        raise ValueError(f"{algorithm.__name__}: the first parameter is {first!r}, not 'prompts'")
-    for role in roles:
-        if role not in ROLE_HANDLES:
+    first, *parameters = inspect.signature(algorithm).parameters.values()
+    if first.name != "prompts":
+        raise ValueError(
+            f"{algorithm.__name__}: the first parameter is {first.name!r}, not 'prompts'"
+        )
+    for parameter in parameters:
+        if parameter.name not in ROLE_HANDLES:
             raise ValueError(
-                f"{algorithm.__name__}: {role!r} is no role; roles are {', '.join(ROLE_HANDLES)}"
+                f"{algorithm.__name__}: {parameter.name!r} is no role; roles are "
+                f"{', '.join(ROLE_HANDLES)}"
             )
-    return tuple(roles)
+    optional = tuple(p.name for p in parameters if p.default is None)
+    return Roles(tuple(p.name for p in parameters if p.name not in optional), optional)
+
+
+def algorithm_of(recipe: Recipe) -> Algorithm:
+    """The recipe's algorithm: one of ours, or one that the recipe names.
+
+    Raises:
+        ValueError: There is no such function.
+    """
+    spec = recipe.algorithm
+    if not isinstance(spec, CustomSpec):
+        return ALGORITHMS[spec.type]
+    file, colon, name = spec.function.rpartition(":")
+    if colon:
+        found: Any = getattr(_module_of(Path(file)), name, None)
+    else:
+        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+        found = next(iter(points)).load() if points else None
+    if not isinstance(found, types.FunctionType):
+        raise ValueError(
+            f"algorithm.function is {spec.function!r}: there is no such function; give "
+            f"'path/to/file.py:name', or the name of an entry point of the group {ENTRY_POINTS}"
+        )
+    return typing.cast(Algorithm, found)
+
+
+def _module_of(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"rolemesh_algorithm_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(
+            f"algorithm.function names {str(path)!r}, which is no Python file (relative paths "
+            "start at the current directory)"
+        )
+    module = importlib.util.module_from_spec(spec)
+    # The user's own file, named in the user's own recipe.
+    spec.loader.exec_module(module)
+    return module
+
+
+def roles_in(recipe: Recipe) -> tuple[str, ...]:
+    """Roles that the recipe's algorithm is run with, the rollout role among them.
+
+    Raises:
+        ValueError: The recipe lacks a section that the algorithm needs.
+    """
+    algorithm = algorithm_of(recipe)
+    wanted = roles_of(algorithm)
+    for role in wanted.required:
+        recipe.section(role)
+    used = [*wanted.required, *(role for role in wanted.optional if role in recipe.roles)]
+    if "actor" in used and recipe.rollout is not None:
+        used.append("rollout")
+    return tuple(used)
 
 
 def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext) -> None:
@@ -38,7 +152,12 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
     Raises:
         RunError: It asks for something that the mesh or the recipe does not have.
     """
-    handles = {role: ROLE_HANDLES[role](context) for role in roles_of(algorithm)}
+    wanted = roles_of(algorithm)
+    handles = {
+        role: ROLE_HANDLES[role](context)
+        for role in (*wanted.required, *wanted.optional)
+        if role in context.connections
+    }
     try:
         algorithm(prompts, **handles)
     except ValueError as error:

@@ -16,9 +16,12 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.cli import app
 from rolemesh.coordinator.launch import service_commands
-from rolemesh.coordinator.recipe import ROLES, RedisStoreSpec
+from rolemesh.coordinator.recipe import RedisStoreSpec
 from rolemesh.coordinator.recipe_loading import load_recipe
 from rolemesh.services.runtime.config import load_config
+
+ROLES = ("actor", "critic", "reference", "reward")
+"""Roles with a container: those of PPO and of the group algorithms."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_FILE = REPOSITORY / "docker-compose.yml"

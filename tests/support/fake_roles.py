@@ -27,7 +27,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_status import rpc_status
 
 from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.roles import ROLLOUT_COLUMNS
+from rolemesh.coordinator.samplers import ROLLOUT_COLUMNS
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import PreconditionError, RolemeshError, to_status
 from rolemesh.v1 import (

@@ -29,6 +29,7 @@ class ComputeRewardRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    PASS_AT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -41,16 +42,24 @@ class ComputeRewardRequest(_message.Message):
     def trajectories(self) -> Global___TrajectoryBatch:
         """Inline, for services that hold no experience; at most 4 MiB."""
 
+    @_builtins.property
+    def pass_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Also reports the metrics "pass@<k>" for these k (arXiv 2107.03374, eq. 1),
+        over groups of rows with equal prompt_ids, of which each must have at
+        least k rows; a row passes with the full score. With `experience` only.
+        """
+
     def __init__(
         self,
         *,
         key: _operation_pb2.OperationKey | None = ...,
         experience: _experience_pb2.ExperienceRef | None = ...,
         trajectories: Global___TrajectoryBatch | None = ...,
+        pass_at: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "input", b"input", "key", b"key", "trajectories", b"trajectories"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "input", b"input", "key", b"key", "trajectories", b"trajectories"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "input", b"input", "key", b"key", "pass_at", b"pass_at", "trajectories", b"trajectories"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["experience", "trajectories"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

@@ -53,7 +53,7 @@ def test_ppo_imports_role_handles_alone() -> None:
 
 
 def test_roles_are_read_from_the_signature() -> None:
-    assert roles_of(ALGORITHMS["ppo"]) == ("actor", "critic", "reference", "reward")
+    assert roles_of(ALGORITHMS["ppo"]).required == ("actor", "critic", "reference", "reward")
 
 
 def test_a_parameter_that_is_no_role_is_named() -> None:

@@ -5,19 +5,19 @@ from collections.abc import Iterable
 
 import pytest
 
-from rolemesh.coordinator.dataflow import (
-    Dataflow,
+from rolemesh.coordinator.dataflow import Dataflow
+from rolemesh.coordinator.errors import NodeFailedError, ServiceLostError
+from rolemesh.coordinator.futures import (
     ExperienceFuture,
     Node,
     NodeKind,
     NodeState,
     Outcome,
-    chrome_trace,
-    join_references,
 )
-from rolemesh.coordinator.errors import NodeFailedError, ServiceLostError
 from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.recipe import PoolSpec
+from rolemesh.coordinator.references import join_references
+from rolemesh.coordinator.trace import chrome_trace
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import experience_pb2
 
@@ -159,7 +159,7 @@ async def test_futures_of_two_steps_cannot_be_joined() -> None:
     two.dataflow.step = 2
     first = one.node("actor", "generate", ["tokens"])
     second = two.node("actor", "generate", ["tokens"])
-    with pytest.raises(ValueError, match=r"step 1 .* step 2"):
+    with pytest.raises(ValueError, match="two different steps"):
         first | second
     for script in (one, two):
         await script.open("actor.generate")

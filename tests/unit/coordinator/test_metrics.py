@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rolemesh.coordinator.dataflow import Node, NodeKind
+from rolemesh.coordinator.futures import Node, NodeKind
 from rolemesh.coordinator.metrics import (
     dataflow_traffic,
     merged_metrics,
@@ -44,7 +44,7 @@ def test_weight_sync_is_shown_beside_generate_not_in_it() -> None:
         "weight_sync": 0.5,
         "generate": 2.5,
         "update_critic": 3.0,
-        "actor_compute_logprobs": 4.0,
+        "proximal": 4.0,
     }
 
 

@@ -19,7 +19,7 @@ async def test_a_pool_has_one_holder_at_a_time() -> None:
 
     async def work(order: int) -> None:
         nonlocal holders, most
-        async with pool.lease((order,)):
+        async with pool.lease((order,), "actor"):
             holders += 1
             most = max(most, holders)
             await asyncio.sleep(0)
@@ -34,10 +34,10 @@ async def test_the_call_made_first_has_the_lease_next_whoever_asked_first() -> N
     pool, turns = Pool(name="main", devices=("cpu",)), []
 
     async def work(order: int) -> None:
-        async with pool.lease((order,)):
+        async with pool.lease((order,), "actor"):
             turns.append(order)
 
-    async with pool.lease((0,)):
+    async with pool.lease((0,), "actor"):
         waiting = []
         for order in (3, 1, 2):
             waiting.append(asyncio.create_task(work(order)))
@@ -50,7 +50,7 @@ async def test_calls_that_become_ready_together_start_in_call_order() -> None:
     pool, turns = Pool(name="main", devices=("cpu",)), []
 
     async def work(order: int) -> None:
-        async with pool.lease((order,)):
+        async with pool.lease((order,), "actor"):
             turns.append(order)
 
     await asyncio.gather(*(work(order) for order in (2, 1, 0)))
@@ -62,10 +62,10 @@ async def test_a_cancelled_waiter_does_not_keep_the_lease(num_turns: int) -> Non
     pool = Pool(name="main", devices=("cpu",))
 
     async def work(order: int) -> None:
-        async with pool.lease((order,)):
+        async with pool.lease((order,), "actor"):
             pass
 
-    async with pool.lease((0,)):
+    async with pool.lease((0,), "actor"):
         waiting = asyncio.create_task(work(1))
         await settle()
     for _ in range(num_turns):

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rolemesh.coordinator.recipe import EmbeddedStoreSpec, PpoSpec, Recipe, RedisStoreSpec
+from rolemesh.coordinator.algorithm_specs import PpoSpec
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, Recipe, RedisStoreSpec
 from rolemesh.coordinator.recipe_errors import RecipeError
 from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
@@ -150,7 +151,8 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         ),
         (
             "services.actr.threads=1",
-            "services.actr: no such role; roles are actor, critic, reference, reward",
+            "services.actr: no such role; roles are actor, critic, reference, reward, cost, "
+            "rollout",
         ),
         ("run.seed", "--set run.seed: give a field and a value, e.g. --set run.seed=7"),
         (".seed=1", "--set .seed=1: give a field and a value, e.g. --set run.seed=7"),

@@ -1,0 +1,306 @@
+"""The algorithm section of a recipe: one spec for each algorithm, with its numeric parts.
+
+What a part means and reads stands with its own spec in `rolemesh.engine.specs`. A spec's `type` is
+the name of a function in `coordinator/algorithms`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rolemesh.engine.specs import (
+    BradleyTerryLossSpec,
+    CispoPolicyLossSpec,
+    DpoLossSpec,
+    DrGrpoSpec,
+    EstimatorSpec,
+    GaeSpec,
+    GrpoSpec,
+    GspoPolicyLossSpec,
+    KtoLossSpec,
+    KtoPointSpec,
+    LossSpec,
+    OnlineDpoSpec,
+    PpoPolicyLossSpec,
+    PpoValueLossSpec,
+    ReinforcePlusPlusBaselineSpec,
+    ReinforcePlusPlusSpec,
+    ReinforcePolicyLossSpec,
+    RemaxSpec,
+    RewardSpreadSpec,
+    RlooSpec,
+    SafeRlhfSpec,
+    SamplingSpec,
+    SelectionSpec,
+    SftLossSpec,
+    Spec,
+)
+
+
+class _UpdateSpec(Spec):
+    """What every algorithm has: how a step's rows become optimizer steps."""
+
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a step's experience."""
+    mini_batch_rows: int = Field(default=64, ge=1)
+    """Trajectories of one optimizer step. A multiple of the completions a prompt keeps these
+    together, so that an update computes their prompt once."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Neighbouring rows that an update keeps together."""
+        return 1
+
+
+class _SampledSpec(_UpdateSpec):
+    """An algorithm on trajectories that the policy samples."""
+
+    sampling: SamplingSpec = SamplingSpec()
+
+    @property
+    def rows_per_unit(self) -> int:
+        """The completions of a prompt, where mini-batches hold whole groups."""
+        group = self.sampling.samples_per_prompt
+        return group if self.mini_batch_rows % group == 0 else 1
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        temperature = getattr(getattr(self, "policy_loss", None), "temperature", None)
+        if temperature is not None and temperature != self.sampling.temperature:
+            raise ValueError(
+                f"policy_loss.temperature is {temperature} but "
+                f"sampling.temperature is {self.sampling.temperature}: give both the same value, "
+                "or the ratio compares two different distributions"
+            )
+        if self.sampling.top_p != 1.0 or self.sampling.top_k != -1:
+            raise ValueError(
+                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is "
+                f"{self.sampling.top_k}: training needs 1.0 and -1; the sampler's log-probs would "
+                "be those of a cut distribution, and the trainer's those of the whole one"
+            )
+        return self
+
+
+class _GroupSpec(_SampledSpec):
+    """An algorithm that compares the completions of one prompt with each other."""
+
+    sampling: SamplingSpec = SamplingSpec(samples_per_prompt=8)
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if self.sampling.samples_per_prompt < 2:
+            raise ValueError(
+                "sampling.samples_per_prompt is 1, but the algorithm compares the completions of a "
+                "prompt with each other: give at least 2"
+            )
+        return self
+
+
+class _PairedSpec(_UpdateSpec):
+    """An algorithm on rows that come in twos."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """The two rows of a pair."""
+        return 2
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.mini_batch_rows % 2:
+            raise ValueError(
+                f"mini_batch_rows is {self.mini_batch_rows}, but rows come in twos: give an even "
+                "number"
+            )
+        return self
+
+
+class PpoSpec(_SampledSpec):
+    """Proximal policy optimisation with a critic (arXiv 1707.06347)."""
+
+    type: Literal["ppo"] = "ppo"
+    advantages: GaeSpec = GaeSpec()
+    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+    value_loss: PpoValueLossSpec = PpoValueLossSpec()
+
+
+class SafeRlhfAlgorithmSpec(_SampledSpec):
+    """Safe RLHF: PPO under a limit on the mean cost (arXiv 2310.12773)."""
+
+    type: Literal["safe_rlhf"] = "safe_rlhf"
+    advantages: SafeRlhfSpec = SafeRlhfSpec()
+    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+    value_loss: PpoValueLossSpec = PpoValueLossSpec()
+    pretraining_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss on pretraining texts (PTX); 0 reads none."""
+
+
+class GrpoAlgorithmSpec(_GroupSpec):
+    """Group-relative policy optimisation (arXiv 2402.03300)."""
+
+    type: Literal["grpo"] = "grpo"
+    advantages: GrpoSpec = GrpoSpec()
+    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec(aggregation="seq_mean_token_mean")
+
+
+class DrGrpoAlgorithmSpec(_GroupSpec):
+    """GRPO without its biases (Dr. GRPO, arXiv 2503.20783)."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    advantages: DrGrpoSpec = DrGrpoSpec()
+    policy_loss: PpoPolicyLossSpec
+    """With aggregation "seq_sum_norm" and norm_length, the constant that replaces lengths: the
+    longest completion."""
+
+
+class DapoSpec(_GroupSpec):
+    """DAPO: GRPO with dynamic sampling, a higher upper clip and a token mean (arXiv 2503.14476)."""
+
+    type: Literal["dapo"] = "dapo"
+    advantages: GrpoSpec = GrpoSpec()
+    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
+    selection: SelectionSpec = RewardSpreadSpec()
+    max_rounds: int = Field(default=10, ge=1)
+    """Times that a step samples until it has enough groups."""
+
+
+class GspoAlgorithmSpec(_GroupSpec):
+    """Group sequence policy optimisation (arXiv 2507.18071)."""
+
+    type: Literal["gspo"] = "gspo"
+    advantages: GrpoSpec = GrpoSpec()
+    policy_loss: GspoPolicyLossSpec = GspoPolicyLossSpec()
+
+
+class CispoAlgorithmSpec(_GroupSpec):
+    """Clipped importance weights instead of clipped updates (CISPO, arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    advantages: GrpoSpec = GrpoSpec()
+    policy_loss: CispoPolicyLossSpec = CispoPolicyLossSpec()
+
+
+class RlooAlgorithmSpec(_GroupSpec):
+    """REINFORCE with the other completions of a prompt as baseline (arXiv 2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+    advantages: RlooSpec = RlooSpec()
+    policy_loss: ReinforcePolicyLossSpec | PpoPolicyLossSpec = Field(
+        default=ReinforcePolicyLossSpec(), discriminator="type"
+    )
+
+
+class ReinforcePlusPlusAlgorithmSpec(_SampledSpec):
+    """REINFORCE++ (arXiv 2501.03262)."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    advantages: ReinforcePlusPlusSpec = ReinforcePlusPlusSpec()
+    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+
+
+class ReinforcePlusPlusBaselineAlgorithmSpec(_GroupSpec):
+    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)."""
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    advantages: ReinforcePlusPlusBaselineSpec = ReinforcePlusPlusBaselineSpec()
+    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+
+
+class RemaxAlgorithmSpec(_SampledSpec):
+    """ReMax: REINFORCE with the greedy completion as baseline, and no critic (arXiv 2310.10505)."""
+
+    type: Literal["remax"] = "remax"
+    advantages: RemaxSpec = RemaxSpec()
+    policy_loss: ReinforcePolicyLossSpec | PpoPolicyLossSpec = Field(
+        default=ReinforcePolicyLossSpec(), discriminator="type"
+    )
+
+
+class OnlineDpoAlgorithmSpec(_GroupSpec):
+    """DPO on pairs of the policy's own completions (arXiv 2402.04792)."""
+
+    type: Literal["online_dpo"] = "online_dpo"
+    sampling: SamplingSpec = SamplingSpec(samples_per_prompt=2)
+    advantages: OnlineDpoSpec = OnlineDpoSpec()
+    policy_loss: DpoLossSpec = DpoLossSpec()
+
+    @model_validator(mode="after")
+    def _check_whole_groups(self) -> Self:
+        group = self.sampling.samples_per_prompt
+        if self.mini_batch_rows % group:
+            raise ValueError(
+                f"mini_batch_rows is {self.mini_batch_rows} and sampling.samples_per_prompt is "
+                f"{group}: give a multiple, so that the two rows of a pair stay together"
+            )
+        return self
+
+
+class DpoSpec(_PairedSpec):
+    """Direct preference optimisation on given pairs: DPO, cDPO and IPO (arXiv 2305.18290)."""
+
+    type: Literal["dpo"] = "dpo"
+    policy_loss: DpoLossSpec = DpoLossSpec()
+
+
+class KtoSpec(_PairedSpec):
+    """Kahneman-Tversky optimisation on judged completions (arXiv 2402.01306)."""
+
+    type: Literal["kto"] = "kto"
+    advantages: KtoPointSpec = KtoPointSpec()
+    policy_loss: KtoLossSpec = KtoLossSpec()
+
+
+class SftSpec(_UpdateSpec):
+    """Supervised fine-tuning on given completions."""
+
+    type: Literal["sft"] = "sft"
+    policy_loss: SftLossSpec = SftLossSpec()
+
+
+class RewardModelSpec(_PairedSpec):
+    """Training of a reward model on pairs (Bradley-Terry, arXiv 2203.02155, eq. 1)."""
+
+    type: Literal["reward_model"] = "reward_model"
+    reward_loss: BradleyTerryLossSpec = BradleyTerryLossSpec()
+
+
+class CustomSpec(_SampledSpec):
+    """A function of yours, with whatever parts it asks for."""
+
+    type: Literal["custom"] = "custom"
+    function: str = Field(pattern=r"^(.+\.py:)?[A-Za-z_][\w.-]*$")
+    """"path/to/file.py:name", or the name of an entry point of the group rolemesh.algorithms."""
+    advantages: EstimatorSpec | None = None
+    policy_loss: LossSpec | None = None
+    value_loss: LossSpec | None = None
+    reward_loss: LossSpec | None = None
+    selection: SelectionSpec | None = None
+    max_rounds: int = Field(default=10, ge=1)
+    """Times that a step samples until it has enough groups."""
+    pretraining_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss on pretraining texts."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Numbers of your own."""
+
+
+AlgorithmSpec = Annotated[
+    PpoSpec
+    | SafeRlhfAlgorithmSpec
+    | GrpoAlgorithmSpec
+    | DrGrpoAlgorithmSpec
+    | DapoSpec
+    | GspoAlgorithmSpec
+    | CispoAlgorithmSpec
+    | RlooAlgorithmSpec
+    | ReinforcePlusPlusAlgorithmSpec
+    | ReinforcePlusPlusBaselineAlgorithmSpec
+    | RemaxAlgorithmSpec
+    | OnlineDpoAlgorithmSpec
+    | DpoSpec
+    | KtoSpec
+    | SftSpec
+    | RewardModelSpec
+    | CustomSpec,
+    Field(discriminator="type"),
+]

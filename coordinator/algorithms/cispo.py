@@ -1,0 +1,18 @@
+"""Clipped importance weights (CISPO, arXiv 2506.13585), as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+
+
+def cispo(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reward: RewardRole,
+    reference: ReferenceRole | None = None,
+) -> None:
+    """One step: as GRPO, with a loss that clips weights and drops no token."""
+    rollouts = actor.generate(prompts)
+    if reference is not None:
+        rollouts |= reference.compute_logprobs(rollouts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "grpo")
+    actor.update(rollouts)

@@ -1,0 +1,14 @@
+"""DAPO: dynamic sampling on top of GRPO (arXiv 2503.14476), as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, RewardRole
+
+
+def dapo(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reward: RewardRole,
+) -> None:
+    """One step: sample until enough groups have something to teach, compare, train the actor."""
+    rollouts = actor.generate_selected(prompts, judge=reward.compute_reward)
+    rollouts |= actor.compute_advantages(rollouts, "grpo")
+    actor.update(rollouts)

@@ -1,0 +1,14 @@
+"""Direct preference optimisation (arXiv 2305.18290), as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole
+
+
+def dpo(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reference: ReferenceRole,
+) -> None:
+    """One step: read pairs, score them under the reference, train the actor."""
+    pairs = actor.read_preferences(prompts)
+    pairs |= reference.compute_logprobs(pairs)
+    actor.update(pairs)

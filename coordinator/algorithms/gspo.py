@@ -1,0 +1,18 @@
+"""Group sequence policy optimisation (arXiv 2507.18071), as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+
+
+def gspo(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reward: RewardRole,
+    reference: ReferenceRole | None = None,
+) -> None:
+    """One step: as GRPO, with one ratio for a whole completion in the loss."""
+    rollouts = actor.generate(prompts)
+    if reference is not None:
+        rollouts |= reference.compute_logprobs(rollouts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "grpo")
+    actor.update(rollouts)

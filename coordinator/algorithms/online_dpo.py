@@ -1,0 +1,17 @@
+"""DPO on the policy's own completions (arXiv 2402.04792), as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+
+
+def online_dpo(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reference: ReferenceRole,
+    reward: RewardRole,
+) -> None:
+    """One step: sample groups, judge, pair the best with the worst, train the actor."""
+    rollouts = actor.generate(prompts)
+    rollouts |= reference.compute_logprobs(rollouts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "online_dpo")
+    actor.update(rollouts)

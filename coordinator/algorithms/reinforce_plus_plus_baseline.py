@@ -1,0 +1,18 @@
+"""REINFORCE++ with the group's mean as baseline (arXiv 2501.03262), as one step."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+
+
+def reinforce_plus_plus_baseline(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reward: RewardRole,
+    reference: ReferenceRole | None = None,
+) -> None:
+    """One step: sample groups, judge, subtract means, normalise over the batch, train."""
+    rollouts = actor.generate(prompts)
+    if reference is not None:
+        rollouts |= reference.compute_logprobs(rollouts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "reinforce_plus_plus_baseline")
+    actor.update(rollouts)

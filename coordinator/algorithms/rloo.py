@@ -1,0 +1,18 @@
+"""REINFORCE leave-one-out (arXiv 2402.14740), as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+
+
+def rloo(
+    prompts: PromptBatch,
+    actor: ActorRole,
+    reward: RewardRole,
+    reference: ReferenceRole | None = None,
+) -> None:
+    """One step: sample groups, judge, compare each with the others, train the actor."""
+    rollouts = actor.generate(prompts)
+    if reference is not None:
+        rollouts |= reference.compute_logprobs(rollouts)
+    rollouts |= reward.compute_reward(rollouts)
+    rollouts |= actor.compute_advantages(rollouts, "rloo")
+    actor.update(rollouts)

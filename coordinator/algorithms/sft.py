@@ -1,0 +1,11 @@
+"""Supervised fine-tuning, as one step over the mesh."""
+
+from rolemesh.coordinator.roles import ActorRole, PromptBatch
+
+
+def sft(
+    prompts: PromptBatch,
+    actor: ActorRole,
+) -> None:
+    """One step: read completions, train the actor on them."""
+    actor.update(actor.read_demonstrations(prompts))

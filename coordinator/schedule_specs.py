@@ -1,0 +1,72 @@
+"""Schedules: what of a run may overlap, as templates of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rolemesh.engine.specs import Spec
+
+
+class _SamplerSpec(Spec):
+    """What all samplers have."""
+
+    batch_size: int | None = Field(default=None, ge=1)
+    """Prompts of one call to a sampling service; None: a step's prompts, dealt out evenly over the
+    services."""
+    block_rows: int = Field(default=0, ge=0)
+    """Trajectories that go on together to reference, critic and reward as soon as all of them are
+    finished, while the others still decode; a multiple of sampling.samples_per_prompt. 0: all go
+    on together. It decides which rows are computed together, so keep it when placements are
+    compared bit for bit."""
+
+
+class SyncSamplerSpec(_SamplerSpec):
+    """On-policy: a step samples with the weights of the step before."""
+
+    type: Literal["sync"] = "sync"
+
+
+class OneStepAheadSpec(_SamplerSpec):
+    """Samples the next step's trajectories while this one trains: weights are one step old.
+
+    Repeatable: which weights sample which step does not depend on timing.
+    """
+
+    type: Literal["one_step_ahead"] = "one_step_ahead"
+
+
+class AsyncSamplerSpec(_SamplerSpec):
+    """Samples without waiting for training, within a bound (arXiv 2505.24298, section 5.1).
+
+    The trajectories of step s are begun as soon as step s - 1 - max_staleness is made. Which
+    weights sample which token depends on timing.
+    """
+
+    type: Literal["async"] = "async"
+    max_staleness: int = Field(default=2, ge=1)
+    """Steps by which the weights that sampled a token may be behind those that train on it."""
+    partial_rollouts: bool = True
+    """New weights come between two tokens of running completions; false: they wait until what runs
+    is finished."""
+
+
+SamplerSpec = Annotated[
+    SyncSamplerSpec | OneStepAheadSpec | AsyncSamplerSpec, Field(discriminator="type")
+]
+
+
+class UpdaterSpec(Spec):
+    """How a step's updates are made."""
+
+    type: Literal["sync"] = "sync"
+    micro_batch_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one pass of actor and critic, in place of their models' own number."""
+
+
+class ScheduleSpec(Spec):
+    """What of a run may overlap."""
+
+    sampler: SamplerSpec = SyncSamplerSpec()
+    updater: UpdaterSpec = UpdaterSpec()

@@ -1,0 +1,79 @@
+"""An executed graph for people: as a Chrome trace, and the path that decided its length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rolemesh.coordinator.futures import Node
+
+
+def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
+    """The nodes in Chrome's trace event format: one row a role, grouped by pool."""
+    nodes = [node for node in nodes if node.started_at is not None and node.ended_at is not None]
+    pools = {name: number for number, name in enumerate(sorted({node.pool for node in nodes}))}
+    roles = {name: number for number, name in enumerate(sorted({node.role for node in nodes}))}
+    events: list[dict[str, Any]] = []
+    for name, number in pools.items():
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+    for pool, role in sorted({(node.pool, node.role) for node in nodes}):
+        thread = {"ph": "M", "name": "thread_name", "pid": pools[pool], "tid": roles[role]}
+        events.append({**thread, "args": {"name": role}})
+    for node in nodes:
+        assert node.started_at is not None
+        events.append(
+            {
+                "ph": "X",
+                "name": node.name,
+                "cat": node.kind.value,
+                "pid": pools[node.pool],
+                "tid": roles[node.role],
+                "ts": round(node.started_at * 1e6),
+                "dur": round(node.seconds * 1e6),
+                "args": {
+                    "step": node.step,
+                    "waited_s": node.started_at - node.queued_at,
+                    "tokens": node.num_tokens,
+                    "bytes": node.num_bytes,
+                    "policy_version": node.policy_version,
+                    **node.phases,
+                },
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def critical_path(nodes: Sequence[Node]) -> list[Node]:
+    """The chain of nodes that a step cannot be shorter than, first node first.
+
+    A node comes after those whose columns it reads, and after the one that held its pool before
+    it. The path is the chain of these with the most seconds; its sum is what the step would take
+    if dispatch and waiting cost nothing.
+
+    Args:
+        nodes: Nodes of one step that have ended.
+    """
+    ended = sorted(
+        (node for node in nodes if node.started_at is not None and node.ended_at is not None),
+        key=lambda node: (node.started_at or 0.0, node.node_id),
+    )
+    lengths: list[float] = []
+    before: list[int | None] = []
+    last_of_pool: dict[str, int] = {}
+    place_of: dict[int, int] = {}
+    for place, node in enumerate(ended):
+        read = [place_of[known] for known in node.inputs if known in place_of]
+        # A block of a generation is read before the generation has ended.
+        earlier = [at for at in read if (ended[at].ended_at or 0.0) <= (node.started_at or 0.0)]
+        if node.pool in last_of_pool:
+            earlier.append(last_of_pool[node.pool])
+        longest = max(earlier, key=lambda at: lengths[at], default=None)
+        before.append(longest)
+        lengths.append(node.seconds + (0.0 if longest is None else lengths[longest]))
+        last_of_pool[node.pool] = place_of[node.node_id] = place
+    path: list[Node] = []
+    at: int | None = max(range(len(ended)), key=lambda place: lengths[place], default=None)
+    while at is not None:
+        path.append(ended[at])
+        at = before[at]
+    return path[::-1]
