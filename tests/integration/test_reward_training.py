@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from google.protobuf import json_format, struct_pb2
+from support.reward_calls import NUM_PAIRS, RewardClient, trained, write_pairs, write_rows
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
 from transformers import AutoTokenizer
@@ -19,28 +18,16 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
-from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.cost.servicers import CostRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.runtime.runtime import Runtime
 from rolemesh.v1 import (
     data_pb2,
-    data_pb2_grpc,
     experience_pb2,
-    reward_pb2,
-    reward_pb2_grpc,
     rollout_pb2,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    weights_pb2,
-    weights_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
 )
-
-NUM_PAIRS = 8
-BRADLEY_TERRY = trainer_pb2.AlgorithmPart(type="bradley_terry")
 
 
 @pytest.fixture(scope="module")
@@ -48,102 +35,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("llama"), seed=4)
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_pairs(path: Path) -> Path:
-    """Longer is better."""
-    return write_rows(
-        path,
-        [
-            {"prompt": f"say {number}", "chosen": "yes " * (2 + number), "rejected": "no"}
-            for number in range(NUM_PAIRS)
-        ],
-    )
-
-
-def trained(llama: Path, data: Path, **model: Any) -> dict[str, Any]:
-    """The spec of a reward that learns."""
-    return {
-        "source": {
-            "type": "classifier",
-            "new_head": True,
-            "model": {"path": str(llama), "compute_dtype": "float32", **model},
-        },
-        "optimizer": {"learning_rate": 3e-3},
-        "data": {"type": "jsonl", "path": str(data)},
-    }
-
-
-async def result_of(stream: AsyncIterator[Any]) -> Any:
-    last = [message async for message in stream][-1]
-    return getattr(last, last.WhichOneof("event"))
-
-
-class Client:
-    """Calls one service under keys of their own."""
-
-    def __init__(self, channel: MeshChannel) -> None:
-        self._channel = channel
-        self._number = 0
-
-    def key(self) -> Any:
-        self._number += 1
-        return operation_key("call", sequence=self._number)
-
-    async def initialize(self, spec: Mapping[str, Any]) -> Any:
-        await self._channel.channel_ready()
-        request = worker_pb2.InitializeRequest(
-            key=self.key(), spec=json_format.ParseDict(spec, struct_pb2.Struct()), run_seed=3
-        )
-        return await result_of(worker_pb2_grpc.WorkerServiceStub(self._channel).Initialize(request))
-
-    async def read(
-        self,
-        *,
-        count: int = NUM_PAIRS,
-        split: rollout_pb2.Split.ValueType = rollout_pb2.SPLIT_TRAIN,
-        kind: data_pb2.ReadKind.ValueType = data_pb2.READ_KIND_PREFERENCE,
-    ) -> experience_pb2.ExperienceRef:
-        request = data_pb2.ReadBatchRequest(
-            key=self.key(),
-            rows=rollout_pb2.PromptSlice(split=split, start=0, count=count),
-            kind=kind,
-        )
-        stub = data_pb2_grpc.DataServiceStub(self._channel)
-        return (await result_of(stub.ReadBatch(request))).experience
-
-    async def update(
-        self, batch: experience_pb2.ExperienceRef, *, version: int = 0, rows_per_unit: int = 2
-    ) -> trainer_pb2.UpdateResult:
-        request = trainer_pb2.UpdateRequest(
-            key=self.key(),
-            experience=batch,
-            loss=BRADLEY_TERRY,
-            epochs=1,
-            mini_batch_rows=NUM_PAIRS,
-            expected_policy_version=version,
-            rows_per_unit=rows_per_unit,
-        )
-        return await result_of(trainer_pb2_grpc.TrainerServiceStub(self._channel).Update(request))
-
-    async def judge(self, batch: experience_pb2.ExperienceRef, pass_at: Sequence[int] = ()) -> Any:
-        request = reward_pb2.ComputeRewardRequest(key=self.key(), experience=batch, pass_at=pass_at)
-        return await result_of(
-            reward_pb2_grpc.RewardServiceStub(self._channel).ComputeReward(request)
-        )
-
-    async def export(self, directory: Path) -> Any:
-        request = weights_pb2.ExportRequest(key=self.key(), directory=str(directory))
-        return await result_of(weights_pb2_grpc.WeightsServiceStub(self._channel).Export(request))
-
-
 @asynccontextmanager
-async def client_of(role: RewardRole) -> AsyncIterator[tuple[Client, Runtime]]:
+async def client_of(role: RewardRole) -> AsyncIterator[tuple[RewardClient, Runtime]]:
     async with serving(role) as server, open_channel(server.runtime.address) as channel:
-        yield Client(channel), server.runtime
+        yield RewardClient(channel), server.runtime
 
 
 def held(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
