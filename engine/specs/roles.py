@@ -150,4 +150,9 @@ class RewardSpec(RoleSpec):
 
 
 class CostSpec(RewardSpec):
-    """The cost role: a second reward, of what is to be kept low (arXiv 2310.12773)."""
+    """The cost role: a second reward, of what is to be kept low (arXiv 2310.12773).
+
+    It learns as a reward does, to score the chosen completion of a pair higher. So the chosen one
+    must be the one that costs more: where data has it the other way round, set data.columns to
+    {chosen: rejected, rejected: chosen}.
+    """
