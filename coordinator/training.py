@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from collections import defaultdict
@@ -14,7 +15,7 @@ from rolemesh.coordinator.checkpoints import Checkpoints
 from rolemesh.coordinator.dataflow import Dataflow
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.evaluation import Evaluation, evaluate
-from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.futures import Node, NodeKind
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.mesh import Mesh
 from rolemesh.coordinator.metrics import (
@@ -83,6 +84,9 @@ class TrainingLoop:
         self._ahead: dict[int, StepContext] = {}
         """Steps whose trajectories are being sampled already."""
         self._prompts: dict[int, PromptBatch] = {}
+        self._actor_versions: list[int] = []
+        """Version of the policy after steps 0, 1, ..."""
+        self._staleness: dict[str, float] = {}
         self._checkpoints = Checkpoints(
             directory / "checkpoints",
             lambda: mesh.trained,
@@ -102,6 +106,8 @@ class TrainingLoop:
         await self._update_record(state=RunState.RUNNING)
         if not self.is_stop_requested:
             self.before = await self._evaluate()
+        actor = self._mesh.connections.get("actor")
+        self._actor_versions = [0 if actor is None else actor.policy_version]
         try:
             while self.step < spec.steps and not self.is_stop_requested:
                 await self._make_step(self.step + 1)
@@ -190,7 +196,7 @@ class TrainingLoop:
             finally:
                 # Releasing is traffic of the step, but none of its time.
                 traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
-                record |= step_record(step, nodes, seconds, traffic)
+                record |= {**step_record(step, nodes, seconds, traffic), **self._staleness}
             if is_due and not self.is_stop_requested:
                 self.after = await self._evaluate()
                 if self.after is not None:
@@ -215,6 +221,8 @@ class TrainingLoop:
             self._sample_ahead(step, self._sampler.steps_ahead_while_training)
             self._sampler.step_ends(context)
         versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
+        self._staleness = self._steps_behind(context.dataflow.nodes)
+        self._actor_versions.append(versions.get("actor", 0))
         await self._journal.commit(step, {"policy_versions": versions})
         # From here on the step counts, whatever goes wrong after.
         self.step = step
@@ -224,6 +232,19 @@ class TrainingLoop:
             self.seconds[phase] += spent
         self._writer.write_graph(step, nodes)
         return nodes, seconds
+
+    def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:
+        """By how many steps the oldest weights that sampled were behind those that train."""
+        sampled = [
+            node.metrics["policy_version/min"]
+            for node in nodes
+            if node.kind is NodeKind.SAMPLE and "policy_version/min" in node.metrics
+        ]
+        if not sampled:
+            return {}
+        # The last step that ended with this version or an older one.
+        oldest = bisect.bisect_right(self._actor_versions, min(sampled)) - 1
+        return {"staleness/max": float(len(self._actor_versions) - 1 - oldest)}
 
     def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
         """A step's context and prompts, which are made once and in the order of steps."""

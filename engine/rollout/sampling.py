@@ -202,14 +202,14 @@ def _assemble(
     return Experience(columns)
 
 
-SAMPLING_COLUMNS = ("logprobs", "loss_mask", "finished")
+SAMPLING_COLUMNS = ("logprobs", "loss_mask", "policy_versions", "finished")
 """Columns that `sampling_metrics` reads."""
 
 
 def sampling_metrics(batch: Experience) -> dict[str, float]:
     """Scalars of a sampled batch: completion lengths in tokens, share that a stop token ended.
 
-    Log-probs are those of sampled tokens, lengths those of all tokens of a completion.
+    Log-probs and versions are those of sampled tokens, lengths those of all tokens of a completion.
     """
     sampled = batch["loss_mask"].values
     lengths = batch["logprobs"].lengths().double()
@@ -220,4 +220,6 @@ def sampling_metrics(batch: Experience) -> dict[str, float]:
         "completion_length/min": float(lengths.min()),
         "finished_fraction": float(finished.mean()),
         "sampler_logprob/mean": float(batch["logprobs"].values[sampled].double().mean()),
+        "policy_version/min": float(batch["policy_versions"].values[sampled].min()),
+        "policy_version/max": float(batch["policy_versions"].values[sampled].max()),
     }
