@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from rolemesh.coordinator.recipe import EmbeddedStoreSpec, Recipe, StoreSpec
+from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, Recipe, StoreSpec, role_of
 from rolemesh.coordinator.session import check_paths
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStoreError
@@ -335,9 +336,10 @@ def check_quickstart(model: Path) -> Finding:
 
 def check_recipe(recipe: Recipe) -> Finding:
     """Whether the files that a recipe names are there."""
-    roles: Iterable[str] = ("actor", "critic", "reference", "reward")
     try:
-        check_paths(recipe, [role for role in roles if recipe.service(role).address is None])
+        services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
+        own = {role_of(name) for name in services if recipe.address(name) is None}
+        check_paths(recipe, own)
     except ValueError as error:
         return Finding(level=Level.FAIL, what="recipe", text=str(error))
     return Finding(level=Level.OK, what="recipe", text=f"{recipe.run.name}: its files are there")

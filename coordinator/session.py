@@ -29,7 +29,15 @@ from rolemesh.coordinator.runs import TrainingRun, check_directory_is_free, make
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
 from rolemesh.coordinator.summary import RunSummary
-from rolemesh.engine.specs import ClassifierRewardSpec, JsonlSpec, RewardSpec
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    DataSpec,
+    HfDatasetSpec,
+    JsonlSpec,
+    MixtureSpec,
+    ParquetSpec,
+    RewardSpec,
+)
 
 COORDINATOR_FILE = "coordinator.json"
 """In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
@@ -223,18 +231,42 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
                 f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
                 "is ever downloaded)"
             )
-    files: dict[str, Path | None] = {}
     for role in roles:
-        data = getattr(recipe.section(role), "data", None)
-        if isinstance(data, JsonlSpec):
-            files[f"{role}.data.path"] = data.path
-            files[f"{role}.data.held_out_path"] = data.held_out_path
-    for field, file in files.items():
-        if file is not None and not file.is_file():
+        section = recipe.section(role)
+        for name in ("data", "pretraining_data"):
+            data: DataSpec | None = getattr(section, name, None)
+            if data is not None:
+                _check_data(f"{role}.{name}", data)
+
+
+def _check_data(field: str, data: DataSpec) -> None:
+    """Raises ValueError when a file or folder of a source is not there; reads none of them."""
+    where = "(relative paths start at the current directory; nothing is ever downloaded)"
+    if isinstance(data, MixtureSpec):
+        for number, source in enumerate(data.sources):
+            _check_data(f"{field}.sources.{number}.data", source.data)
+    elif isinstance(data, HfDatasetSpec):
+        folder = data.path if data.name is None else data.path / data.name
+        if not folder.is_dir():
+            named = f"{field}.path" if data.name is None else f"{field}.path with {field}.name"
             raise ValueError(
-                f"{field} is {str(file)!r}, which is no file: give JSON lines with the keys prompt "
-                "and answer (relative paths start at the current directory)"
+                f"{named} is {str(folder)!r}, which is no folder: give one that save_to_disk "
+                f"wrote, or a copy of a data set's repository {where}"
             )
+    elif isinstance(data, JsonlSpec | ParquetSpec):
+        for name, path in (("path", data.path), ("held_out_path", data.held_out_path)):
+            if path is None or path.is_file():
+                continue
+            if isinstance(data, JsonlSpec):
+                raise ValueError(
+                    f"{field}.{name} is {str(path)!r}, which is no file: give JSON lines, one "
+                    f"object each {where}"
+                )
+            if not path.is_dir() or next(path.rglob("*.parquet"), None) is None:
+                raise ValueError(
+                    f"{field}.{name} is {str(path)!r}, which is neither a file nor a folder of "
+                    f".parquet files: give one of them {where}"
+                )
 
 
 def _maker_hint(path: Path) -> str:

@@ -140,6 +140,17 @@ async def test_pass_at_k_is_reported_over_the_completions_of_each_prompt() -> No
         assert caught.value.reason == "VALUE_INVALID"
 
 
+async def test_pass_at_k_without_the_prompts_of_rows_is_refused() -> None:
+    async with client_of(RewardRole()) as (reward, runtime):
+        await reward.initialize({"source": {"type": "arithmetic"}})
+        rows = held(runtime, judged_rows(runtime, ["12", "1"]))
+        others = rows.require([name for name in rows.columns if name != "prompt_ids"])
+        batch = runtime.publish(operation_key("rows without prompts"), others)
+        with pytest.raises(InvalidRequestError, match="prompt_ids") as caught:
+            await reward.judge(batch, pass_at=[1])
+        assert caught.value.reason == "COLUMN_MISSING"
+
+
 # --- refusals -------------------------------------------------------------------------------
 
 
