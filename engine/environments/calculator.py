@@ -17,6 +17,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 class CalculatorEnvironment(Environment):
     """Answers `<calc>...</calc>`; a turn without a call is judged by its last number.
 
+    A call that the prompt has begun ("... = <calc>") is ended by the first turn.
+
     Example with the answer "91"::
 
         "12*7 is <calc>12*7</calc>" -> "<result>84</result>"
@@ -29,6 +31,7 @@ class CalculatorEnvironment(Environment):
     def __init__(self, spec: CalculatorEnvironmentSpec) -> None:
         self._spec = spec
         self._answer = Fraction(0)
+        self._begun = ""
 
     def reset(self, row: Prompt) -> None:
         """Takes the answer."""
@@ -38,16 +41,19 @@ class CalculatorEnvironment(Environment):
                 "whose answers are, or another environment"
             )
         self._answer = Fraction(row.answer.strip())
+        _, opening, rest = row.text.rpartition("<calc>")
+        self._begun = opening + rest if opening and "</calc>" not in rest else ""
 
     def step(self, completion_text: str) -> Observation:
         """Works out the last call of the turn, or judges."""
-        calls = _CALL.findall(completion_text)
+        text, self._begun = self._begun + completion_text, ""
+        calls = _CALL.findall(text)
         if calls:
             try:
                 result = evaluate(calls[-1])
             except ArithmeticInvalidError as error:
                 result = f"error: {error}"
             return Observation(text=f"<result>{result}</result>")
-        numbers = _NUMBER.findall(completion_text)
+        numbers = _NUMBER.findall(text)
         is_right = bool(numbers) and Fraction(numbers[-1]) == self._answer
         return Observation(reward=self._spec.exact if is_right else 0.0, done=True)

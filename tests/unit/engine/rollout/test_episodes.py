@@ -153,6 +153,17 @@ def test_a_call_that_is_no_arithmetic_is_told_so() -> None:
     assert batch["environment_rewards"].values.tolist() == [1.0]
 
 
+def test_a_call_that_the_prompt_has_begun_is_ended_by_the_first_turn_alone() -> None:
+    begun = "2*3 = <calc>2*3</calc><result>6</result> 6\n4*5 = <calc>"
+    backend = scripted({"4*5 = <calc>": "4*5</calc>", "20</result>": "</calc> so 20"})
+    batch = play(CALCULATOR, backend, [prompt(begun, "20")])
+    # The second turn is cut at a closing tag that opens nothing: no call, so it is judged.
+    assert batch["completion_text"].strings() == ["4*5</calc><result>20</result></calc>"]
+    assert batch["environment_rewards"].values.tolist() == [0.0]
+    ended = scripted({begun[:-6]: "20"})
+    assert play(CALCULATOR, ended, [prompt(begun[:-6], "20")])["environment_rewards"].values == 1.0
+
+
 def test_data_without_numbers_to_judge_by_is_refused() -> None:
     with pytest.raises(EnvironmentFailedError, match=r"prompt 7, row 0, turn 0: .*'cat', which"):
         play(CALCULATOR, scripted({}), [prompt("Q:", "cat")])
