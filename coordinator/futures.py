@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from rolemesh.coordinator.references import concat_references, join_references
 from rolemesh.v1 import experience_pb2
@@ -78,6 +78,28 @@ class Node:
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         return {**self.__dict__, "kind": self.kind.value, "state": self.state.value}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """The node of a record of `to_dict`, also of one that has been through JSON.
+
+        Raises:
+            ValueError: A field is missing, is not known, or holds what cannot be.
+        """
+        try:
+            peaks = {
+                phase: {int(rank): peak for rank, peak in by_rank.items()}
+                for phase, by_rank in record["peak_bytes"].items()
+            }
+            changed = {
+                "kind": NodeKind(record["kind"]),
+                "state": NodeState(record["state"]),
+                "inputs": tuple(record["inputs"]),
+                "peak_bytes": peaks,
+            }
+            return cls(**{**record, **changed})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no record of a node ({error!r}): {record}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,9 +169,12 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
 
 
 class MetricsWriter:
-    """Writes records to metrics.jsonl, TensorBoard and the store's metric stream.
+    """Writes what a step was, for people and programs.
 
-    Invariant: a line of metrics.jsonl is whole once `write_step` returns.
+    Records go to metrics.jsonl, TensorBoard and the store's metric stream; executed graphs to
+    dataflow.jsonl and the store.
+
+    Invariant: a line of a file is whole once the method that writes it returns.
     """
 
     def __init__(self, directory: Path, store: StateStore, run_id: str) -> None:
@@ -194,11 +197,12 @@ class MetricsWriter:
         """Writes scalars to TensorBoard alone."""
         self._board.write(step, scalars)
 
-    def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
-        """Writes a step's executed graph to dataflow.jsonl."""
-        graph = {"step": step, "nodes": [node.to_dict() for node in nodes]}
-        self._graphs.write(json.dumps(graph) + "\n")
+    async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
+        """Writes a step's executed graph to dataflow.jsonl and to the store."""
+        graph = json.dumps({"step": step, "nodes": [node.to_dict() for node in nodes]})
+        self._graphs.write(graph + "\n")
         self._graphs.flush()
+        await self._store.append_graph(self._run_id, step, graph.encode())
 
     def close(self) -> None:
         """Closes the files."""

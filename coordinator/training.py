@@ -192,6 +192,7 @@ class TrainingLoop:
         record: dict[str, float] = {}
         try:
             try:
+                await self._writer.write_graph(step, nodes)
                 await self._mesh.release(step)
             finally:
                 # Releasing is traffic of the step, but none of its time.
@@ -230,7 +231,6 @@ class TrainingLoop:
         seconds, nodes = time.monotonic() - started, context.dataflow.nodes
         for phase, spent in phase_seconds(nodes).items():
             self.seconds[phase] += spent
-        self._writer.write_graph(step, nodes)
         return nodes, seconds
 
     def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rolemesh.coordinator.state.store import (
+    NUM_GRAPHS_KEPT,
+    GraphEntry,
     JournalEntry,
     MetricEntry,
     QueueItem,
@@ -47,6 +50,7 @@ class MemoryStateStore(StateStore):
         self._epochs: dict[str, int] = {}
         self._journals: dict[str, dict[str, JournalEntry]] = {}
         self._metrics: dict[str, list[MetricEntry]] = {}
+        self._graphs: dict[str, deque[GraphEntry]] = {}
         self._queues: dict[str, dict[str, _Pending]] = {}
         self._next_id = 0
 
@@ -135,6 +139,19 @@ class MemoryStateStore(StateStore):
     ) -> list[MetricEntry]:
         """Objects after the given one."""
         found = [entry for entry in self._metrics.get(run_id, []) if entry.entry_id > after_id]
+        return found[:limit]
+
+    async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
+        """Appends one graph, and lets the oldest go."""
+        entry = GraphEntry(entry_id=self._make_id(), step=step, graph=graph)
+        self._graphs.setdefault(run_id, deque(maxlen=NUM_GRAPHS_KEPT)).append(entry)
+        return entry.entry_id
+
+    async def read_graphs(
+        self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
+    ) -> list[GraphEntry]:
+        """Graphs after the given one."""
+        found = [entry for entry in self._graphs.get(run_id, ()) if entry.entry_id > after_id]
         return found[:limit]
 
     async def push(self, queue: str, payload: bytes) -> str:

@@ -20,6 +20,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError, TimeoutError
 
 from rolemesh.coordinator.state.store import (
+    NUM_GRAPHS_KEPT,
+    GraphEntry,
     JournalEntry,
     MetricEntry,
     QueueItem,
@@ -235,6 +237,23 @@ class RedisStateStore(StateStore):
         rows = await self._read_stream(self._key(run_id, "metrics"), after_id, limit)
         return [
             MetricEntry(entry_id=entry_id, values=json.loads(fields[b"values"]))
+            for entry_id, fields in rows
+        ]
+
+    async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
+        """Appends one graph, and lets the oldest go."""
+        bound = ("MAXLEN", "=", NUM_GRAPHS_KEPT)
+        fields = ("step", step, "graph", graph)
+        entry_id = await self._command("XADD", self._key(run_id, "graphs"), *bound, "*", *fields)
+        return str(entry_id.decode())
+
+    async def read_graphs(
+        self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
+    ) -> list[GraphEntry]:
+        """Graphs after the given one."""
+        rows = await self._read_stream(self._key(run_id, "graphs"), after_id, limit)
+        return [
+            GraphEntry(entry_id=entry_id, step=int(fields[b"step"]), graph=fields[b"graph"])
             for entry_id, fields in rows
         ]
 

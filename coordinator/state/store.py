@@ -1,8 +1,8 @@
 """What the coordinator keeps outside its own memory, as one small contract.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream and the rollout queue. Implementations differ in means, never in behaviour:
-one contract suite runs over all of them.
+the metric stream, the executed graphs of the newest steps, and the rollout queue. Implementations
+differ in means, never in behaviour: one contract suite runs over all of them.
 """
 
 from __future__ import annotations
@@ -161,6 +161,21 @@ class MetricEntry:
     values: Mapping[str, float]
 
 
+NUM_GRAPHS_KEPT = 256
+"""Executed graphs that a store keeps of a run, the newest ones: they are some kilobytes a step, and
+for whoever follows the run. Its folder has all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphEntry:
+    """The executed graph of one step."""
+
+    entry_id: str
+    step: int
+    graph: bytes
+    """JSON: step, and nodes as a line of dataflow.jsonl has them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueItem:
     """One claimed item of a rollout queue."""
@@ -261,6 +276,19 @@ class StateStore(ABC):
         self, run_id: str, after_id: str = "", limit: int = 1000
     ) -> list[MetricEntry]:
         """Objects after the given one, oldest first."""
+
+    @abstractmethod
+    async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
+        """Appends the executed graph of a step and returns its id.
+
+        Only the NUM_GRAPHS_KEPT newest ones of a run are kept: an older one is dropped for it.
+        """
+
+    @abstractmethod
+    async def read_graphs(
+        self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
+    ) -> list[GraphEntry]:
+        """Graphs after the given one, oldest first; also when the given one was dropped."""
 
     # --- rollout queue: delivered at least once, to one consumer at a time ---
 

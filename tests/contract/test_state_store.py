@@ -22,6 +22,7 @@ from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.store import (
+    NUM_GRAPHS_KEPT,
     JournalEntry,
     RunExistsError,
     RunNotFoundError,
@@ -157,6 +158,30 @@ async def test_metrics_are_read_after_an_id_and_bounded(store: StateStore) -> No
     ]
     assert len(await store.read_metrics("a", limit=3)) == 3
     assert await store.read_metrics("b") == []
+
+
+async def test_graphs_are_read_after_an_id_and_bounded(store: StateStore) -> None:
+    graphs = [b'{"step": 1, "nodes": []}', b"\x00\xff", b"", b"x"]
+    ids = [await store.append_graph("a", step, graph) for step, graph in enumerate(graphs, start=1)]
+    read = await store.read_graphs("a")
+    assert [(entry.entry_id, entry.step, entry.graph) for entry in read] == [
+        (entry_id, step, graph)
+        for step, (entry_id, graph) in enumerate(zip(ids, graphs, strict=True), start=1)
+    ]
+    assert [entry.step for entry in await store.read_graphs("a", ids[1])] == [3, 4]
+    assert [entry.step for entry in await store.read_graphs("a", ids[0], limit=2)] == [2, 3]
+    assert await store.read_graphs("a", ids[3]) == []
+    assert await store.read_graphs("b") == []
+
+
+async def test_only_the_newest_graphs_of_a_run_are_kept(store: StateStore) -> None:
+    await store.append_graph("b", 1, b"of another run")
+    ids = [await store.append_graph("a", step, b"x") for step in range(NUM_GRAPHS_KEPT + 3)]
+    kept = [entry.step for entry in await store.read_graphs("a")]
+    assert kept == list(range(3, NUM_GRAPHS_KEPT + 3))
+    # Whoever was behind gets what there is.
+    assert [entry.step for entry in await store.read_graphs("a", ids[0], limit=2)] == [3, 4]
+    assert len(await store.read_graphs("b")) == 1
 
 
 async def test_a_lease_ends_without_renewal(store: StateStore) -> None:

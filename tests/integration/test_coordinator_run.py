@@ -104,6 +104,7 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
     record = await store.get_run(run.run_id)
     assert (record.state, record.step, record.failure) == (RunState.SUCCEEDED, 4, "")
     assert len(await store.read_metrics(run.run_id)) == 4
+    assert [json.loads(kept.graph) for kept in await store.read_graphs(run.run_id)] == graphs
     assert await store.list_services() == []
 
 
