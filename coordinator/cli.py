@@ -1,4 +1,4 @@
-"""The command line: `rolemesh train|serve|status|logs|export|doctor`.
+"""The command line: `rolemesh train|serve|status|logs|trace|export|doctor`.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import difflib
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ from rolemesh.coordinator.console import (
 )
 from rolemesh.coordinator.doctor import Level, diagnose
 from rolemesh.coordinator.errors import RunAbortedError, RunError
+from rolemesh.coordinator.files import write_atomically
 from rolemesh.coordinator.launch import LaunchError
 from rolemesh.coordinator.recipe import ROLES, Recipe
 from rolemesh.coordinator.recipe_errors import RecipeError
@@ -37,11 +39,15 @@ from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
 from rolemesh.coordinator.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.state.store import RunState, StateStoreError
 from rolemesh.coordinator.summary import RunSummary
+from rolemesh.coordinator.trace import chrome_trace, path_summary, print_paths
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+TRACED_STEPS_SHOWN = 20
+"""Steps in the table of `rolemesh trace`, the newest ones; --step shows any other."""
 
 app = typer.Typer(
     name="rolemesh",
@@ -263,6 +269,47 @@ def logs(
         _fail(str(error), EXIT_BAD_INPUT, error)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@app.command()
+def trace(
+    directory: RunArgument = None,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="File to write; DIR/trace.json.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Writes a run's calls as a Chrome trace, and shows what each step had to wait for."""
+    try:
+        found = run_files.newest_run() if directory is None else directory
+        graphs = run_files.read_graphs(found, step)
+    except run_files.NoRunError as error:
+        _fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+    written = found / "trace.json" if out is None else out
+    nodes = [node for graph in graphs for node in graph]
+    try:
+        write_atomically(written, json.dumps(chrome_trace(nodes)) + "\n")
+    except OSError as error:
+        text = (
+            f"--out {written} cannot be written ({error.strerror}): name a file in another folder"
+        )
+        _fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
+    if as_json:
+        for graph in graphs:
+            JsonConsole().write("critical_path", path_summary(graph))
+        JsonConsole().write("trace", {"file": str(written), "steps": len(graphs)})
+        return
+    console, shown = Console(), graphs[-TRACED_STEPS_SHOWN:]
+    print_paths(console, shown)
+    if len(shown) < len(graphs):
+        console.print(f"The newest {len(shown)} of {len(graphs)} steps; the trace has all.")
+    console.print(
+        f"{written}: open it with https://ui.perfetto.dev or chrome://tracing",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @app.command()

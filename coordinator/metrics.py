@@ -35,6 +35,9 @@ PHASE_OF_NODE: Mapping[str, str] = {
 WEIGHT_SYNC = "weight_sync"
 """Phase inside generate: bringing new weights to the sampler. Shown beside it, not in it."""
 
+GRAPHS_FILE = "dataflow.jsonl"
+"""In a run's folder: the executed graph of each step, one a line."""
+
 _STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
 
 
@@ -181,7 +184,7 @@ class MetricsWriter:
         self._store = store
         self._run_id = run_id
         self._lines = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._graphs = (directory / "dataflow.jsonl").open("a", encoding="utf-8")
+        self._graphs = (directory / GRAPHS_FILE).open("a", encoding="utf-8")
         self._board = ScalarWriter(directory / "tensorboard")
 
     async def write_step(self, record: Mapping[str, float]) -> None:

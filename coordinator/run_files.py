@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.checkpoints import COMMITTED
+from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.metrics import GRAPHS_FILE
 from rolemesh.coordinator.recipe import ROLES
 from rolemesh.coordinator.session import COORDINATOR_FILE, living_coordinator
 from rolemesh.rpc.channel import open_channel
@@ -229,6 +231,53 @@ def print_logs(files: Sequence[Path], *, follow: bool) -> None:
     finally:
         for _, stream in streams:
             stream.close()
+
+
+def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
+    """The executed graphs of a run, those of a run that goes on up to its newest whole line.
+
+    Args:
+        directory: The run's folder.
+        step: Only this step's; None for all.
+
+    Returns:
+        The nodes of each step, in the order of steps.
+
+    Raises:
+        NoRunError: There is no such run or step, or a line is none that a run writes.
+    """
+    path = directory / GRAPHS_FILE
+    if not path.is_file():
+        raise NoRunError(
+            f"{directory} has no {GRAPHS_FILE}: name the folder of a run that has made a step"
+        )
+    steps: list[int] = []
+    graphs = []
+    for number, line in _whole_lines(path):
+        try:
+            graph = json.loads(line)
+            steps.append(graph["step"])
+            if step in (None, graph["step"]):
+                graphs.append([Node.from_dict(node) for node in graph["nodes"]])
+        except (ValueError, KeyError, TypeError) as error:
+            raise NoRunError(
+                f"line {number} of {path} is no executed graph ({error!r}): the file was changed, "
+                "or written by another version of rolemesh"
+            ) from error
+    if not graphs:
+        known = f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no step yet"
+        raise NoRunError(
+            f"{directory} has no graph{'' if step is None else f' of step {step}'}: {known}"
+        )
+    return graphs
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and their numbers; the newest one may be half written."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                yield number, line
 
 
 def export_command(directory: Path, step: int | None, to: Path, dtype: str) -> list[str]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from rolemesh.coordinator.futures import Node
 
 
@@ -77,3 +81,44 @@ def critical_path(nodes: Sequence[Node]) -> list[Node]:
         path.append(ended[at])
         at = before[at]
     return path[::-1]
+
+
+def span_seconds(nodes: Sequence[Node]) -> float:
+    """Seconds from the first start to the last end; 0 where nothing has ended."""
+    started = [node.started_at for node in nodes if node.started_at is not None]
+    ended = [node.ended_at for node in nodes if node.ended_at is not None]
+    return max(ended) - min(started) if started and ended else 0.0
+
+
+def path_summary(nodes: Sequence[Node]) -> dict[str, Any]:
+    """The critical path of one step as plain JSON values; seconds are of its nodes' own time."""
+    path = critical_path(nodes)
+    return {
+        "step": nodes[0].step if nodes else 0,
+        "seconds": span_seconds(nodes),
+        "critical_path_seconds": sum(node.seconds for node in path),
+        "path": [{"node": _shown(node), "seconds": node.seconds} for node in path],
+    }
+
+
+def _shown(node: Node) -> str:
+    return node.name if node.block is None else f"{node.name}[{node.block}]"
+
+
+def print_paths(console: Console, graphs: Sequence[Sequence[Node]]) -> None:
+    """A table with a row a step: how long it took, and what it could not be shorter than."""
+    table = Table()
+    for heading in ("step", "seconds", "critical path"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("its nodes, with seconds")
+    for nodes in graphs:
+        told = path_summary(nodes)
+        path = [f"{part['node']} {part['seconds']:.2f}" for part in told["path"]]
+        table.add_row(
+            str(told["step"]),
+            f"{told['seconds']:.2f}",
+            f"{told['critical_path_seconds']:.2f}",
+            # No markup: the number of a block stands in brackets.
+            Text(", ".join(path)),
+        )
+    console.print(table)

@@ -88,6 +88,51 @@ async def test_train_writes_a_run_and_tells_of_it(recipe_file: Path, tmp_path: P
     assert f"step {STEPS}: " in output
 
 
+async def test_trace_writes_every_call_and_shows_what_each_step_waited_for(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
+    code, output, errors = await rolemesh("trace", "run", folder=tmp_path)
+    assert (code, errors) == (0, "")
+    assert "critical path" in output
+    assert output.count("actor.generate") == STEPS
+    assert "run/trace.json: open it with" in output
+    lines = (tmp_path / "run/dataflow.jsonl").read_text().splitlines()
+    nodes = [node for line in lines for node in json.loads(line)["nodes"]]
+    events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
+    calls = [event for event in events if event["ph"] == "X"]
+    assert [(call["name"], call["args"]["step"]) for call in calls] == [
+        (f"{node['role']}.{node['method']}", node["step"]) for node in nodes
+    ]
+
+    code, output, _ = await rolemesh(
+        *("trace", "run", "--step", "2", "--out", "two.json", "--json"), folder=tmp_path
+    )
+    told = [json.loads(line) for line in output.splitlines()]
+    assert code == 0
+    assert [(line["type"], line.get("step")) for line in told] == [
+        ("critical_path", 2),
+        ("trace", None),
+    ]
+    assert told[0]["path"][0]["node"] == "actor.generate"
+    assert told[0]["critical_path_seconds"] <= told[0]["seconds"]
+    steps = {
+        event["args"]["step"]
+        for event in json.loads((tmp_path / "two.json").read_text())["traceEvents"]
+        if event["ph"] == "X"
+    }
+    assert steps == {2}
+
+    for arguments, message in (
+        (["run", "--step", "9"], f"no graph of step 9: it has steps 1 to {STEPS}"),
+        (["run", "--out", "gone/trace.json"], "--out gone/trace.json cannot be written"),
+    ):
+        code, _, errors = await rolemesh("trace", *arguments, folder=tmp_path)
+        assert code == 2
+        assert errors.startswith("error: ")
+        assert message in errors
+
+
 async def test_json_output_is_json_alone(recipe_file: Path, tmp_path: Path) -> None:
     code, output, errors = await rolemesh(
         "train", recipe_file, "--json", "--set", "run.seed=7", folder=tmp_path
@@ -301,7 +346,7 @@ async def test_unknown_role_is_refused_with_a_suggestion(tmp_path: Path) -> None
 
 
 async def test_commands_on_no_run_say_so(tmp_path: Path) -> None:
-    for arguments in (["status"], ["logs"], ["export", "run", "--to", "model"]):
+    for arguments in (["status"], ["logs"], ["trace"], ["export", "run", "--to", "model"]):
         code, _, errors = await rolemesh(*arguments, folder=tmp_path)
         assert code == 2
         assert errors.startswith("error: ")
