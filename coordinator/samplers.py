@@ -264,7 +264,7 @@ class RolloutSampler:
         is_ahead = isinstance(self._spec, OneStepAheadSpec)
         # New weights must not come while the step before is still being sampled.
         after = self._last_begun if is_ahead else ()
-        takes = self._bring_weights(context, after) if is_ahead or not self._taken else ()
+        takes = self._bring_weights(context, after)
         begun = self._calls.generate(
             context, self._services, prompts, self._sampling, (*takes, *after)
         )
