@@ -38,12 +38,20 @@ PHASES: tuple[tuple[str, str], ...] = (
     ("weight_sync", "sync"),
     ("values", "val"),
     ("reference", "ref"),
+    ("proximal", "prox"),
     ("reward", "rew"),
+    ("cost", "cost"),
+    ("actor_select", "select"),
     ("advantages", "adv"),
     ("update_critic", "upd critic"),
+    ("update_reward", "upd reward"),
     ("update_actor", "upd actor"),
+    ("publish_weights", "publish"),
+    ("sleep", "sleep"),
+    ("wake", "wake"),
 )
-"""Phases of a step in the order of their work, with the word shown for each."""
+"""Phases of a step in the order of their work, with the word shown for each. Those of several pools
+may overlap, so their sum may exceed the step."""
 
 _HEADING_EVERY_STEPS = 20
 _PLAIN_PROGRESS_EVERY_S = 10.0

@@ -4,8 +4,10 @@
 
 Runs the command line as a user does, without evaluation, and reads metrics.jsonl. The first step
 is a warm-up (lazy allocations, vLLM's first batch) and is not counted. Prints one JSON line with
-the median of each phase, its share of the step, and the share that no phase accounts for: the
-coordinator, the wire and the waiting between calls.
+the median of each phase and its share of the step, and the share of a step that its critical path
+does not account for: the coordinator, the wire, roles that sleep and wake, and the waiting between
+calls. A phase that a step did not have counts as 0 in it. Phases of several pools may overlap, so
+that their shares may add up to more than 1.
 """
 
 from __future__ import annotations
@@ -43,20 +45,21 @@ def run(recipe: Path, steps: int, folder: Path) -> list[dict[str, Any]]:
 def summarize(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the counted steps."""
     counted = records[NUM_WARMUP_STEPS:]
-    phases = sorted(name.removeprefix("time/") for name in counted[0] if name.startswith("time/"))
+    names = {name for record in counted for name in record if name.startswith("time/")}
+    phases = sorted(name.removeprefix("time/") for name in names)
     seconds = {
         phase: {
-            "median": statistics.median(values := [record[f"time/{phase}"] for record in counted]),
+            "median": statistics.median(values),
             "min": min(values),
             "max": max(values),
         }
         for phase in phases
+        for values in [[record.get(f"time/{phase}", 0.0) for record in counted]]
     }
     step = seconds["step"]["median"]
     shares = {phase: seconds[phase]["median"] / step for phase in phases if phase != "step"}
     unaccounted = [
-        1 - sum(record[f"time/{phase}"] for phase in shares) / record["time/step"]
-        for record in counted
+        1 - record["dataflow/critical_path_seconds"] / record["time/step"] for record in counted
     ]
     return {
         "seconds": seconds,

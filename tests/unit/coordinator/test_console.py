@@ -86,6 +86,19 @@ def test_plain_line_tells_metrics_and_where_time_went() -> None:
     assert "held out" not in line
 
 
+def test_a_line_names_each_phase_by_its_word_and_nothing_that_is_no_phase() -> None:
+    phases = ("wake", "sleep", "publish_weights", "proximal", "cost", "update_reward", "other")
+    record = {
+        **{"step": 1, "time/step": 9.0, "dataflow/critical_path_seconds": 8.0},
+        **{f"time/{phase}": float(number) for number, phase in enumerate(phases, start=1)},
+    }
+    stream = io.StringIO()
+    PlainConsole(stream).on_step(record)
+    line = stream.getvalue().strip()
+    words = "prox 4.0 cost 5.0 upd reward 6.0 publish 3.0 sleep 2.0 wake 1.0 other 7.0"
+    assert line.endswith(f"9.0 s: {words}")
+
+
 def test_json_is_one_object_a_line() -> None:
     stream = io.StringIO()
     shown = JsonConsole(stream)
