@@ -85,7 +85,7 @@ class Dataflow:
             after: Parts that must exist before, beside what it reads; also of other steps.
             is_leased: Whether it waits for its pool; else it runs beside whoever holds it.
         """
-        after = tuple(after)
+        after, columns = tuple(after), frozenset(produces)
         node = self._node(kind, role, method, sequence, reads, block, after)
 
         async def run() -> Outcome:
@@ -94,12 +94,16 @@ class Dataflow:
             if experience is not None:
                 node.num_rows = experience.num_rows
             if is_leased:
-                return await self._leased(node, lambda: work(node, experience))
-            self._starts(node)
-            return await work(node, experience)
+                outcome = await self._leased(node, lambda: work(node, experience))
+            else:
+                self._starts(node)
+                outcome = await work(node, experience)
+            if columns:
+                _check_rows(node, experience, outcome.experience)
+            return outcome
 
         task = self._start(node, run)
-        return Part(nodes=(node,), outcomes=(task,), columns=frozenset(produces))
+        return Part(nodes=(node,), outcomes=(task,), columns=columns)
 
     def sample(
         self,
@@ -189,7 +193,8 @@ class Dataflow:
     ) -> Node:
         if self._failure is not None:
             raise self._failure
-        before = [node for part in after for node in part.nodes if node.step == self.step]
+        # Parts of other steps, and of an evaluation after this one, number nodes of their own.
+        before = [node for part in after for node in part.nodes if self._has(node)]
         inputs = (*(() if reads is None else reads.nodes_of(block)), *before)
         node = Node(
             node_id=len(self.nodes),
@@ -205,6 +210,9 @@ class Dataflow:
         )
         self.nodes.append(node)
         return node
+
+    def _has(self, node: Node) -> bool:
+        return node.node_id < len(self.nodes) and self.nodes[node.node_id] is node
 
     def _start(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> asyncio.Task[Outcome]:
         task = asyncio.get_running_loop().create_task(
@@ -323,6 +331,27 @@ class Dataflow:
 
 
 async def _exist(parts: Iterable[Part]) -> None:
-    for part in parts:
-        for outcome in part.outcomes:
-            await asyncio.shield(outcome)
+    """Returns once the parts exist, or raises what kept them, also in another step."""
+    outcomes = [outcome for part in parts for outcome in part.outcomes]
+    if not outcomes:
+        return
+    await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
+    errors = [o.exception() for o in outcomes if o.done() and not o.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
+    if len(errors) < len(outcomes):
+        raise RunError("what this waits for belongs to a step that is not made any more")
+
+
+def _check_rows(
+    node: Node,
+    read: experience_pb2.ExperienceRef | None,
+    made: experience_pb2.ExperienceRef | None,
+) -> None:
+    """Raises where columns that are to be joined to rows are not over these rows."""
+    if read is not None and made is not None and made.num_rows != read.num_rows:
+        raise RunError(
+            f"step {node.step}: {node.name} was given {read.num_rows} rows and answered with "
+            f"{made.num_rows}: the {node.role} must answer with one value for each row"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from rolemesh.coordinator.connection import RoleConnection, to_struct
+from rolemesh.coordinator.errors import NodeFailedError
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.recipe import Recipe
@@ -103,14 +104,23 @@ class Mesh:
     async def sleep(self, role: str, step: int) -> None:
         """Has a service move what it holds to host memory."""
         key = self._journal.next_key(step, f"{role}.sleep")
-        self._observer.on_phase(role, "sleep", 0, 0)
-        await self.connections[role].worker.Sleep(worker_pb2.SleepRequest(key=key))
+        call = self.connections[role].worker.Sleep(worker_pb2.SleepRequest(key=key))
+        await self._moved(role, "sleep", step, call)
 
     async def wake(self, role: str, step: int) -> None:
         """Has a service bring what it holds back to its devices."""
         key = self._journal.next_key(step, f"{role}.wake")
-        self._observer.on_phase(role, "wake", 0, 0)
-        await self.connections[role].worker.Wake(worker_pb2.WakeRequest(key=key))
+        call = self.connections[role].worker.Wake(worker_pb2.WakeRequest(key=key))
+        await self._moved(role, "wake", step, call)
+
+    async def _moved(self, role: str, move: str, step: int, call: Any) -> None:
+        self._observer.on_phase(role, move, 0, 0)
+        try:
+            await call
+        except RolemeshError as error:
+            # By itself it would look like a failure of the node that needs the devices.
+            raise NodeFailedError(f"{role}.{move}", step, role, error) from error
+        self._observer.on_phase(role, "", 0, 0)
 
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
         role = connection.service

@@ -137,7 +137,7 @@ class Pools:
                 services = (replicas or {}).get(role, ())
                 for index, service in enumerate(services if len(services) > 1 else ()):
                     devices = spec.devices[index :: len(services)] or spec.devices
-                    self._by_role[service] = Pool(f"{name}/{index}", devices)
+                    self._by_role[service] = Pool(f"{name}/{index}", devices, pool.sleeper)
 
     def of(self, role: str) -> Pool:
         """The role's pool, or ValueError."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from rolemesh.coordinator.connection import ProgressCallback
 from rolemesh.coordinator.dataflow import OnBlock
+from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.futures import ExperienceFuture, NodeKind, Outcome, Part
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.role_calls import PromptBatch, ServiceCalls, StepContext
@@ -87,10 +89,9 @@ class _Calls:
         each other: so its cache serves a prompt that is sampled twice, and which rows are decoded
         together does not depend on timing.
         """
-        size = self.spec.batch_size or math.ceil(prompts.count / len(services))
         calls = [
-            prompts.part(start, min(size, prompts.count - start))
-            for start in range(0, prompts.count, size)
+            prompts.part(start, stop - start)
+            for start, stop in pairwise(self._cuts(prompts.count, len(services)))
         ]
         parts = [
             self._call(context, services[number % len(services)], part, sampling, after)
@@ -102,6 +103,14 @@ class _Calls:
             columns=frozenset(self.columns),
         )
         return ExperienceFuture(context.dataflow, (whole,))
+
+    def _cuts(self, num_prompts: int, num_services: int) -> list[int]:
+        """Where the prompts are cut into calls."""
+        if self.spec.batch_size is not None:
+            return [*range(0, num_prompts, self.spec.batch_size), num_prompts]
+        num_calls = min(num_prompts, num_services)
+        # The first ones get one more, where it does not come out even.
+        return [-(-number * num_prompts // num_calls) for number in range(num_calls + 1)]
 
     def _call(
         self,
@@ -132,12 +141,26 @@ class _Calls:
             key: operation_pb2.OperationKey, on_block: OnBlock, on_progress: ProgressCallback
         ) -> Outcome:
             request.key.CopyFrom(key)
+
+            def take(sent: rollout_pb2.GenerateResponse) -> None:
+                index, rows = sent.block.index, sent.block.experience.num_rows
+                wanted = min(block_rows, num_rows - index * block_rows)
+                if rows != wanted:
+                    raise RunError(
+                        f"step {context.step}: {service}.generate sent a block {index} of {rows} "
+                        f"rows, not {wanted}: a block holds block_rows trajectories in the order "
+                        "of prompts, as rollout.proto says"
+                    )
+                on_block(index, sent.block.experience)
+
             stream = calls.connection.rollout.Generate(request)
-            message = await calls.connection.finish(
-                stream,
-                on_progress,
-                lambda sent: on_block(sent.block.index, sent.block.experience),
-            )
+            message = await calls.connection.finish(stream, on_progress, take)
+            made = message.result.experience.num_rows
+            if made != num_rows:
+                raise RunError(
+                    f"step {context.step}: {service}.generate answered with {made} trajectories, "
+                    f"not the {num_rows} that were asked for; see the log of the {service}"
+                )
             return Outcome(report=message.result.report, experience=message.result.experience)
 
         if 0 < block_rows < num_rows:
@@ -251,7 +274,9 @@ class RolloutSampler:
             begun = self._begun.pop((context.step, prompts), None)
             if begun is not None:
                 return begun
-        takes = self._bring_weights(context)
+        is_ahead = isinstance(self._spec, OneStepAheadSpec)
+        # Evaluation brings new weights too: not while a step that was begun still samples.
+        takes = self._bring_weights(context, self._last_begun if is_ahead else ())
         made = self._calls.generate(context, self._services, prompts, sampling, takes)
         if not context.is_evaluation:
             self._last_begun = made.parts

@@ -30,7 +30,7 @@ from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.role_calls import PromptBatch, PromptCursor, StepContext
 from rolemesh.coordinator.samplers import make_sampler
-from rolemesh.coordinator.state.store import RunState, StateStore
+from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
 from rolemesh.v1 import operation_pb2, weights_pb2
 
 HELD_OUT_FACT = "data.held_out_prompts"
@@ -122,11 +122,15 @@ class TrainingLoop:
 
     async def _drop_ahead(self) -> None:
         """Ends what is being sampled for steps that will not be made."""
-        for context in self._ahead.values():
-            context.dataflow.abort(RunError(f"step {context.step} is not made any more"))
-            with contextlib.suppress(RunError):
-                await context.dataflow.finish()
+        contexts = list(self._ahead.values())
         self._ahead.clear()
+        # All of them first: waiting for one may be cut short.
+        for context in contexts:
+            context.dataflow.abort(RunError(f"step {context.step} is not made any more"))
+        for context in contexts:
+            # What went wrong in a step that is not made is not what ended the run.
+            with contextlib.suppress(RunError, StateStoreError):
+                await context.dataflow.finish()
 
     @property
     def _can_evaluate(self) -> bool:
@@ -213,13 +217,16 @@ class TrainingLoop:
         """Makes and commits a step; returns its nodes and its seconds."""
         self.activity = f"step {step}"
         started = time.monotonic()
-        self._sample_ahead(step, self._sampler.steps_ahead)
+        if self._sampler.steps_ahead:
+            self._sample_ahead(range(step, step + self._sampler.steps_ahead + 1))
         context, prompts = self._begin(step)
         del self._ahead[step]
         self.dataflow = context.dataflow
         async with context.dataflow:
             start_step(self._algorithm, prompts, context)
-            self._sample_ahead(step, self._sampler.steps_ahead_while_training)
+            # The step itself is made by now: only later ones are begun.
+            later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
+            self._sample_ahead(later)
             self._sampler.step_ends(context)
         versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
         self._staleness = self._steps_behind(context.dataflow.nodes)
@@ -254,11 +261,11 @@ class TrainingLoop:
             self._prompts[step] = prompts
         return self._ahead[step], self._prompts[step]
 
-    def _sample_ahead(self, step: int, number: int) -> None:
-        """Begins to sample the steps up to `number` after this one."""
-        for later in range(step, min(step + number, self._recipe.run.steps) + 1):
-            if number and later not in self._ahead:
-                self._sampler.begin(*self._begin(later))
+    def _sample_ahead(self, steps: range) -> None:
+        """Begins to sample those of these steps that the run has and that are not begun."""
+        for step in steps:
+            if step <= self._recipe.run.steps and step not in self._ahead:
+                self._sampler.begin(*self._begin(step))
 
     async def _save_checkpoint(self) -> None:
         with self._phase("checkpoint", f"checkpoint of step {self.step}"):

@@ -1,0 +1,156 @@
+"""A training loop over fake roles within one process and a clock that jumps.
+
+There are no sockets, and nobody waits: when nothing can go on before a timer, the clock jumps to
+it. When nothing can go on at all, that is a deadlock, and an error. So a test can make hundreds of
+runs with delays of its choice, each the same whenever it is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from support.fake_roles import FakeMesh, FakeRole
+
+from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
+from rolemesh.coordinator.connection import RoleConnection
+from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.journal import Journal
+from rolemesh.coordinator.mesh import Mesh
+from rolemesh.coordinator.metrics import MetricsWriter
+from rolemesh.coordinator.observer import QuietObserver
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunRecord
+from rolemesh.coordinator.training import TrainingLoop
+
+RUN_ID = "in-process"
+T = TypeVar("T")
+
+
+class DeadlockError(Exception):
+    """Nothing can happen any more."""
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing is ready."""
+
+    def __init__(self) -> None:
+        super().__init__(selectors.SelectSelector())
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> Any:
+        # At once: a thread would have a clock of its own.
+        future = self.create_future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _run_once(self) -> None:
+        waiting: Any = self
+        if not waiting._ready and not self.is_closed():
+            if not waiting._scheduled and not waiting._stopping:
+                raise DeadlockError("no task can go on, and no timer is set")
+            if waiting._scheduled:
+                self._now = max(self._now, waiting._scheduled[0]._when)
+        cast(Any, super())._run_once()
+
+
+def run_jumping(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on a clock of its own, and ends what it leaves behind."""
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(work)
+
+
+class _Stub:
+    """A service family of a fake, called within the process."""
+
+    def __init__(self, fake: FakeRole) -> None:
+        self._fake = fake
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda request, timeout=None: getattr(self._fake, method)(request, None)
+
+
+class _Connection(RoleConnection):
+    """A connection without a channel."""
+
+    def __init__(self, fake: FakeRole) -> None:
+        self.service, self.role, self.address = fake.service, fake.role, "in process"
+        self.policy_version = 0
+        stub: Any = _Stub(fake)
+        self.worker = self.experience = self.rollout = self.trainer = stub  # type: ignore[assignment]
+        self.logprob = self.value = self.reward = self.data = self.weights = stub
+
+
+class _NoFiles:
+    """Takes records and writes none."""
+
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, float]] = []
+        self.nodes: list[Node] = []
+
+    async def write_step(self, record: Mapping[str, float]) -> None:
+        self.records.append(dict(record))
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Kept by nobody."""
+
+    async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
+        self.nodes += nodes
+
+
+class InProcessRun:
+    """The training loop of a recipe, its fakes, and what it wrote."""
+
+    def __init__(self, recipe: Recipe, directory: Path, **settings: Any) -> None:
+        """Prepares a run; its checkpoint and its model go to the directory."""
+        self.recipe = recipe
+        self.mesh = FakeMesh(**settings)
+        for role in roles_in(recipe):
+            self.mesh.add(role, len(recipe.services_of(role)))
+        self.store = MemoryStateStore()
+        self.journal = Journal(self.store, RUN_ID, epoch=1)
+        self.services = Mesh({}, (), self.journal, QuietObserver())
+        self.services.connections = {
+            service: _Connection(fake) for service, fake in self.mesh.roles.items()
+        }
+        self.written = _NoFiles()
+        self.loop = TrainingLoop(
+            recipe,
+            algorithm_of(recipe),
+            self.services,
+            self.journal,
+            self.store,
+            cast(MetricsWriter, self.written),
+            QuietObserver(),
+            directory,
+        )
+
+    async def execute(self) -> None:
+        """Initialises the roles and trains."""
+        await self.store.create_run(
+            RunRecord(
+                run_id=RUN_ID, name="fake", num_steps=self.recipe.run.steps, directory="",
+                created_at=0.0, updated_at=0.0,
+            )
+        )  # fmt: skip
+        await self.store.next_epoch(RUN_ID)
+        for connection in self.services.connections.values():
+            await connection.learn_capabilities()
+        await self.services.initialize(self.recipe)
+        await self.loop.run()
+
+    def left_running(self) -> list[str]:
+        """Calls and tasks that have not ended, but for the caller's own."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        calls = [call.name for call in self.mesh.calls if call.state == "running"]
+        return calls + [task.get_name() for task in tasks]
