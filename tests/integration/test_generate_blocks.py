@@ -232,6 +232,22 @@ async def test_ranks_send_their_parts_and_the_face_sends_whole_blocks(
         assert_same(whole, await pulled(alone.runtime, expected))
 
 
+async def test_a_rank_whose_output_does_not_count_sends_no_block(tmp_path: Path) -> None:
+    service = spawn_service(tmp_path, "--layout", "tp=2", script=SCRIPT)
+    try:
+        async with (
+            serving(SamplerRole()) as reader,
+            open_channel(service.address) as channel,
+        ):
+            # One replica of two ranks: both sample all rows, and the first one's are kept.
+            await initialize(channel, layout={"tp": 2}, generate={"tp": 2})
+            blocks, result = await all_of(generate(channel))
+            await assert_blocks_are_rows_of(reader.runtime, blocks, result)
+        assert {shard.rank for shard in shards_of(result)} == {0}
+    finally:
+        service.end()
+
+
 async def test_a_rank_that_fails_after_its_block_fails_the_call_and_is_named(
     tmp_path: Path,
 ) -> None:

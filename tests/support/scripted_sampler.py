@@ -15,7 +15,7 @@ from rolemesh.engine.data.prompts import PromptRow, PromptSet
 from rolemesh.engine.layout import HybridLayout
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
-from rolemesh.engine.specs import LayoutSpec, RoleSpec, SamplingSpec
+from rolemesh.engine.specs import GenerateSpec, LayoutSpec, RoleSpec, SamplingSpec
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.rollout_servicer import RolloutServicer, SamplingRole
 from rolemesh.services.runtime.runtime import Runtime
@@ -114,11 +114,12 @@ class SamplerSpec(RoleSpec):
     """Spec of the sampler role."""
 
     layout: LayoutSpec = LayoutSpec()
+    generate: GenerateSpec = GenerateSpec()
     failing_rank: int = -1
     """Gives up after its third completion."""
 
     def rank_layout(self) -> HybridLayout:
-        return HybridLayout(self.layout.layout())
+        return HybridLayout(self.layout.layout(), self.generate.layout())
 
 
 class SamplerRole(SamplingRole, Role):
