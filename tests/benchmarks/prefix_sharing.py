@@ -1,7 +1,7 @@
 """What it saves to compute a prompt once for all of its completions.
 
     python tests/benchmarks/prefix_sharing.py [--model .models/SmolLM2-135M-Instruct] [--rows 8]
-        [--groups 1,2,4,8] [--prompts 32,128,512] [--completion 64] [--repetitions 3] [--threads 2]
+        [--groups 1,2,4,8] [--prompts 32,128,512] [--completion 64] [--repetitions 2] [--threads 2]
         [--layers 30]
 
 For each number of completions of a prompt and each length of prompts, the same rows with and
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--groups", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--prompts", type=numbers, default=[32, 128, 512])
     parser.add_argument("--completion", type=int, default=64)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compute-dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=None, help="keep only the first layers")
@@ -139,6 +139,8 @@ def main() -> int:
             batch = rows_of(arguments.rows, group, prompt, arguments.completion, vocab)
             found = measure(trainer, batch, arguments.repetitions)
             points.append({"prompt_tokens": prompt, "group": group, **found})
+            # Minutes go by between points.
+            print(json.dumps(points[-1]), file=sys.stderr, flush=True)
     print(
         json.dumps(
             {
