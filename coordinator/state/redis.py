@@ -41,6 +41,8 @@ _PREFIX = "rolemesh"
 _GROUP = "workers"
 _CONNECT_TIMEOUT_S = 5.0
 _COMMAND_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 16
+"""Calls of hundreds of services may end in one instant; their entries then take turns."""
 
 # Each script answers {code, value}: 0 done, 1 stale epoch (value: the current one), 2 no such run
 # (or, for create, a run of that id exists).
@@ -326,14 +328,18 @@ class RedisStateStore(StateStore):
 
 def _client(url: str) -> redis.asyncio.Redis:
     try:
-        return redis.asyncio.Redis.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            max_connections=_MAX_CONNECTIONS,
+            # Seconds that a command waits for a connection.
+            timeout=_COMMAND_TIMEOUT_S,
             # RESP2: the answers of stream commands have another shape in RESP3.
             protocol=2,
             socket_connect_timeout=_CONNECT_TIMEOUT_S,
             socket_timeout=_COMMAND_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
         )
+        return redis.asyncio.Redis.from_pool(pool)
     except ValueError as error:
         shown = masked_url(url)
         # The cause may cite a part of the password; then it must not be chained either.

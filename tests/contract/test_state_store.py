@@ -43,7 +43,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "memory":
         yield MemoryStateStore()
     elif request.param == "fakeredis":
-        client = FakeAsyncRedis()
+        client = FakeAsyncRedis(max_connections=1_000)
         yield RedisStateStore("redis://fake", client=client)
         await client.aclose()
     else:
@@ -148,6 +148,12 @@ async def test_a_repeated_append_changes_nothing(store: StateStore) -> None:
     assert again == first
     assert other != first
     assert len(await store.read_journal("a")) == 2
+
+
+async def test_many_appends_at_once_are_all_recorded(store: StateStore) -> None:
+    epoch = await store.next_epoch("a")
+    await asyncio.gather(*[store.append_journal("a", entry(epoch, step)) for step in range(300)])
+    assert {found.step for found in await store.read_journal("a")} == set(range(300))
 
 
 async def test_metrics_are_read_after_an_id_and_bounded(store: StateStore) -> None:
