@@ -13,6 +13,10 @@ from rolemesh.engine.specs import CalculatorEnvironmentSpec
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
+MAX_NUMBER_CHARACTERS = 1000
+"""Of a number that is judged. Python makes no integer of text beyond 4300 digits, which a policy
+that repeats itself may well write."""
+
 
 class CalculatorEnvironment(Environment):
     """Answers `<calc>...</calc>`; a turn without a call is judged by its last number.
@@ -40,6 +44,11 @@ class CalculatorEnvironment(Environment):
                 f"the answer of the data is {row.answer[:40]!r}, which is no number: use data "
                 "whose answers are, or another environment"
             )
+        if len(row.answer.strip()) > MAX_NUMBER_CHARACTERS:
+            raise EnvironmentFailedError(
+                f"the answer of the data has {len(row.answer.strip())} characters: numbers of up "
+                f"to {MAX_NUMBER_CHARACTERS} characters are judged"
+            )
         self._answer = Fraction(row.answer.strip())
         _, opening, rest = row.text.rpartition("<calc>")
         self._begun = opening + rest if opening and "</calc>" not in rest else ""
@@ -55,5 +64,9 @@ class CalculatorEnvironment(Environment):
                 result = f"error: {error}"
             return Observation(text=f"<result>{result}</result>")
         numbers = _NUMBER.findall(text)
-        is_right = bool(numbers) and Fraction(numbers[-1]) == self._answer
+        is_right = (
+            bool(numbers)
+            and len(numbers[-1]) <= MAX_NUMBER_CHARACTERS
+            and Fraction(numbers[-1]) == self._answer
+        )
         return Observation(reward=self._spec.exact if is_right else 0.0, done=True)
