@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.cli import app
 from rolemesh.coordinator.launch import service_commands
-from rolemesh.coordinator.recipe import RedisStoreSpec
+from rolemesh.coordinator.recipe import ROLES, RedisStoreSpec
 from rolemesh.coordinator.recipe_loading import load_recipe
 from rolemesh.services.runtime.config import load_config
 
-ROLES = ("actor", "critic", "reference", "reward")
-"""Roles with a container: those of PPO and of the group algorithms."""
+OPTIONAL_ROLES = ("cost", "rollout")
+"""Roles that most recipes lack: each has a profile of its own name."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_FILE = REPOSITORY / "docker-compose.yml"
@@ -45,10 +46,12 @@ def compose_binary() -> str:
 
 
 def compose(
-    *files: Path, variables: dict[str, str] | None = None
+    *files: Path, variables: dict[str, str] | None = None, profiles: Sequence[str] = ("*",)
 ) -> subprocess.CompletedProcess[str]:
     """Resolves files with no variable but the given ones, whatever the shell has set."""
-    arguments = [compose_binary(), "--env-file", os.devnull, "--profile", "*"]
+    arguments = [compose_binary(), "--env-file", os.devnull]
+    for profile in profiles:
+        arguments += ["--profile", profile]
     for file in files:
         arguments += ["--file", str(file)]
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -63,8 +66,10 @@ def compose(
     )
 
 
-def resolve(*files: Path, variables: dict[str, str] | None = None) -> dict[str, Any]:
-    completed = compose(*files, variables=variables)
+def resolve(
+    *files: Path, variables: dict[str, str] | None = None, profiles: Sequence[str] = ("*",)
+) -> dict[str, Any]:
+    completed = compose(*files, variables=variables, profiles=profiles)
     assert completed.returncode == 0, completed.stderr
     assert "variable is not set" not in completed.stderr, completed.stderr
     config: dict[str, Any] = json.loads(completed.stdout)
@@ -115,6 +120,23 @@ def test_mesh_is_a_store_a_coordinator_and_one_container_a_role(config: dict[str
     assert set(config["services"]) == expected
     for role in ROLES:
         assert config["services"][role]["command"] == ["serve", role]
+
+
+@pytest.mark.parametrize("profiles", [(), ("cost",), ("rollout",), OPTIONAL_ROLES])
+def test_roles_that_most_recipes_lack_are_started_by_their_profile(
+    profiles: tuple[str, ...],
+) -> None:
+    for files in ((BASE_FILE,), (BASE_FILE, GPU_FILE)):
+        services = resolve(*files, profiles=profiles)["services"]
+        started = {role for role in ROLES if role in services}
+        assert started == set(ROLES) - set(OPTIONAL_ROLES) | set(profiles)
+
+
+def test_the_coordinator_waits_for_every_role_that_is_started(config: dict[str, Any]) -> None:
+    waits = config["services"]["coordinator"]["depends_on"]
+    for role in ROLES:
+        assert waits[role]["condition"] == "service_healthy"
+        assert waits[role]["required"] == (role not in OPTIONAL_ROLES)
 
 
 def test_every_lasting_container_has_a_health_check(config: dict[str, Any]) -> None:
@@ -177,7 +199,6 @@ def test_every_recipe_runs_on_the_mesh_of_the_containers(
         port = config["services"][role]["environment"]["ROLEMESH_SERVICE__PORT"]
         assert resolved.service(role).address == f"{role}:{port}"
         assert config["services"][role]["hostname"] == role
-        assert coordinator["depends_on"][role]["condition"] == "service_healthy"
     assert isinstance(resolved.store, RedisStoreSpec)
     assert resolved.store.url.startswith("redis://store:")
     assert coordinator["depends_on"]["store"]["condition"] == "service_healthy"
@@ -294,7 +315,7 @@ def gpu_ids(config: dict[str, Any], role: str) -> list[str]:
 
 def test_gpu_overlay_gives_each_role_a_device_of_its_own(gpu: dict[str, Any]) -> None:
     given = [gpu_ids(gpu, role) for role in ROLES]
-    assert sorted(given) == [["0"], ["1"], ["2"], ["3"]]
+    assert given == [[str(number)] for number in range(len(ROLES))]
     for name in ("models", *ROLES):
         assert gpu["services"][name]["build"]["args"]["DEVICE"] == "gpu"
 
