@@ -23,6 +23,7 @@ from rolemesh.engine.specs import (
     RewardSpec,
     RoleSpec,
     RolloutRoleSpec,
+    SamplingSpec,
     Spec,
 )
 
@@ -259,10 +260,54 @@ class Recipe(Spec):
                     f"schedule.sampler.type is {sampler.type!r}, which algorithm "
                     f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
                 )
+        self._check_sampler()
         if self.rollout is not None and self.actor is not None:
             self._check_same("data", self.rollout.data, self.actor.data)
             self._check_same("environment", self.rollout.environment, self.actor.environment)
         return self
+
+    def _check_sampler(self) -> None:
+        """Numbers of the sampler that are given have to have an effect, and one that works."""
+        sampler, num_prompts = self.schedule.sampler, self.run.prompts_per_step
+        sampling: SamplingSpec | None = getattr(self.algorithm, "sampling", None)
+        for name, given in (
+            ("batch_size", sampler.batch_size is not None),
+            ("block_rows", sampler.block_rows > 0),
+        ):
+            if given and sampling is None:
+                raise ValueError(
+                    f"schedule.sampler.{name} is given, but algorithm {self.algorithm.type!r} "
+                    "samples nothing: leave it out"
+                )
+        if sampling is not None and sampler.block_rows % sampling.samples_per_prompt:
+            raise ValueError(
+                f"schedule.sampler.block_rows is {sampler.block_rows} and "
+                f"algorithm.sampling.samples_per_prompt is {sampling.samples_per_prompt}: give a "
+                "multiple, so that a block holds whole groups"
+            )
+        if sampler.batch_size is not None and sampler.batch_size > num_prompts:
+            raise ValueError(
+                f"schedule.sampler.batch_size is {sampler.batch_size}, but run.prompts_per_step is "
+                f"{num_prompts}: give at most that, or leave it out"
+            )
+        replicas = len(self.services_of("rollout"))
+        num_calls = -(-num_prompts // (sampler.batch_size or 1))
+        if self.rollout is None or replicas == 1:
+            return
+        if num_calls < replicas:
+            raise ValueError(
+                f"services.rollout has {replicas} services, but a step's {num_prompts} prompts "
+                f"make {num_calls} calls of them: lower schedule.sampler.batch_size, or have fewer "
+                "services"
+            )
+        pool = next(pool for pool in self.pools.values() if "rollout" in pool.roles)
+        if len(pool.roles) > 1:
+            raise ValueError(
+                f"services.rollout has {replicas} services, each on devices of its own, but the "
+                f"rollout role shares its pool with "
+                f"{', '.join(role for role in pool.roles if role != 'rollout')}: give it a pool of "
+                "its own"
+            )
 
     def _check_same(self, field: str, rollout: object, actor: object) -> None:
         if rollout != actor:

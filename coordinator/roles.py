@@ -227,6 +227,12 @@ class ActorRole(_TrainedRole):
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
                 f" is {spec.type!r}: correct the recipe or the algorithm"
             )
+        if (baseline is None) != (not spec.baseline_columns()):
+            has = "compares with no" if baseline is not None else "compares with a second"
+            raise ValueError(
+                f"the estimator {estimator!r} {has} experience: call it "
+                f"{'without' if baseline is not None else 'with'} baseline"
+            )
         compared = None if baseline is None else baseline.select(spec.baseline_columns())
 
         async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:

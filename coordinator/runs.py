@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
+from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in, unused_roles
 from rolemesh.coordinator.errors import NodeFailedError, RunAbortedError, RunError, ServiceLostError
 from rolemesh.coordinator.files import write_atomically
 from rolemesh.coordinator.journal import Journal
@@ -201,6 +201,11 @@ class TrainingRun:
             )
         )
         journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
+        for role in unused_roles(self.recipe):
+            self._observer.on_event(
+                f"the recipe has a section {role}, which algorithm {self.recipe.algorithm.type!r} "
+                "does not use"
+            )
         writer = MetricsWriter(self.directory, self._store, self.run_id)
         mesh = Mesh(self._addresses, self._services, journal, self._observer)
         loop = TrainingLoop(

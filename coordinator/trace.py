@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
                 "dur": round(node.seconds * 1e6),
                 "args": {
                     "step": node.step,
+                    "block": node.block,
                     "waited_s": node.started_at - node.queued_at,
                     "tokens": node.num_tokens,
                     "bytes": node.num_bytes,
@@ -50,9 +52,11 @@ def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
 def critical_path(nodes: Sequence[Node]) -> list[Node]:
     """The chain of nodes that a step cannot be shorter than, first node first.
 
-    A node comes after those whose columns it reads, and after the one that held its pool before
-    it. The path is the chain of these with the most seconds; its sum is what the step would take
-    if dispatch and waiting cost nothing.
+    A node comes after those whose columns it reads, and after those that held its pool before it.
+    Nodes that ran at the same time, such as weights that came between two tokens, or a block that
+    was read before its generation had ended, do not come after each other. The path is the chain
+    of nodes with the most seconds; its sum is what the step would take if dispatch and waiting
+    cost nothing.
 
     Args:
         nodes: Nodes of one step that have ended.
@@ -63,18 +67,20 @@ def critical_path(nodes: Sequence[Node]) -> list[Node]:
     )
     lengths: list[float] = []
     before: list[int | None] = []
-    last_of_pool: dict[str, int] = {}
+    in_pool: defaultdict[str, list[int]] = defaultdict(list)
     place_of: dict[int, int] = {}
     for place, node in enumerate(ended):
         read = [place_of[known] for known in node.inputs if known in place_of]
-        # A block of a generation is read before the generation has ended.
-        earlier = [at for at in read if (ended[at].ended_at or 0.0) <= (node.started_at or 0.0)]
-        if node.pool in last_of_pool:
-            earlier.append(last_of_pool[node.pool])
+        earlier = [
+            at
+            for at in (*read, *in_pool[node.pool])
+            if (ended[at].ended_at or 0.0) <= (node.started_at or 0.0)
+        ]
         longest = max(earlier, key=lambda at: lengths[at], default=None)
         before.append(longest)
         lengths.append(node.seconds + (0.0 if longest is None else lengths[longest]))
-        last_of_pool[node.pool] = place_of[node.node_id] = place
+        in_pool[node.pool].append(place)
+        place_of[node.node_id] = place
     path: list[Node] = []
     at: int | None = max(range(len(ended)), key=lambda place: lengths[place], default=None)
     while at is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -79,11 +80,10 @@ def roles_of(algorithm: Algorithm) -> Roles:
     Raises:
         ValueError: A parameter is no role.
     """
-    first, *parameters = inspect.signature(algorithm).parameters.values()
-    if first.name != "prompts":
-        raise ValueError(
-            f"{algorithm.__name__}: the first parameter is {first.name!r}, not 'prompts'"
-        )
+    first, *parameters = inspect.signature(algorithm).parameters.values() or (None,)
+    if first is None or first.name != "prompts":
+        found = "missing" if first is None else repr(first.name)
+        raise ValueError(f"{algorithm.__name__}: the first parameter is {found}, not 'prompts'")
     for parameter in parameters:
         if parameter.name not in ROLE_HANDLES:
             raise ValueError(
@@ -108,7 +108,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         found: Any = getattr(_module_of(Path(file)), name, None)
     else:
         points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
-        found = next(iter(points)).load() if points else None
+        found = _loaded(spec.function, next(iter(points)).load) if points else None
     if not isinstance(found, types.FunctionType):
         raise ValueError(
             f"algorithm.function is {spec.function!r}: there is no such function; give "
@@ -126,12 +126,23 @@ def _module_of(path: Path) -> types.ModuleType:
         )
     module = importlib.util.module_from_spec(spec)
     # The user's own file, named in the user's own recipe.
-    spec.loader.exec_module(module)
+    _loaded(str(path), functools.partial(spec.loader.exec_module, module))
     return module
+
+
+def _loaded(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:
+        raise ValueError(
+            f"algorithm.function: {name!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def roles_in(recipe: Recipe) -> tuple[str, ...]:
     """Roles that the recipe's algorithm is run with, the rollout role among them.
+
+    Others that the recipe has are not used: see `unused_roles`.
 
     Raises:
         ValueError: The recipe lacks a section that the algorithm needs.
@@ -144,6 +155,12 @@ def roles_in(recipe: Recipe) -> tuple[str, ...]:
     if "actor" in used and recipe.rollout is not None:
         used.append("rollout")
     return tuple(used)
+
+
+def unused_roles(recipe: Recipe) -> tuple[str, ...]:
+    """Roles that have a section which the recipe's algorithm does not ask for."""
+    used = roles_in(recipe)
+    return tuple(role for role in recipe.roles if role not in used)
 
 
 def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext) -> None:

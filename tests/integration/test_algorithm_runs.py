@@ -1,0 +1,370 @@
+"""Two steps of every algorithm over fake roles: what is asked, of whom, in which order."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_in_process import InProcessRun, run_jumping
+from support.fake_recipes import TRAINED_REWARD, fake_recipe, split_pools
+
+from rolemesh.coordinator.algorithms.registry import ALGORITHMS
+from rolemesh.coordinator.errors import RunError
+
+SAMPLED = {"sampling": {"samples_per_prompt": 2}, "mini_batch_rows": 4}
+KL = {"advantages": {"kl_in_reward": {"type": "fixed"}}}
+BASE = {"tokens", "prompt_lengths", "loss_mask"}
+POLICY = {*BASE, "logprobs", "advantages"}
+GROUP_ORDER = (
+    "actor.Generate", "reward.ComputeReward", "actor.ComputeAdvantages", "actor.Update",
+)  # fmt: skip
+KL_ORDER = (GROUP_ORDER[0], "reference.ComputeLogprobs", *GROUP_ORDER[1:])
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm's section, its roles, and what a step of it is."""
+
+    section: dict[str, Any]
+    roles: tuple[str, ...]
+    order: tuple[str, ...]
+    """Calls of a step, all roles in one pool."""
+    reads: dict[str, set[str]] = field(default_factory=dict)
+    """Columns that calls must get, as the formulas of the papers say, not the specs."""
+    rows_per_unit: int = 2
+    reward: dict[str, Any] | None = None
+
+    def recipe(self, **changes: Any) -> Any:
+        algorithm = {**self.section, **changes.pop("algorithm", {})}
+        values = {"steps": 2, "evaluation": {"num_prompts": 0}, **changes}
+        return fake_recipe(roles=self.roles, algorithm=algorithm, reward=self.reward, **values)
+
+
+def group(name: str, *, with_reference: bool = False, **section: Any) -> Case:
+    roles = ("actor", "reference", "reward") if with_reference else ("actor", "reward")
+    judged = {*BASE, "rewards", "prompt_ids"}
+    if with_reference:
+        section = {**KL, **section}
+        judged |= {"logprobs", "reference_logprobs"}
+    return Case(
+        {"type": name, **SAMPLED, **section},
+        roles,
+        KL_ORDER if with_reference else GROUP_ORDER,
+        {
+            "actor.ComputeAdvantages": judged,
+            "actor.Update": POLICY,
+            "reward.ComputeReward": {"completion_text", "answer", "metadata", "prompt_text"},
+        },
+    )
+
+
+DR_GRPO = {"policy_loss": {"aggregation": "seq_sum_norm", "norm_length": 8}}
+PPO_ORDER = (
+    "actor.Generate", "critic.ComputeValues", "reference.ComputeLogprobs", "reward.ComputeReward",
+    "actor.ComputeAdvantages", "critic.Update", "actor.Update",
+)  # fmt: skip
+PPO_READS = {
+    "actor.ComputeAdvantages": {
+        *BASE, "rewards", "values", "logprobs", "reference_logprobs",
+    },
+    "critic.Update": {*BASE, "values", "returns"},
+    "actor.Update": POLICY,
+}  # fmt: skip
+SAFE_ORDER = (*PPO_ORDER[:4], "cost.ComputeReward", *PPO_ORDER[4:])
+SAFE_READS = {
+    **PPO_READS,
+    "actor.ComputeAdvantages": {*PPO_READS["actor.ComputeAdvantages"], "costs"},
+}
+PPO_ROLES = ("actor", "critic", "reference", "reward")
+PAIRS = {"pair_ids", "preference"}
+CASES: dict[str, Case] = {
+    "ppo": Case({"type": "ppo", **SAMPLED, **KL}, PPO_ROLES, PPO_ORDER, PPO_READS),
+    "safe_rlhf": Case(
+        {"type": "safe_rlhf", **SAMPLED, **KL}, (*PPO_ROLES, "cost"), SAFE_ORDER, SAFE_READS
+    ),
+    "safe_rlhf with texts": Case(
+        {"type": "safe_rlhf", "pretraining_weight": 0.5, **SAMPLED, **KL},
+        (*PPO_ROLES, "cost"),
+        # Nothing has to be there before texts are read: so the actor does it at once.
+        (SAFE_ORDER[0], "actor.ReadBatch", *SAFE_ORDER[1:]),
+        SAFE_READS,
+    ),
+    "grpo": group("grpo"),
+    "grpo with reference": group("grpo", with_reference=True),
+    "grpo with a cap": Case(
+        {"type": "grpo", **SAMPLED, "policy_loss": {"importance_cap": 2.0}},
+        ("actor", "reward"),
+        # The update asks for them, but they need the rollouts alone.
+        (*GROUP_ORDER[:2], "actor.ComputeLogprobs", *GROUP_ORDER[2:]),
+        {"actor.Update": {*POLICY, "proximal_logprobs"}},
+    ),
+    "dr_grpo": group("dr_grpo", **DR_GRPO),
+    "dr_grpo with reference": group("dr_grpo", with_reference=True, **DR_GRPO),
+    "dapo": Case(
+        {"type": "dapo", **SAMPLED},
+        ("actor", "reward"),
+        (*GROUP_ORDER[:2], "actor.SelectGroups", *GROUP_ORDER[2:]),
+        {
+            "actor.SelectGroups": {*BASE, "rewards", "prompt_ids", "logprobs", "metadata"},
+            "actor.ComputeAdvantages": {*BASE, "rewards", "prompt_ids"},
+            "actor.Update": POLICY,
+        },
+    ),
+    "gspo": group("gspo"),
+    "gspo with reference": group("gspo", with_reference=True),
+    "cispo": group("cispo"),
+    "cispo with reference": group("cispo", with_reference=True),
+    "rloo": group("rloo"),
+    "rloo with reference": group("rloo", with_reference=True),
+    "reinforce_plus_plus": group("reinforce_plus_plus"),
+    "reinforce_plus_plus with reference": group("reinforce_plus_plus", with_reference=True),
+    "reinforce_plus_plus_baseline": group("reinforce_plus_plus_baseline"),
+    "remax": Case(
+        {"type": "remax", **SAMPLED},
+        ("actor", "reward"),
+        ("actor.Generate", "actor.Generate", "reward.ComputeReward", "reward.ComputeReward",
+         *GROUP_ORDER[2:]),
+        {"actor.ComputeAdvantages": {*BASE, "rewards", "prompt_ids"}, "actor.Update": POLICY},
+    ),
+    "online_dpo": Case(
+        {"type": "online_dpo", **SAMPLED},
+        ("actor", "reference", "reward"),
+        KL_ORDER,
+        {
+            "actor.ComputeAdvantages": {*BASE, "rewards", "prompt_ids"},
+            "actor.Update": {*BASE, *PAIRS, "reference_logprobs"},
+        },
+    ),
+    "dpo": Case(
+        {"type": "dpo", "mini_batch_rows": 4},
+        ("actor", "reference"),
+        ("actor.ReadBatch", "reference.ComputeLogprobs", "actor.Update"),
+        {"actor.Update": {*BASE, *PAIRS, "reference_logprobs"}},
+    ),
+    "kto": Case(
+        {"type": "kto", "mini_batch_rows": 4},
+        ("actor", "reference"),
+        ("actor.ReadBatch", "reference.ComputeLogprobs", "actor.ComputeLogprobs",
+         "actor.ComputeAdvantages", "actor.Update"),
+        {
+            "actor.ComputeAdvantages": {
+                *BASE, "preference", "proximal_logprobs", "reference_logprobs",
+            },
+            "actor.Update": {*BASE, "preference", "reference_logprobs", "kl_reference_point"},
+        },
+    ),
+    "sft": Case(
+        {"type": "sft", "mini_batch_rows": 4},
+        ("actor",),
+        ("actor.ReadBatch", "actor.Update"),
+        {"actor.Update": BASE},
+        rows_per_unit=1,
+    ),
+    "reward_model": Case(
+        {"type": "reward_model", "mini_batch_rows": 4},
+        ("reward",),
+        ("reward.ReadBatch", "reward.Update"),
+        {"reward.Update": {*BASE, *PAIRS}},
+        reward=TRAINED_REWARD,
+    ),
+}  # fmt: skip
+
+
+def made(recipe: Any, **fakes: Any) -> InProcessRun:
+    async def work() -> InProcessRun:
+        with tempfile.TemporaryDirectory() as directory:
+            run = InProcessRun(recipe, Path(directory), **fakes)
+            await run.execute()
+        assert run.left_running() == []
+        return run
+
+    return run_jumping(work())
+
+
+def columns_of(request: Any) -> set[str]:
+    return {column.name for group in request.experience.groups for column in group.columns}
+
+
+def test_every_algorithm_is_run_here() -> None:
+    assert {name.partition(" ")[0] for name in CASES} == set(ALGORITHMS)
+    assert len(ALGORITHMS) == 16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_ask_what_the_page_says(name: str) -> None:
+    case = CASES[name]
+    run = made(case.recipe())
+    mesh = run.mesh
+    assert run.loop.step == 2
+    for step in (1, 2):
+        asked = [
+            m for m in mesh.methods(step) if m.partition(".")[2] not in ("SaveCheckpoint", "Export")
+        ]
+        assert asked == list(case.order)
+    for call in mesh.calls:
+        if call.name in case.reads:
+            assert case.reads[call.name] <= columns_of(call.request), call.name
+    updates = [call for call in mesh.calls if call.method == "Update"]
+    requests: list[Any] = [call.request for call in updates]
+    assert {request.rows_per_unit for request in requests} == {case.rows_per_unit}
+    assert {(request.epochs, request.mini_batch_rows) for request in requests} == {(1, 4)}
+    # The third prompt of the data is the first of the second step, for whatever is read.
+    starts = [
+        (getattr(c.request, "prompts", None) or c.request.rows).start  # type: ignore[attr-defined]
+        for c in mesh.calls
+        if c.method in ("Generate", "ReadBatch")
+    ]
+    half = len(starts) // 2
+    assert (set(starts[:half]), set(starts[half:])) == ({0}, {3})
+    assert set(mesh.roles) == set(case.roles)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_placement_changes_no_call(name: str) -> None:
+    case = CASES[name]
+
+    def asked(recipe: Any) -> list[Any]:
+        run = made(recipe)
+        return sorted(
+            (call.name, call.key[2:], getattr(call.request, "experience", None) and rows(call))
+            for call in run.mesh.calls
+        )
+
+    def rows(call: Any) -> list[tuple[str, int, int]]:
+        return [
+            (shard.experience_id, shard.row_start, shard.num_rows)
+            for group in call.request.experience.groups
+            for shard in group.shards
+        ]
+
+    def strip(calls: list[Any]) -> list[Any]:
+        return [call for call in calls if not call[0].endswith("SaveCheckpoint")]
+
+    shared = strip(asked(case.recipe()))
+    assert strip(asked(case.recipe(pools=split_pools(case.roles)))) == shared
+    if "sampling" in case.section and case.section["type"] != "dapo":
+        blocks = {"type": "sync", "block_rows": 2}
+        together = strip(asked(case.recipe(sampler=blocks)))
+        apart = strip(asked(case.recipe(sampler=blocks, pools=split_pools(case.roles))))
+        assert together == apart
+        assert len(together) > len(shared)
+
+
+def test_a_mini_batch_that_cuts_groups_keeps_no_units() -> None:
+    run = made(CASES["grpo"].recipe(algorithm={"mini_batch_rows": 3}))
+    requests: list[Any] = [call.request for call in run.mesh.of("actor.Update")]
+    assert {request.rows_per_unit for request in requests} == {1}
+
+
+def test_remax_compares_with_one_greedy_completion_a_prompt() -> None:
+    run = made(CASES["remax"].recipe())
+    first, greedy = (call.request for call in run.mesh.of("actor.Generate")[:2])
+    assert (first.sampling.greedy, first.sampling.samples_per_prompt) == (False, 2)  # type: ignore[attr-defined]
+    assert (greedy.sampling.greedy, greedy.sampling.samples_per_prompt) == (True, 1)  # type: ignore[attr-defined]
+    estimate: Any = run.mesh.of("actor.ComputeAdvantages")[0].request
+    assert (estimate.experience.num_rows, estimate.baseline.num_rows) == (6, 3)
+    assert run.mesh.values(estimate.baseline, "prompt_ids") == [0, 1, 2]
+    assert len(run.mesh.values(estimate.baseline, "rewards")) == 3
+
+
+def test_texts_are_a_loss_beside_the_policys_and_only_where_they_weigh() -> None:
+    plain: Any = made(CASES["safe_rlhf"].recipe()).mesh.of("actor.Update")[0].request
+    assert len(plain.auxiliary) == 0
+    mesh = made(CASES["safe_rlhf with texts"].recipe()).mesh
+    read: Any = mesh.of("actor.ReadBatch")[0].request
+    assert (read.rows.split, read.rows.count, read.kind) == (3, 3, 1)  # SPLIT_PRETRAINING
+    update: Any = mesh.of("actor.Update")[0].request
+    (texts,) = update.auxiliary
+    assert (texts.weight, texts.loss.type, texts.experience.num_rows) == (0.5, "sft", 3)
+    assert update.experience.num_rows == 6
+
+
+def test_the_reference_gets_the_temperature_of_the_loss() -> None:
+    tempered = {"sampling": {"temperature": 0.5}, "policy_loss": {"temperature": 0.5}}
+    request: Any = (
+        made(CASES["ppo"].recipe(algorithm=tempered))
+        .mesh.of("reference.ComputeLogprobs")[0]
+        .request
+    )
+    assert (request.column, request.temperature) == ("reference_logprobs", 0.5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward_model"])
+def test_rows_that_come_in_twos_are_read_in_twos(name: str) -> None:
+    mesh = made(CASES[name].recipe()).mesh
+    (role,) = {call.role for call in mesh.calls if call.method == "ReadBatch"}
+    read: Any = mesh.of(f"{role}.ReadBatch")[0].request
+    assert read.kind == (3 if name == "kto" else 2)  # JUDGEMENT, PREFERENCE
+    update: Any = mesh.of(f"{role}.Update")[0].request
+    assert update.experience.num_rows == 6
+
+
+# --- dynamic sampling ---
+
+
+def dapo_run(is_wanted: Any, **changes: Any) -> InProcessRun:
+    return made(CASES["dapo"].recipe(**changes), is_wanted=is_wanted)
+
+
+def test_dynamic_sampling_goes_on_until_there_are_enough_groups() -> None:
+    run = dapo_run(lambda prompt: prompt % 2 == 1, steps=2)
+    mesh = run.mesh
+    requests: list[Any] = [call.request for call in mesh.of("actor.Generate")]
+    starts = [
+        (call.step, r.prompts.start)
+        for call, r in zip(mesh.of("actor.Generate"), requests, strict=True)
+    ]
+    # Of 0 1 2 | 3 4 5 | those wanted are 1, 3 and 5; the next step begins behind them.
+    assert starts == [(1, 0), (1, 3), (2, 6), (2, 9)]
+    selects: list[Any] = [call.request for call in mesh.of("actor.SelectGroups")]
+    assert [select.max_groups for select in selects] == [3, 2, 3, 2]
+    assert {select.rule.type for select in selects} == {"reward_spread"}
+    updates: list[Any] = [call.request for call in mesh.of("actor.Update")]
+    trained = [mesh.values(update.experience, "prompt_ids") for update in updates]
+    assert trained == [[1, 1, 3, 3, 5, 5], [7, 7, 9, 9, 11, 11]]
+
+
+def test_no_more_groups_are_kept_than_are_missing() -> None:
+    # The first round gives one of three, the second has three of which two are missing.
+    mesh = dapo_run(lambda prompt: prompt in (2, 3, 4, 5), steps=1).mesh
+    update: Any = mesh.of("actor.Update")[0].request
+    assert mesh.values(update.experience, "prompt_ids") == [2, 2, 3, 3, 4, 4]
+
+
+def test_a_round_without_any_group_is_passed_over() -> None:
+    mesh = dapo_run(lambda prompt: prompt >= 6, steps=1).mesh
+    update: Any = mesh.of("actor.Update")[0].request
+    assert mesh.values(update.experience, "prompt_ids") == [6, 6, 7, 7, 8, 8]
+
+
+def test_too_few_groups_after_all_rounds_end_the_run() -> None:
+    with pytest.raises(RunError) as failed:
+        dapo_run(lambda prompt: prompt == 4, algorithm={"max_rounds": 3})
+    assert str(failed.value) == (
+        "step 1: 3 rounds of 3 prompts gave 1 groups that algorithm.selection wants, not 3: raise "
+        "algorithm.max_rounds, or give prompts that the policy answers sometimes right and "
+        "sometimes wrong"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fakes", "position"),
+    [
+        ("grpo", {}, {}, 6),
+        ("dapo", {}, {"is_wanted": lambda prompt: prompt % 2 == 1}, 12),
+        ("sft", {}, {}, 6),
+    ],
+    ids=["sync", "dynamic sampling", "given data"],
+)  # fmt: skip
+def test_a_checkpoint_names_the_first_prompt_that_was_not_used(
+    name: str, changes: dict[str, Any], fakes: dict[str, Any], position: int, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        await InProcessRun(CASES[name].recipe(**changes), tmp_path, **fakes).execute()
+
+    run_jumping(work())
+    marker = (tmp_path / "checkpoints/step-00000002/COMMITTED").read_text()
+    assert f'"next_prompt": {position}' in marker
