@@ -6,6 +6,7 @@ them, since group statistics and whitening take the whole batch, which is number
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -36,6 +37,7 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self, role: ModelRole, runtime: Runtime) -> None:
         self._role = role
         self._runtime = runtime
+        self._estimating = asyncio.Lock()
 
     async def ComputeAdvantages(
         self, request: trainer_pb2.ComputeAdvantagesRequest, context: Context
@@ -51,17 +53,19 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
             baseline = None
             if request.HasField("baseline"):
                 baseline = await self._runtime.pull(request.baseline, spec.baseline_columns(), call)
-            controllers = Controllers.from_spec(spec)
-            controllers.load_state_dict(self._role.extra_state)
-            estimated, metrics = await call.compute(
-                estimate_advantages, batch, spec, controllers, baseline
-            )
-            result = experience_pb2.ExperienceResult(
-                report=call.report(metrics, batch["loss_mask"].values.numel()),
-                experience=self._runtime.publish(request.key, estimated),
-            )
-            # Last: a call that fails before is repeated, and must find the controllers unmoved.
-            self._role.extra_state.update(controllers.state_dict())
+            # Two calls that began with the same state would move the controllers once.
+            async with self._estimating:
+                controllers = Controllers.from_spec(spec)
+                controllers.load_state_dict(self._role.extra_state)
+                estimated, metrics = await call.compute(
+                    estimate_advantages, batch, spec, controllers, baseline
+                )
+                result = experience_pb2.ExperienceResult(
+                    report=call.report(metrics, batch["loss_mask"].values.numel()),
+                    experience=self._runtime.publish(request.key, estimated),
+                )
+                # Last: a call that fails before is repeated, and must find the controllers unmoved.
+                self._role.extra_state.update(controllers.state_dict())
             return result
 
         # Whitening takes the whole batch, which is numbers only: one rank computes it.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from rolemesh.engine.specs import GrpoSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError
 from rolemesh.services.critic.servicers import CriticRole
+from rolemesh.services.runtime import estimate_servicer
 from rolemesh.services.runtime.role import InitializeResult
 from rolemesh.services.runtime.rows import TOKENS, group_with, row_tokens
 from rolemesh.services.runtime.server import ServiceServer
@@ -238,6 +241,27 @@ async def test_the_multiplier_moves_once_a_call_and_is_part_of_the_trainer_s_sta
     assert second.report.metrics["cost/multiplier"] == pytest.approx(math.exp(log_value))
     log_value += 0.2 * math.exp(log_value)
     assert mesh.role.extra_state[LAGRANGE_MULTIPLIER]["log_multiplier"] == pytest.approx(log_value)
+
+
+async def test_estimates_that_are_asked_for_at_once_move_the_multiplier_each(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean cost 3, limit 1, rate 0.1: two moves, of 0.2 and of 0.2 times the new multiplier."""
+
+    def slowly(*inputs: Any) -> Any:
+        # Long enough for the second call to get as far as it can.
+        time.sleep(0.3)
+        return estimate_advantages(*inputs)
+
+    monkeypatch.setattr(estimate_servicer, "estimate_advantages", slowly)
+    ref = mesh.publish(make_batch())
+    results = await asyncio.gather(
+        *(mesh.estimate(ref, "safe_rlhf", sequence=number, cost_limit=1.0) for number in (0, 1))
+    )
+    multipliers = sorted(result.report.metrics["cost/multiplier"] for result in results)
+    assert multipliers == pytest.approx([1.0, math.exp(0.2)])
+    moved = 0.2 + 0.2 * math.exp(0.2)
+    assert mesh.role.extra_state[LAGRANGE_MULTIPLIER]["log_multiplier"] == pytest.approx(moved)
 
 
 async def test_online_pairs_are_row_columns(mesh: Mesh) -> None:
