@@ -278,8 +278,12 @@ class Dataflow:
         self._failure = error
         current = asyncio.current_task()
         for task in self._tasks:
-            if task is not current:
-                task.cancel()
+            if isinstance(task, asyncio.Task) or not isinstance(error, Exception):
+                if task is not current:
+                    task.cancel()
+            elif not task.done():
+                # A block that will not come: another step that waits for it is told why.
+                task.set_exception(error)
 
     def abort(self, error: BaseException) -> None:
         """Ends the step with this error: cancels what runs and what waits."""
