@@ -5,8 +5,10 @@ Loading one runs its file with all rights of this process: a recipe is as truste
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,9 +53,21 @@ def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
-    spec = importlib.util.spec_from_file_location(f"rolemesh_user_{path.stem}", path)
+    # Files of one name in two folders are two modules.
+    name = f"rolemesh_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Dataclasses look their module up by its name, as soon as it runs.
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+        raise
     return module

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rolemesh.engine.data.orders import EpochOrder, shuffled
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 from rolemesh.engine.specs import CurriculumSpec, PythonCurriculumSpec, SortedCurriculumSpec
+from rolemesh.engine.user_code import UserCodeError, load_named
 
 CurriculumFunction = Callable[[Sequence[Mapping[str, Any]], int, int], Sequence[int]]
 """(metadata of each row, epoch from 0, seed of the run) -> every row number once."""
@@ -112,28 +110,11 @@ def _called(
 
 
 def _load_function(name: str, field: str) -> CurriculumFunction:
-    """Imports "path/to/file.py:name" or "module:name"."""
-    place, _, attribute = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            path = Path(place).resolve()
-            module_spec = importlib.util.spec_from_file_location(
-                f"rolemesh_curriculum_{path.stem}", path
-            )
-            if module_spec is None or module_spec.loader is None or not path.is_file():
-                raise FileNotFoundError(f"{path} is no file")
-            module = importlib.util.module_from_spec(module_spec)
-            module_spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except Exception as error:
-        # Importing runs the user's code: it may raise anything.
-        raise DataInvalidError(
-            f"{field} {name!r} cannot be imported ({type(error).__name__}: {error}): give "
-            "'path/to/file.py:name' or 'module:name', as the service's process finds it"
-        ) from error
-    function = getattr(module, attribute, None)
+        function = load_named(name, field)
+    except UserCodeError as error:
+        raise DataInvalidError(str(error)) from error
     if not callable(function):
-        raise DataInvalidError(f"{field} {name!r}: {place} has no function {attribute!r}")
+        raise DataInvalidError(f"{field} is {name!r}, which is no function: name another")
     loaded: CurriculumFunction = function
     return loaded

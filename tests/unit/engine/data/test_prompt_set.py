@@ -287,10 +287,10 @@ def test_a_function_may_stand_in_a_module(tmp_path, monkeypatch):
     [
         ("twice", None, r"curriculum\.function .*epoch 0.*return a permutation"),
         ("failing", None, r"failed for epoch 0: KeyError: 'absent'"),
-        ("number", None, r"has no function 'number'"),
-        ("absent", None, r"has no function 'absent'"),
-        ("backwards", "no_such_module_here", r"cannot be imported \(ModuleNotFoundError"),
-        ("backwards", "/no/such/file.py", r"cannot be imported \(FileNotFoundError"),
+        ("number", None, r"'.*:number', which is no function"),
+        ("absent", None, r"has no 'absent'"),
+        ("backwards", "no_such_module_here", r"cannot be loaded \(ModuleNotFoundError"),
+        ("backwards", "/no/such/file.py", r"cannot be loaded \(FileNotFoundError"),
     ],
 )
 def test_a_function_that_gives_no_order_fails_at_the_start(name, module, message, tmp_path):
