@@ -93,6 +93,7 @@ class Dataflow:
             experience = None if reads is None else await reads.result(block)
             if experience is not None:
                 node.num_rows = experience.num_rows
+            node.ready_at = self._now()
             if is_leased:
                 outcome = await self._leased(node, lambda: work(node, experience))
             else:
@@ -139,6 +140,7 @@ class Dataflow:
 
         async def run() -> Outcome:
             await _exist(after)
+            node.ready_at = self._now()
             outcome = await self._leased(node, lambda: work(node, on_block))
             absent = [index for index, block in enumerate(blocks) if not block.done()]
             if absent:

@@ -49,6 +49,8 @@ class Node:
     """Number of the block of rows that it works on; None: all rows."""
     num_rows: int = 0
     """Rows of the experience that it read or made."""
+    ready_at: float | None = None
+    """When all that it waits for existed; then it waits for its pool."""
     started_at: float | None = None
     ended_at: float | None = None
     state: NodeState = NodeState.QUEUED

@@ -141,7 +141,7 @@ def step_record(
         **merged_metrics(nodes),
         "tokens": num_tokens,
         "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
-        "dataflow/critical_path_seconds": sum(node.seconds for node in critical_path(nodes)),
+        "dataflow/critical_path_seconds": sum(part.seconds for part in critical_path(nodes)),
         **{f"time/{phase}": spent for phase, spent in phase_seconds(nodes).items()},
         "time/step": seconds,
         **{f"memory/{phase}_peak_bytes": peak for phase, peak in phase_peaks(nodes).items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -49,14 +50,23 @@ def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def critical_path(nodes: Sequence[Node]) -> list[Node]:
+@dataclass(frozen=True, slots=True)
+class PathPart:
+    """A node of a critical path."""
+
+    node: Node
+    seconds: float
+    """Its own time; of a generation whose blocks are read while it runs, up to that block."""
+
+
+def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
     """The chain of nodes that a step cannot be shorter than, first node first.
 
     A node comes after those whose columns it reads, and after those that held its pool before it.
-    Nodes that ran at the same time, such as weights that came between two tokens, or a block that
-    was read before its generation had ended, do not come after each other. The path is the chain
-    of nodes with the most seconds; its sum is what the step would take if dispatch and waiting
-    cost nothing.
+    One that reads a block of a generation that still runs comes after the part of it that made the
+    block. Other nodes that ran at the same time, such as weights that came between two tokens, do
+    not come after each other. The path is the chain with the most seconds; its sum is what the step
+    would take if dispatch and waiting cost nothing.
 
     Args:
         nodes: Nodes of one step that have ended.
@@ -66,27 +76,44 @@ def critical_path(nodes: Sequence[Node]) -> list[Node]:
         key=lambda node: (node.started_at or 0.0, node.node_id),
     )
     lengths: list[float] = []
-    before: list[int | None] = []
+    before: list[tuple[int, float] | None] = []
     in_pool: defaultdict[str, list[int]] = defaultdict(list)
     place_of: dict[int, int] = {}
     for place, node in enumerate(ended):
         read = [place_of[known] for known in node.inputs if known in place_of]
-        earlier = [
-            at
-            for at in (*read, *in_pool[node.pool])
-            if (ended[at].ended_at or 0.0) <= (node.started_at or 0.0)
+        # What comes before it, each with its seconds until then.
+        earlier = [(at, _lead(ended[at], node)) for at in read]
+        earlier += [
+            (at, ended[at].seconds) for at in in_pool[node.pool] if _precedes(ended[at], node)
         ]
-        longest = max(earlier, key=lambda at: lengths[at], default=None)
-        before.append(longest)
-        lengths.append(node.seconds + (0.0 if longest is None else lengths[longest]))
+        earlier = [(at, seconds) for at, seconds in earlier if seconds > 0]
+        totals = [lengths[at] - ended[at].seconds + seconds for at, seconds in earlier]
+        longest = max(range(len(earlier)), key=lambda which: totals[which], default=None)
+        before.append(None if longest is None else earlier[longest])
+        lengths.append(node.seconds + (0.0 if longest is None else totals[longest]))
         in_pool[node.pool].append(place)
         place_of[node.node_id] = place
-    path: list[Node] = []
-    at: int | None = max(range(len(ended)), key=lambda place: lengths[place], default=None)
-    while at is not None:
-        path.append(ended[at])
-        at = before[at]
+    last = max(range(len(ended)), key=lambda place: lengths[place], default=None)
+    step = None if last is None else (last, ended[last].seconds)
+    path: list[PathPart] = []
+    while step is not None:
+        place, seconds = step
+        path.append(PathPart(ended[place], seconds))
+        step = before[place]
     return path[::-1]
+
+
+def _precedes(first: Node, second: Node) -> bool:
+    return (first.ended_at or 0.0) <= (second.started_at or 0.0)
+
+
+def _lead(read: Node, reader: Node) -> float:
+    """Seconds from the start of a node until its reader had what it reads of it."""
+    if _precedes(read, reader):
+        return read.seconds
+    if reader.ready_at is None or read.started_at is None:
+        return 0.0
+    return max(0.0, reader.ready_at - read.started_at)
 
 
 def span_seconds(nodes: Sequence[Node]) -> float:
@@ -102,8 +129,8 @@ def path_summary(nodes: Sequence[Node]) -> dict[str, Any]:
     return {
         "step": nodes[0].step if nodes else 0,
         "seconds": span_seconds(nodes),
-        "critical_path_seconds": sum(node.seconds for node in path),
-        "path": [{"node": _shown(node), "seconds": node.seconds} for node in path],
+        "critical_path_seconds": sum(part.seconds for part in path),
+        "path": [{"node": _shown(part.node), "seconds": part.seconds} for part in path],
     }
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolemesh.coordinator.futures import Node, NodeKind, NodeState
-from rolemesh.coordinator.trace import chrome_trace, critical_path
+from rolemesh.coordinator.trace import PathPart, chrome_trace, critical_path
 
 EXAMPLES = 300
 
@@ -65,8 +65,9 @@ def graphs(draw: st.DrawFn) -> list[Node]:
 def test_the_critical_path_is_the_longest_of_all_chains(nodes: list[Node]) -> None:
     path = critical_path(nodes)
     assert sum(part.seconds for part in path) == longest_chain(nodes)
-    ended = [part.ended_at or 0.0 for part in path]
-    assert all(end <= (part.started_at or 0.0) for end, part in zip(ended, path[1:], strict=False))
+    ends = [part.node.ended_at or 0.0 for part in path]
+    starts = [part.node.started_at or 0.0 for part in path[1:]]
+    assert all(end <= start for end, start in zip(ends, starts, strict=False))
     # So it is never longer than the time that the graph took.
     assert sum(part.seconds for part in path) <= max(n.ended_at or 0.0 for n in nodes)
 
@@ -75,7 +76,19 @@ def test_weights_that_come_between_two_tokens_are_beside_the_generation() -> Non
     first, take, second = (
         node(0, "rollout", 0.0, 10.0), node(1, "rollout", 5.0, 1.0), node(2, "rollout", 10.0, 5.0),
     )  # fmt: skip
-    assert critical_path([first, take, second]) == [first, second]
+    assert critical_path([first, take, second]) == [PathPart(first, 10.0), PathPart(second, 5.0)]
+
+
+def test_a_block_comes_after_the_part_of_a_generation_that_made_it() -> None:
+    generation = node(0, "actor", 0.0, 10.0)
+    early, late = (
+        node(1, "reward", 3.0, 1.0, (0,), block=0), node(2, "reward", 9.0, 4.0, (0,), block=1),
+    )  # fmt: skip
+    early.ready_at, late.ready_at = 2.0, 9.0
+    assert critical_path([generation, early]) == [PathPart(generation, 10.0)]
+    assert critical_path([generation, early, late]) == [
+        PathPart(generation, 9.0), PathPart(late, 4.0),
+    ]  # fmt: skip
 
 
 def test_a_graph_in_which_nothing_ended_has_no_path() -> None:
