@@ -26,6 +26,10 @@ STOP_WINDOW_TOKENS = 8
 
 _CPU = torch.device("cpu")
 
+_USER_ERRORS = (Exception, SystemExit)
+"""What an environment, a user's code, may raise. SystemExit would end the service without a word.
+"""
+
 
 class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
@@ -183,20 +187,24 @@ class EpisodeRunner:
     def _begin(
         self, request: RolloutRequest, prompt: Prompt, sampling: SamplingSpec, version: int
     ) -> _Running:
-        environment = self._make()
+        try:
+            environment = self._make()
+        except _USER_ERRORS as error:
+            raise _failure("the environment", prompt, request.row, 0, repr(error)) from error
+        stop = environment.stop
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            kind = type(environment).__name__
+            what = f"stop is {stop!r}: give a tuple of texts that are not empty"
+            raise _failure(kind, prompt, request.row, 0, what)
         one = _Running(
             request=request,
             prompt=prompt,
             environment=environment,
-            stop=tuple(environment.stop),
+            stop=tuple(stop),
             # A prompt that is too long itself is the back end's to refuse.
             budget=max(1, min(sampling.max_new_tokens, self._max_model_len - len(prompt.tokens))),
             episode=Episode(row=request.row),
         )
-        if isinstance(environment.stop, str) or not all(environment.stop):
-            raise _failed(
-                one, f"stop is {environment.stop!r}: give a tuple of texts that are not empty"
-            )
 
         def reset() -> str | None:
             text = environment.reset(prompt)
@@ -324,15 +332,18 @@ class EpisodeRunner:
 def _asked(one: _Running, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
-    except Exception as error:
-        # A user's code: whatever it raises is told with the row that it happened to.
+    except _USER_ERRORS as error:
+        # Whatever it raises is told with the row that it happened to.
         what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
         raise _failed(one, what) from error
 
 
 def _failed(one: _Running, what: str) -> EnvironmentFailedError:
-    kind = type(one.environment).__name__
+    kind, turn = type(one.environment).__name__, one.episode.num_turns
+    return _failure(kind, one.prompt, one.request.row, turn, what)
+
+
+def _failure(kind: str, prompt: Prompt, row: int, turn: int, what: str) -> EnvironmentFailedError:
     return EnvironmentFailedError(
-        f"{kind} failed for prompt {one.prompt.prompt_id}, row {one.request.row}, turn "
-        f"{one.episode.num_turns}: {what}"
+        f"{kind} failed for prompt {prompt.prompt_id}, row {row}, turn {turn}: {what}"
     )

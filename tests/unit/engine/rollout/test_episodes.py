@@ -251,6 +251,24 @@ class Infinite(Echo):
 class OneStop(Echo):
     stop = "!"
 
+class NumberStop(Echo):
+    stop = (3,)
+
+class Fragile(Echo):
+    """Is made when it is tried, and no more."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        Fragile.made += 1
+        if Fragile.made > 1:
+            raise ConnectionError("no sandbox is left")
+
+class Leaving(Echo):
+    def step(self, completion_text):
+        raise SystemExit(3)
+
 NOT_ONE = 5
 '''
 
@@ -281,6 +299,9 @@ def test_text_of_reset_stands_before_the_first_turn_masked(own: Any) -> None:
         ("Silent", {}, "step gave a NoneType: return an Observation"),
         ("Infinite", {}, "reward of the observation is nan: every reward must be finite"),
         ("OneStop", {}, "stop is '!': give a tuple of texts"),
+        ("NumberStop", {}, r"stop is \(3,\): give a tuple of texts"),
+        ("Fragile", {}, "prompt 7, row 0, turn 0: ConnectionError.*no sandbox is left"),
+        ("Leaving", {}, r"Leaving failed for prompt 7, row 0, turn 0: SystemExit\(3\)"),
         ("Echo", {"config": {"greeting": "x" * 64}}, "leaves no room for a turn within 60 tokens"),
         ("Echo", {"config": {"greeting": 3}}, "reset gave a int: return text, or None"),
     ],
