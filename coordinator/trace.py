@@ -82,11 +82,10 @@ def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
     for place, node in enumerate(ended):
         read = [place_of[known] for known in node.inputs if known in place_of]
         # What comes before it, each with its seconds until then.
-        earlier = [(at, _lead(ended[at], node)) for at in read]
+        earlier = [(at, seconds) for at in read if (seconds := _lead(ended[at], node)) is not None]
         earlier += [
             (at, ended[at].seconds) for at in in_pool[node.pool] if _precedes(ended[at], node)
         ]
-        earlier = [(at, seconds) for at, seconds in earlier if seconds > 0]
         totals = [lengths[at] - ended[at].seconds + seconds for at, seconds in earlier]
         longest = max(range(len(earlier)), key=lambda which: totals[which], default=None)
         before.append(None if longest is None else earlier[longest])
@@ -107,13 +106,13 @@ def _precedes(first: Node, second: Node) -> bool:
     return (first.ended_at or 0.0) <= (second.started_at or 0.0)
 
 
-def _lead(read: Node, reader: Node) -> float:
-    """Seconds from the start of a node until its reader had what it reads of it."""
+def _lead(read: Node, reader: Node) -> float | None:
+    """Seconds from the start of a node until its reader had what it reads of it, if it did."""
     if _precedes(read, reader):
         return read.seconds
-    if reader.ready_at is None or read.started_at is None:
-        return 0.0
-    return max(0.0, reader.ready_at - read.started_at)
+    if reader.ready_at is None or read.started_at is None or reader.ready_at < read.started_at:
+        return None
+    return reader.ready_at - read.started_at
 
 
 def span_seconds(nodes: Sequence[Node]) -> float:
