@@ -183,13 +183,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             column = self._role.column
             judged = await self._runtime.pull(result.experience, [column], call)
             rewards = judged[column].values
-            result.report.metrics.update(metrics(rewards))
+            result.report.metrics.update(call.finite(metrics(rewards)))
             full_score = self._role.source.full_score
             if request.pass_at and full_score is not None:
                 prompts = await self._runtime.pull(request.experience, ["prompt_ids"], call)
                 prompt_ids = prompts["prompt_ids"].values
                 found = pass_at(rewards >= full_score, prompt_ids, request.pass_at)
-                result.report.metrics.update(found)
+                result.report.metrics.update(call.finite(found))
 
         def metrics(rewards: torch.Tensor) -> dict[str, float]:
             return reward_metrics(rewards, self._role.source.full_score, self._role.name)

@@ -157,8 +157,8 @@ class Call:
         with self._lock:
             self._fetched_bytes[transport] = self._fetched_bytes.get(transport, 0) + num_bytes
 
-    def report(self, metrics: Mapping[str, float], num_tokens: int) -> experience_pb2.CallReport:
-        """What the call took so far.
+    def finite(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The same metrics, for a report that was made before.
 
         Raises:
             MetricNotFiniteError: names the metric.
@@ -169,7 +169,15 @@ class Call:
                     f"metric {name!r} of {self._operation.name} is {value}: the computation "
                     "diverged; lower the learning rate, or look at the rewards of this step"
                 )
-        report = experience_pb2.CallReport(metrics=dict(metrics), num_tokens=num_tokens)
+        return dict(metrics)
+
+    def report(self, metrics: Mapping[str, float], num_tokens: int) -> experience_pb2.CallReport:
+        """What the call took so far.
+
+        Raises:
+            MetricNotFiniteError: names the metric.
+        """
+        report = experience_pb2.CallReport(metrics=self.finite(metrics), num_tokens=num_tokens)
         with self._lock:
             report.fetched_bytes.update(self._fetched_bytes)
             for name, seconds in self._phases.items():

@@ -11,6 +11,7 @@ from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind
 from rolemesh.engine.experience import Experience
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.prompt_slices import check_slice
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import data_pb2, data_pb2_grpc, experience_pb2, rollout_pb2
 
@@ -62,12 +63,14 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
                     "READ_KIND_JUDGEMENT",
                     reason="KIND_INVALID",
                 )
+            kind = _KINDS[request.kind]
+            check_slice(asked, "rows", 1 if kind == "demonstration" else 2)
             batch = await call.compute(
                 self._role.read,
                 _SPLITS[asked.split],
                 asked.start,
                 asked.count,
-                _KINDS[request.kind],
+                kind,
             )
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(request.key, batch),

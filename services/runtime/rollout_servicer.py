@@ -29,6 +29,7 @@ from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.blocks import BlockParts, block_of
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.errors import describe
+from rolemesh.services.runtime.prompt_slices import check_slice
 from rolemesh.services.runtime.role import ProgressCallback
 from rolemesh.services.runtime.rows import merge_parts
 from rolemesh.services.runtime.runtime import Call, Context, Runtime, Share
@@ -171,6 +172,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
                     reason="SPLIT_INVALID",
                 )
+            check_slice(request.prompts, "prompts", sampling.samples_per_prompt)
             with call.phase("weight_sync"):
                 received = await call.compute(self._role.bring_weights)
             prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * request.prompts.count)
@@ -204,7 +206,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
             sampled = await self._runtime.pull(result.experience, SAMPLING_COLUMNS, call)
-            result.report.metrics.update(sampling_metrics(sampled))
+            result.report.metrics.update(call.finite(sampling_metrics(sampled)))
 
         async for response in self._runtime.keyed(
             request,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from support.service_calls import initialize
 from support.services import ServiceProcess, assert_same, operation_key, serving, spawn_service
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.base import RolloutRequest
+from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
+from rolemesh.services.runtime.prompt_slices import MAX_ROWS
 from rolemesh.services.runtime.runtime import Runtime
 from rolemesh.v1 import (
     experience_pb2,
@@ -175,6 +179,19 @@ async def test_blocks_that_cut_groups_are_refused() -> None:
     assert caught.value.reason == "SAMPLING_INVALID"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "samples"), [(0, 1), (-1, 1), (1 << 62, 1), (MAX_ROWS // 2 + 1, 2), (1, 2**31 - 1)]
+)
+async def test_a_slice_that_is_empty_or_beyond_the_bound_is_refused(
+    prompts: int, samples: int
+) -> None:
+    async with serving(SamplerRole()) as server, open_channel(server.runtime.address) as channel:
+        await initialize(channel)
+        with pytest.raises(InvalidRequestError, match=r"prompts.*(count >= 1|at most)") as caught:
+            await all_of(generate(channel, prompts=prompts, samples=samples, block_rows=0))
+        assert caught.value.reason == "SLICE_INVALID"
+
+
 async def test_a_generation_that_fails_holds_none_of_its_blocks_and_can_be_repeated() -> None:
     fails = [True, False]
 
@@ -194,6 +211,25 @@ async def test_a_generation_that_fails_holds_none_of_its_blocks_and_can_be_repea
         assert server.runtime.store.held_bytes == 0
         blocks, result = await all_of(generate(channel))
         await assert_blocks_are_rows_of(server.runtime, blocks, result)
+
+
+class DivergedBackend(ScriptedBackend):
+    """Draws from a distribution that is none."""
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+    ) -> Iterator[RolloutTrajectory]:
+        for drawn in super().generate(requests, sampling):
+            yield replace(drawn, logprobs=[math.nan] * len(drawn.logprobs))
+
+
+async def test_log_probs_that_are_no_numbers_are_refused_and_never_charted() -> None:
+    role = SamplerRole(DivergedBackend())
+    async with serving(role) as server, open_channel(server.runtime.address) as channel:
+        await initialize(channel)
+        with pytest.raises(RolemeshError, match=r"'sampler_logprob/mean'.* is nan") as caught:
+            await all_of(generate(channel))
+    assert caught.value.reason == "METRIC_NOT_FINITE"
 
 
 # --- several ranks --------------------------------------------------------------------------
