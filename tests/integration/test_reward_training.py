@@ -243,7 +243,7 @@ async def test_split_and_kind_must_be_said(llama: Path, tmp_path: Path) -> None:
             ({"split": rollout_pb2.SPLIT_UNSPECIFIED}, "SPLIT_INVALID"),
             ({"kind": data_pb2.READ_KIND_UNSPECIFIED}, "KIND_INVALID"),
             ({"split": rollout_pb2.SPLIT_HELD_OUT}, "DATA_EMPTY"),
-            ({"count": 0}, "VALUE_INVALID"),
+            ({"count": 0}, "SLICE_INVALID"),
         ):
             with pytest.raises(InvalidRequestError) as caught:
                 await reward.read(**arguments)
