@@ -188,7 +188,7 @@ class ActorWeightsServicer(WeightsServicer):
         if holder != weights_pb2.WEIGHTS_HOLDER_SAMPLER:
             return await super()._checksums(holder)
         backend = self._actor.backend
-        checksums = await self._runtime.compute.run(backend.weight_checksums)
-        return weights_pb2.GetChecksumsResponse(
-            checksums=checksums, policy_version=backend.policy_version
+        checksums, version = await self._runtime.compute.run(
+            lambda: (backend.weight_checksums(), backend.policy_version)
         )
+        return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)

@@ -326,10 +326,11 @@ class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
                 reason="HOLDER_UNKNOWN",
             )
         backend = self._role.backend
-        own = weights_pb2.GetChecksumsResponse(
-            checksums=await self._runtime.compute.run(backend.weight_checksums),
-            policy_version=backend.policy_version,
+        # The version too: by the time that the loop goes on, there may be another.
+        checksums, version = await self._runtime.compute.run(
+            lambda: (backend.weight_checksums(), backend.policy_version)
         )
+        own = weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
         if self._runtime.face is not None:
             own.other_ranks.extend(await self._runtime.face.tell(CHECKSUMS_METHOD, request))
         return own

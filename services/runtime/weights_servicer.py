@@ -82,12 +82,14 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
                 reason="HOLDER_UNKNOWN",
             )
         trainer = self._role.trainer
-        checksums = await self._runtime.compute.run(
-            lambda: {name: tensor_checksum(weight) for name, weight in trainer.named_weights()}
+        # The version too: by the time that the loop goes on, there may be another.
+        checksums, version = await self._runtime.compute.run(
+            lambda: (
+                {name: tensor_checksum(weight) for name, weight in trainer.named_weights()},
+                trainer.policy_version,
+            )
         )
-        return weights_pb2.GetChecksumsResponse(
-            checksums=checksums, policy_version=trainer.policy_version
-        )
+        return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
 
     async def PublishWeights(
         self, request: weights_pb2.PublishWeightsRequest, context: Context
