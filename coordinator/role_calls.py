@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.coordinator.connection import ProgressCallback, RoleConnection, summarize_reference
@@ -39,6 +39,8 @@ class PromptBatch:
     start: int
     count: int
     is_held_out: bool = False
+    batch_start: int | None = None
+    """First position of the batch that these are a part of; None where they are all of it."""
     cursor: PromptCursor | None = field(default=None, compare=False)
     """Where further positions come from."""
 
@@ -50,18 +52,24 @@ class PromptBatch:
         """
         if self.cursor is None:
             raise ValueError(f"no further prompts beside {self.start} to {self.start + self.count}")
-        return self.cursor.take(count)
+        return replace(self.cursor.take(count), batch_start=self._batch_start)
 
     def part(self, start: int, count: int) -> PromptBatch:
         """Some of these positions, counted from the first of them."""
-        return PromptBatch(self.start + start, count, self.is_held_out)
+        return PromptBatch(self.start + start, count, self.is_held_out, self._batch_start)
+
+    @property
+    def _batch_start(self) -> int:
+        return self.start if self.batch_start is None else self.batch_start
 
     def to_proto(self, *, is_pretraining: bool = False) -> rollout_pb2.PromptSlice:
         """As it travels."""
         split = rollout_pb2.SPLIT_HELD_OUT if self.is_held_out else rollout_pb2.SPLIT_TRAIN
         if is_pretraining:
             split = rollout_pb2.SPLIT_PRETRAINING
-        return rollout_pb2.PromptSlice(split=split, start=self.start, count=self.count)
+        return rollout_pb2.PromptSlice(
+            split=split, start=self.start, count=self.count, batch_start=self.batch_start
+        )
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def sample_experience(
     tokenizer: Decoder,
     progress: Progress,
     only: Sequence[int] | None = None,
+    earlier: Sequence[int] = (),
     block_rows: int = 0,
     on_block: OnBlock | None = None,
     episodes: EpisodeRunner | None = None,
@@ -50,14 +51,14 @@ def sample_experience(
 
     Rows are ordered by prompt, then by sample index, whatever order they finished in. The seed
     of a row derives from (run seed, step, prompt id, sample index); a prompt that stands in the
-    slice twice goes on counting its sample index.
+    batch twice goes on counting its sample index, so that no two rows are the same draw.
 
     Example: 3 prompts x 2 samples with block_rows 4 make block 0 (rows 0 to 3) and block 1 (rows 4
     and 5). With only=(1, 2) the part of block 0 that is handed over is rows 2 and 3.
 
     Args:
         backend: draws the tokens.
-        prompts: of the whole batch.
+        prompts: of the batch, or of a slice of it.
         sampling: how to draw.
         run_seed: seed of the run.
         step: of the run.
@@ -65,6 +66,7 @@ def sample_experience(
         progress: called after each completion.
         only: places of the prompts to sample, ascending; None means all. A row has the same seed
             whether the others are sampled here or elsewhere.
+        earlier: ids of the prompts that stand in the batch before this slice of it.
         block_rows: rows of a block of the whole batch, a multiple of samples_per_prompt; block i is
             rows i * block_rows to (i + 1) * block_rows - 1. 0 means that there are no blocks.
         on_block: with block_rows, is handed each block (the part of it that is sampled here) as
@@ -85,7 +87,7 @@ def sample_experience(
     sample_indexes: list[int] = []
     rows: list[Prompt] = []
     blocks: list[int] = []
-    seen: Counter[int] = Counter()
+    seen = Counter({prompt_id: samples * times for prompt_id, times in Counter(earlier).items()})
     wanted = set(range(len(prompts)) if only is None else only)
     for place, prompt in enumerate(prompts):
         for sample in range(samples):

@@ -27,6 +27,14 @@ def check_slice(asked: rollout_pb2.PromptSlice, field: str, rows_each: int) -> N
             "count >= 1",
             reason="SLICE_INVALID",
         )
+    if asked.HasField("batch_start"):
+        before = asked.start - asked.batch_start
+        if asked.batch_start < 0 or not 0 <= before * rows_each <= MAX_ROWS:
+            raise InvalidRequestError(
+                f"{field}.batch_start is {asked.batch_start}: give a position up to {field}.start, "
+                f"which is {asked.start}, and at most {MAX_ROWS} trajectories before it",
+                reason="SLICE_INVALID",
+            )
     if asked.count * rows_each > MAX_ROWS:
         raise InvalidRequestError(
             f"{field}.count is {asked.count}, which makes {asked.count * rows_each} trajectories: "

@@ -129,15 +129,21 @@ class SamplingRole(ABC):
         progress: ProgressCallback,
         *,
         only: Sequence[int],
+        batch_start: int | None = None,
         block_rows: int = 0,
         on_block: OnBlock | None = None,
     ) -> Experience:
         """Samples completions for the prompts at start..start+count-1.
 
-        Of these the ones numbered in `only`: another generation replica samples the others.
+        Of these the ones numbered in `only`: another generation replica samples the others. They
+        are part of a batch that begins at `batch_start`; None: the whole of it.
         `on_block` is handed rows as soon as a block of `block_rows` is finished.
         """
         source = self.source
+        earlier: list[int] = []
+        if batch_start is not None and batch_start < start:
+            before = source.prompts.rows(split, batch_start, start - batch_start)
+            earlier = [prompt_id for prompt_id, _ in before]
         return sample_experience(
             self.backend,
             source.prompts.slice(split, start, count),
@@ -147,6 +153,7 @@ class SamplingRole(ABC):
             tokenizer=source.tokenizer,
             progress=progress,
             only=only,
+            earlier=earlier,
             block_rows=block_rows,
             on_block=on_block,
             episodes=source.episodes,
@@ -189,6 +196,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     request.key.step,
                     call.progress,
                     only=prompts.rows,
+                    batch_start=(
+                        request.prompts.batch_start
+                        if request.prompts.HasField("batch_start")
+                        else None
+                    ),
                     block_rows=request.block_rows if published.share.counts else 0,
                     on_block=published.add,
                 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripted_sampler import SCRIPT, SamplerRole, ScriptedBackend
+from support.scripted_sampler import NUM_PROMPTS, SCRIPT, SamplerRole, ScriptedBackend
 from support.service_calls import initialize
 from support.services import ServiceProcess, assert_same, operation_key, serving, spawn_service
 
@@ -38,11 +38,20 @@ EPOCHS = itertools.count(1)
 
 
 def generate(
-    channel: MeshChannel, *, prompts: int = 5, block_rows: int = 4, samples: int = 2, **key: Any
+    channel: MeshChannel,
+    *,
+    start: int = 0,
+    batch_start: int | None = None,
+    prompts: int = 5,
+    block_rows: int = 4,
+    samples: int = 2,
+    **key: Any,
 ) -> Any:
     request = rollout_pb2.GenerateRequest(
         key=operation_key("generate", **key),
-        prompts=rollout_pb2.PromptSlice(split=rollout_pb2.SPLIT_TRAIN, count=prompts),
+        prompts=rollout_pb2.PromptSlice(
+            split=rollout_pb2.SPLIT_TRAIN, start=start, count=prompts, batch_start=batch_start
+        ),
         sampling=rollout_pb2.Sampling(
             samples_per_prompt=samples, temperature=1, top_p=1, top_k=-1, max_new_tokens=8
         ),
@@ -169,6 +178,27 @@ async def test_the_batch_is_the_same_with_and_without_blocks() -> None:
             batches.append(await pulled(server.runtime, result))
         for batch in batches[1:]:
             assert_same(batch, batches[0])
+
+
+async def test_slices_of_a_batch_hold_the_rows_that_it_has_as_a_whole() -> None:
+    """Also of prompts that stand in it twice: their samples are numbered through, and differ."""
+    start, count, cut = NUM_PROMPTS - 3, NUM_PROMPTS + 6, NUM_PROMPTS - 1
+    async with serving(SamplerRole()) as server, open_channel(server.runtime.address) as channel:
+        await initialize(channel)
+
+        async def rows(sequence: int, **asked: int) -> Experience:
+            call = generate(channel, block_rows=0, sequence=sequence, **asked)
+            return await pulled(server.runtime, (await all_of(call))[1])
+
+        whole = await rows(0, start=start, prompts=count)
+        first = await rows(1, start=start, prompts=cut, batch_start=start)
+        rest = await rows(2, start=start + cut, prompts=count - cut, batch_start=start)
+        assert_same(Experience.concat([first, rest]), whole)
+        ids, indexes = whole["prompt_ids"].values, whole["sample_indexes"].values
+        assert len(set(zip(ids.tolist(), indexes.tolist(), strict=True))) == len(whole)
+        with pytest.raises(InvalidRequestError, match="give a position up to") as caught:
+            await rows(3, start=8, prompts=1, batch_start=9)
+        assert caught.value.reason == "SLICE_INVALID"
 
 
 async def test_blocks_that_cut_groups_are_refused() -> None:

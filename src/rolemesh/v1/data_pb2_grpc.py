@@ -28,7 +28,7 @@ if _version_not_supported:
 class DataServiceStub(object):
     """Reads trajectories that are given and not sampled. Served by every role that
     is trained on data of its own: the actor (demonstrations, preferences,
-    judgements, pretraining texts) and a reward that is trained (preferences).
+    judgements, pretraining texts), and reward and cost that are trained (preferences).
     """
 
     def __init__(self, channel):
@@ -47,14 +47,15 @@ class DataServiceStub(object):
 class DataServiceServicer(object):
     """Reads trajectories that are given and not sampled. Served by every role that
     is trained on data of its own: the actor (demonstrations, preferences,
-    judgements, pretraining texts) and a reward that is trained (preferences).
+    judgements, pretraining texts), and reward and cost that are trained (preferences).
     """
 
     def ReadBatch(self, request, context):
         """Makes an experience from rows of the data that the service holds. Columns:
         tokens            int64,   sequence:   prompt and completion
         prompt_lengths    int64,   row
-        loss_mask         bool,    completion: all 1
+        loss_mask         bool,    completion: 1 where the assistant speaks, 0 in
+        the turns of others inside it
         prompt_ids        int64,   row:        index of the data row
         prompt_text, completion_text, answer, metadata: text, row
         and with pairs or judgements
@@ -64,9 +65,13 @@ class DataServiceServicer(object):
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
+        INVALID_ARGUMENT (SPLIT_INVALID), (KIND_INVALID): rows.split or kind is not set.
+        INVALID_ARGUMENT (SLICE_INVALID): rows are none, or more than 1,048,576 trajectories.
+        INVALID_ARGUMENT (DATA_EMPTY): the split has no rows.
         INVALID_ARGUMENT (DATA_INVALID): a data row lacks what the kind needs; names row and field.
         INVALID_ARGUMENT (PROMPT_TOO_LONG): a row does not fit; names it.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+        FAILED_PRECONDITION (NOT_TRAINABLE): a reward or cost without optimizer and data.
         RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -92,7 +97,7 @@ def add_DataServiceServicer_to_server(servicer, server):
 class DataService(object):
     """Reads trajectories that are given and not sampled. Served by every role that
     is trained on data of its own: the actor (demonstrations, preferences,
-    judgements, pretraining texts) and a reward that is trained (preferences).
+    judgements, pretraining texts), and reward and cost that are trained (preferences).
     """
 
     @staticmethod

@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class DataServiceStub:
     """Reads trajectories that are given and not sampled. Served by every role that
     is trained on data of its own: the actor (demonstrations, preferences,
-    judgements, pretraining texts) and a reward that is trained (preferences).
+    judgements, pretraining texts), and reward and cost that are trained (preferences).
     """
 
     @_typing.overload
@@ -40,7 +40,8 @@ class DataServiceStub:
     """Makes an experience from rows of the data that the service holds. Columns:
       tokens            int64,   sequence:   prompt and completion
       prompt_lengths    int64,   row
-      loss_mask         bool,    completion: all 1
+      loss_mask         bool,    completion: 1 where the assistant speaks, 0 in
+                                             the turns of others inside it
       prompt_ids        int64,   row:        index of the data row
       prompt_text, completion_text, answer, metadata: text, row
     and with pairs or judgements
@@ -50,9 +51,13 @@ class DataServiceStub:
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
+      INVALID_ARGUMENT (SPLIT_INVALID), (KIND_INVALID): rows.split or kind is not set.
+      INVALID_ARGUMENT (SLICE_INVALID): rows are none, or more than 1,048,576 trajectories.
+      INVALID_ARGUMENT (DATA_EMPTY): the split has no rows.
       INVALID_ARGUMENT (DATA_INVALID): a data row lacks what the kind needs; names row and field.
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a row does not fit; names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+      FAILED_PRECONDITION (NOT_TRAINABLE): a reward or cost without optimizer and data.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
     """
 
@@ -60,7 +65,7 @@ class DataServiceStub:
 class DataServiceAsyncStub(DataServiceStub):
     """Reads trajectories that are given and not sampled. Served by every role that
     is trained on data of its own: the actor (demonstrations, preferences,
-    judgements, pretraining texts) and a reward that is trained (preferences).
+    judgements, pretraining texts), and reward and cost that are trained (preferences).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -68,7 +73,8 @@ class DataServiceAsyncStub(DataServiceStub):
     """Makes an experience from rows of the data that the service holds. Columns:
       tokens            int64,   sequence:   prompt and completion
       prompt_lengths    int64,   row
-      loss_mask         bool,    completion: all 1
+      loss_mask         bool,    completion: 1 where the assistant speaks, 0 in
+                                             the turns of others inside it
       prompt_ids        int64,   row:        index of the data row
       prompt_text, completion_text, answer, metadata: text, row
     and with pairs or judgements
@@ -78,16 +84,20 @@ class DataServiceAsyncStub(DataServiceStub):
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
+      INVALID_ARGUMENT (SPLIT_INVALID), (KIND_INVALID): rows.split or kind is not set.
+      INVALID_ARGUMENT (SLICE_INVALID): rows are none, or more than 1,048,576 trajectories.
+      INVALID_ARGUMENT (DATA_EMPTY): the split has no rows.
       INVALID_ARGUMENT (DATA_INVALID): a data row lacks what the kind needs; names row and field.
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a row does not fit; names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+      FAILED_PRECONDITION (NOT_TRAINABLE): a reward or cost without optimizer and data.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
     """
 
 class DataServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads trajectories that are given and not sampled. Served by every role that
     is trained on data of its own: the actor (demonstrations, preferences,
-    judgements, pretraining texts) and a reward that is trained (preferences).
+    judgements, pretraining texts), and reward and cost that are trained (preferences).
     """
 
     @_abc_1.abstractmethod
@@ -99,7 +109,8 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes an experience from rows of the data that the service holds. Columns:
           tokens            int64,   sequence:   prompt and completion
           prompt_lengths    int64,   row
-          loss_mask         bool,    completion: all 1
+          loss_mask         bool,    completion: 1 where the assistant speaks, 0 in
+                                                 the turns of others inside it
           prompt_ids        int64,   row:        index of the data row
           prompt_text, completion_text, answer, metadata: text, row
         and with pairs or judgements
@@ -109,9 +120,13 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
+          INVALID_ARGUMENT (SPLIT_INVALID), (KIND_INVALID): rows.split or kind is not set.
+          INVALID_ARGUMENT (SLICE_INVALID): rows are none, or more than 1,048,576 trajectories.
+          INVALID_ARGUMENT (DATA_EMPTY): the split has no rows.
           INVALID_ARGUMENT (DATA_INVALID): a data row lacks what the kind needs; names row and field.
           INVALID_ARGUMENT (PROMPT_TOO_LONG): a row does not fit; names it.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+          FAILED_PRECONDITION (NOT_TRAINABLE): a reward or cost without optimizer and data.
           RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
         """
 

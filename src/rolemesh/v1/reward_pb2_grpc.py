@@ -26,8 +26,13 @@ if _version_not_supported:
 
 
 class RewardServiceStub(object):
-    """Judges trajectories. The one service that an outside reward implements; it
-    may leave every other service of this package alone.
+    """Judges trajectories. Served by reward and by cost, a second reward of what is
+    to be kept low. The one service that an outside reward implements; it may
+    leave every other service of this package alone.
+
+    A reward whose recipe gives it a classifier, an optimizer and data is trained
+    too, through TrainerService and DataService, and judges with the weights that
+    it has at that moment.
     """
 
     def __init__(self, channel):
@@ -44,8 +49,13 @@ class RewardServiceStub(object):
 
 
 class RewardServiceServicer(object):
-    """Judges trajectories. The one service that an outside reward implements; it
-    may leave every other service of this package alone.
+    """Judges trajectories. Served by reward and by cost, a second reward of what is
+    to be kept low. The one service that an outside reward implements; it may
+    leave every other service of this package alone.
+
+    A reward whose recipe gives it a classifier, an optimizer and data is trained
+    too, through TrainerService and DataService, and judges with the weights that
+    it has at that moment.
     """
 
     def ComputeReward(self, request, context):
@@ -54,7 +64,7 @@ class RewardServiceServicer(object):
         A service that says accepts_references in its capabilities takes
         `experience` (columns prompt_text, completion_text, answer, metadata, or
         tokens and prompt_lengths for a model) and answers with the column
-        rewards  float32, row
+        rewards  float32, row (of a cost: costs)
         An outside service takes `trajectories` and answers with `rewards`, one for
         each trajectory in the same order. Every reward must be finite.
 
@@ -62,6 +72,8 @@ class RewardServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+        INVALID_ARGUMENT (INPUT_MISSING): neither an experience nor a trajectory was sent.
+        INVALID_ARGUMENT (PASS_AT_INVALID): pass_at with trajectories, or of a reward without a full score.
         INVALID_ARGUMENT (INPUT_UNSUPPORTED): references are not accepted here; send trajectories.
         FAILED_PRECONDITION (REWARD_INVALID): a reward is not finite, or their number is wrong; names the row.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -88,8 +100,13 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService(object):
-    """Judges trajectories. The one service that an outside reward implements; it
-    may leave every other service of this package alone.
+    """Judges trajectories. Served by reward and by cost, a second reward of what is
+    to be kept low. The one service that an outside reward implements; it may
+    leave every other service of this package alone.
+
+    A reward whose recipe gives it a classifier, an optimizer and data is trained
+    too, through TrainerService and DataService, and judges with the weights that
+    it has at that moment.
     """
 
     @staticmethod

@@ -27,8 +27,13 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RewardServiceStub:
-    """Judges trajectories. The one service that an outside reward implements; it
-    may leave every other service of this package alone.
+    """Judges trajectories. Served by reward and by cost, a second reward of what is
+    to be kept low. The one service that an outside reward implements; it may
+    leave every other service of this package alone.
+
+    A reward whose recipe gives it a classifier, an optimizer and data is trained
+    too, through TrainerService and DataService, and judges with the weights that
+    it has at that moment.
     """
 
     @_typing.overload
@@ -41,7 +46,7 @@ class RewardServiceStub:
     A service that says accepts_references in its capabilities takes
     `experience` (columns prompt_text, completion_text, answer, metadata, or
     tokens and prompt_lengths for a model) and answers with the column
-      rewards  float32, row
+      rewards  float32, row (of a cost: costs)
     An outside service takes `trajectories` and answers with `rewards`, one for
     each trajectory in the same order. Every reward must be finite.
 
@@ -49,6 +54,8 @@ class RewardServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+      INVALID_ARGUMENT (INPUT_MISSING): neither an experience nor a trajectory was sent.
+      INVALID_ARGUMENT (PASS_AT_INVALID): pass_at with trajectories, or of a reward without a full score.
       INVALID_ARGUMENT (INPUT_UNSUPPORTED): references are not accepted here; send trajectories.
       FAILED_PRECONDITION (REWARD_INVALID): a reward is not finite, or their number is wrong; names the row.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -57,8 +64,13 @@ class RewardServiceStub:
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
-    """Judges trajectories. The one service that an outside reward implements; it
-    may leave every other service of this package alone.
+    """Judges trajectories. Served by reward and by cost, a second reward of what is
+    to be kept low. The one service that an outside reward implements; it may
+    leave every other service of this package alone.
+
+    A reward whose recipe gives it a classifier, an optimizer and data is trained
+    too, through TrainerService and DataService, and judges with the weights that
+    it has at that moment.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -68,7 +80,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     A service that says accepts_references in its capabilities takes
     `experience` (columns prompt_text, completion_text, answer, metadata, or
     tokens and prompt_lengths for a model) and answers with the column
-      rewards  float32, row
+      rewards  float32, row (of a cost: costs)
     An outside service takes `trajectories` and answers with `rewards`, one for
     each trajectory in the same order. Every reward must be finite.
 
@@ -76,6 +88,8 @@ class RewardServiceAsyncStub(RewardServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+      INVALID_ARGUMENT (INPUT_MISSING): neither an experience nor a trajectory was sent.
+      INVALID_ARGUMENT (PASS_AT_INVALID): pass_at with trajectories, or of a reward without a full score.
       INVALID_ARGUMENT (INPUT_UNSUPPORTED): references are not accepted here; send trajectories.
       FAILED_PRECONDITION (REWARD_INVALID): a reward is not finite, or their number is wrong; names the row.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -83,8 +97,13 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Judges trajectories. The one service that an outside reward implements; it
-    may leave every other service of this package alone.
+    """Judges trajectories. Served by reward and by cost, a second reward of what is
+    to be kept low. The one service that an outside reward implements; it may
+    leave every other service of this package alone.
+
+    A reward whose recipe gives it a classifier, an optimizer and data is trained
+    too, through TrainerService and DataService, and judges with the weights that
+    it has at that moment.
     """
 
     @_abc_1.abstractmethod
@@ -98,7 +117,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         A service that says accepts_references in its capabilities takes
         `experience` (columns prompt_text, completion_text, answer, metadata, or
         tokens and prompt_lengths for a model) and answers with the column
-          rewards  float32, row
+          rewards  float32, row (of a cost: costs)
         An outside service takes `trajectories` and answers with `rewards`, one for
         each trajectory in the same order. Every reward must be finite.
 
@@ -106,6 +125,8 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
+          INVALID_ARGUMENT (INPUT_MISSING): neither an experience nor a trajectory was sent.
+          INVALID_ARGUMENT (PASS_AT_INVALID): pass_at with trajectories, or of a reward without a full score.
           INVALID_ARGUMENT (INPUT_UNSUPPORTED): references are not accepted here; send trajectories.
           FAILED_PRECONDITION (REWARD_INVALID): a reward is not finite, or their number is wrong; names the row.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.

@@ -257,6 +257,7 @@ class PromptSlice(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    BATCH_START_FIELD_NUMBER: _builtins.int
     split: Global___Split.ValueType
     """Which part of the data."""
     start: _builtins.int
@@ -265,18 +266,27 @@ class PromptSlice(_message.Message):
     """
     count: _builtins.int
     """Number of prompts, >= 1."""
+    batch_start: _builtins.int
+    """Of Generate: first position of the batch that this slice is a part of, <=
+    start; absent: the slice is all of it. A prompt that stands in the batch
+    twice, since epochs meet in it, goes on counting its sample_index, in
+    whichever slice it stands, so that no two rows are the same draw.
+    """
     def __init__(
         self,
         *,
         split: Global___Split.ValueType = ...,
         start: _builtins.int = ...,
         count: _builtins.int = ...,
+        batch_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_start", b"_batch_start", "batch_start", b"batch_start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "split", b"split", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_start", b"_batch_start", "batch_start", b"batch_start", "count", b"count", "split", b"split", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__batch_start: _TypeAlias = _typing.Literal["batch_start"]  # noqa: Y015
+    _WhichOneofArgType__batch_start: _TypeAlias = _typing.Literal["_batch_start", b"_batch_start"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_start) -> _WhichOneofReturnType__batch_start | None: ...
 
 Global___PromptSlice: _TypeAlias = PromptSlice  # noqa: Y015
 

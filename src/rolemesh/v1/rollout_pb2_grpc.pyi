@@ -46,7 +46,8 @@ class RolloutServiceStub:
       loss_mask         bool,    completion: 1 where the token was sampled
       policy_versions   int64,   completion: policy_version that sampled the token
       prompt_ids        int64,   row:        index of the prompt in the data set
-      sample_indexes    int64,   row:        0..samples_per_prompt-1
+      sample_indexes    int64,   row:        0..samples_per_prompt-1; a prompt that stands
+                                             in the batch twice goes on counting
       finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
       prompt_text, completion_text, answer, metadata: text, row
     Seeds derive from (run seed, step, prompt id, sample index): a repeat
@@ -61,10 +62,16 @@ class RolloutServiceStub:
     blocks, each block once, in the order in which they finish; then one
     result over all rows. A repeat sends all blocks again.
     Errors:
+      INVALID_ARGUMENT (SPLIT_INVALID): prompts.split is not set.
+      INVALID_ARGUMENT (SLICE_INVALID): prompts are none, or more than 1,048,576 trajectories.
+      INVALID_ARGUMENT (DATA_EMPTY): the split has no prompts.
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
       INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-      FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
+      FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
+        of a rollout service: no weights came yet, or the newest update failed.
+      FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
+      FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
     """
     UpdateWeights: _grpc.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
@@ -72,15 +79,21 @@ class RolloutServiceStub:
     service that has no trainer of its own serves it; an actor answers
     UNIMPLEMENTED.
 
-    May be called while Generate works: the weights then come between two
-    decoding steps, running completions go on under them, and policy_versions
-    says token by token which version sampled it.
+    May be called while Generate works. In a service of one rank the weights
+    then come between two decoding steps, running completions go on under them,
+    and policy_versions says token by token which version sampled it. Several
+    ranks take them when the generation has ended.
+
+    After an update that failed, however it did, no generation begins until one
+    that succeeds. One that runs goes on where the sampler still holds a whole
+    set of weights.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+      ABORTED (WEIGHTS_STALE): another rank could not fetch its weights, so no rank took them; says why.
       FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
       INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
       UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
@@ -104,7 +117,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
       loss_mask         bool,    completion: 1 where the token was sampled
       policy_versions   int64,   completion: policy_version that sampled the token
       prompt_ids        int64,   row:        index of the prompt in the data set
-      sample_indexes    int64,   row:        0..samples_per_prompt-1
+      sample_indexes    int64,   row:        0..samples_per_prompt-1; a prompt that stands
+                                             in the batch twice goes on counting
       finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
       prompt_text, completion_text, answer, metadata: text, row
     Seeds derive from (run seed, step, prompt id, sample index): a repeat
@@ -119,10 +133,16 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     blocks, each block once, in the order in which they finish; then one
     result over all rows. A repeat sends all blocks again.
     Errors:
+      INVALID_ARGUMENT (SPLIT_INVALID): prompts.split is not set.
+      INVALID_ARGUMENT (SLICE_INVALID): prompts are none, or more than 1,048,576 trajectories.
+      INVALID_ARGUMENT (DATA_EMPTY): the split has no prompts.
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
       INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-      FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
+      FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
+        of a rollout service: no weights came yet, or the newest update failed.
+      FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
+      FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
       RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
     """
     UpdateWeights: _aio.UnaryStreamMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
@@ -130,15 +150,21 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     service that has no trainer of its own serves it; an actor answers
     UNIMPLEMENTED.
 
-    May be called while Generate works: the weights then come between two
-    decoding steps, running completions go on under them, and policy_versions
-    says token by token which version sampled it.
+    May be called while Generate works. In a service of one rank the weights
+    then come between two decoding steps, running completions go on under them,
+    and policy_versions says token by token which version sampled it. Several
+    ranks take them when the generation has ended.
+
+    After an update that failed, however it did, no generation begins until one
+    that succeeds. One that runs goes on where the sampler still holds a whole
+    set of weights.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
     Errors:
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+      ABORTED (WEIGHTS_STALE): another rank could not fetch its weights, so no rank took them; says why.
       FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
       INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
       UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
@@ -165,7 +191,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
           loss_mask         bool,    completion: 1 where the token was sampled
           policy_versions   int64,   completion: policy_version that sampled the token
           prompt_ids        int64,   row:        index of the prompt in the data set
-          sample_indexes    int64,   row:        0..samples_per_prompt-1
+          sample_indexes    int64,   row:        0..samples_per_prompt-1; a prompt that stands
+                                                 in the batch twice goes on counting
           finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
           prompt_text, completion_text, answer, metadata: text, row
         Seeds derive from (run seed, step, prompt id, sample index): a repeat
@@ -180,10 +207,16 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         blocks, each block once, in the order in which they finish; then one
         result over all rows. A repeat sends all blocks again.
         Errors:
+          INVALID_ARGUMENT (SPLIT_INVALID): prompts.split is not set.
+          INVALID_ARGUMENT (SLICE_INVALID): prompts are none, or more than 1,048,576 trajectories.
+          INVALID_ARGUMENT (DATA_EMPTY): the split has no prompts.
           INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
           INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-          FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version.
+          FAILED_PRECONDITION (WEIGHTS_STALE): the sampler could not be brought to the trainer's version;
+            of a rollout service: no weights came yet, or the newest update failed.
+          FAILED_PRECONDITION (ENVIRONMENT_FAILED): the environment raised; names prompt, row and turn.
+          FAILED_PRECONDITION (METRIC_NOT_FINITE): log-probs are NaN or infinite.
           RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): release experience or raise the bound.
         """
 
@@ -197,15 +230,21 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         service that has no trainer of its own serves it; an actor answers
         UNIMPLEMENTED.
 
-        May be called while Generate works: the weights then come between two
-        decoding steps, running completions go on under them, and policy_versions
-        says token by token which version sampled it.
+        May be called while Generate works. In a service of one rank the weights
+        then come between two decoding steps, running completions go on under them,
+        and policy_versions says token by token which version sampled it. Several
+        ranks take them when the generation has ended.
+
+        After an update that failed, however it did, no generation begins until one
+        that succeeds. One that runs goes on where the sampler still holds a whole
+        set of weights.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
+          ABORTED (WEIGHTS_STALE): another rank could not fetch its weights, so no rank took them; says why.
           FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
           INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
           UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.

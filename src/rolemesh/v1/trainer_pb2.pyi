@@ -138,14 +138,16 @@ class SelectGroupsRequest(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     MAX_GROUPS_FIELD_NUMBER: _builtins.int
     max_groups: _builtins.int
-    """Most groups to keep, the first ones; 0: no bound."""
+    """Most groups to keep, the first ones (of pairs, the lowest ids); 0: no bound."""
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
 
     @_builtins.property
     def experience(self) -> _experience_pb2.ExperienceRef:
-        """The trajectories. Rows of one prompt make a group."""
+        """The trajectories. Rows with equal prompt_ids make a group; with the rule
+        "paired" the rows of a pair do, and others are left out.
+        """
 
     @_builtins.property
     def rule(self) -> Global___AlgorithmPart:

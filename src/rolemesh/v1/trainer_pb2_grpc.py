@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Changes weights. Served by actor and critic.
+    """Changes weights. Served by actor and critic, and by reward and cost, which
+    answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives them no
+    optimizer and data.
     """
 
     def __init__(self, channel):
@@ -63,7 +65,9 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Changes weights. Served by actor and critic.
+    """Changes weights. Served by actor and critic, and by reward and cost, which
+    answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives them no
+    optimizer and data.
     """
 
     def ComputeAdvantages(self, request, context):
@@ -92,7 +96,9 @@ class TrainerServiceServicer(object):
         """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
         differ. No model takes part.
 
-        The kept rows are published anew, with all their columns, in their order.
+        The kept rows are published anew, with all their columns: in their order, or
+        with the rule "paired" the two rows of each pair as neighbours, the chosen one
+        first, by ascending pair_ids.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
@@ -182,7 +188,9 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Changes weights. Served by actor and critic.
+    """Changes weights. Served by actor and critic, and by reward and cost, which
+    answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives them no
+    optimizer and data.
     """
 
     @staticmethod

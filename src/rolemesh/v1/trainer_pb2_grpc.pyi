@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Changes weights. Served by actor and critic."""
+    """Changes weights. Served by actor and critic, and by reward and cost, which
+    answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives them no
+    optimizer and data.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -55,7 +58,9 @@ class TrainerServiceStub:
     """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
     differ. No model takes part.
 
-    The kept rows are published anew, with all their columns, in their order.
+    The kept rows are published anew, with all their columns: in their order, or
+    with the rule "paired" the two rows of each pair as neighbours, the chosen one
+    first, by ascending pair_ids.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
@@ -95,7 +100,10 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Changes weights. Served by actor and critic."""
+    """Changes weights. Served by actor and critic, and by reward and cost, which
+    answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives them no
+    optimizer and data.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ComputeAdvantages: _aio.UnaryStreamMultiCallable[_trainer_pb2.ComputeAdvantagesRequest, _trainer_pb2.ComputeAdvantagesResponse]  # type: ignore[assignment]
@@ -120,7 +128,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
     differ. No model takes part.
 
-    The kept rows are published anew, with all their columns, in their order.
+    The kept rows are published anew, with all their columns: in their order, or
+    with the rule "paired" the two rows of each pair as neighbours, the chosen one
+    first, by ascending pair_ids.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: any number of progress messages, then one result.
@@ -159,7 +169,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Changes weights. Served by actor and critic."""
+    """Changes weights. Served by actor and critic, and by reward and cost, which
+    answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives them no
+    optimizer and data.
+    """
 
     @_abc_1.abstractmethod
     def ComputeAdvantages(
@@ -194,7 +207,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Keeps the groups of a batch that a rule wants, e.g. those whose rewards
         differ. No model takes part.
 
-        The kept rows are published anew, with all their columns, in their order.
+        The kept rows are published anew, with all their columns: in their order, or
+        with the rule "paired" the two rows of each pair as neighbours, the chosen one
+        first, by ascending pair_ids.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.

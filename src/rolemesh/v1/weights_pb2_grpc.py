@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class WeightsServiceStub(object):
-    """Moves, stores and checks weights. Served by every role that has a model.
+    """Moves, stores and checks weights. Served by every role that has a model. A
+    rollout service, which is not trained, serves GetManifest and GetChecksums
+    and answers UNIMPLEMENTED to the rest.
     """
 
     def __init__(self, channel):
@@ -73,7 +75,9 @@ class WeightsServiceStub(object):
 
 
 class WeightsServiceServicer(object):
-    """Moves, stores and checks weights. Served by every role that has a model.
+    """Moves, stores and checks weights. Served by every role that has a model. A
+    rollout service, which is not trained, serves GetManifest and GetChecksums
+    and answers UNIMPLEMENTED to the rest.
     """
 
     def GetManifest(self, request, context):
@@ -92,6 +96,7 @@ class WeightsServiceServicer(object):
 
         Idempotent: reads only.
         Errors:
+        INVALID_ARGUMENT (HOLDER_UNKNOWN): the role has no such holder.
         FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -216,7 +221,9 @@ def add_WeightsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightsService(object):
-    """Moves, stores and checks weights. Served by every role that has a model.
+    """Moves, stores and checks weights. Served by every role that has a model. A
+    rollout service, which is not trained, serves GetManifest and GetChecksums
+    and answers UNIMPLEMENTED to the rest.
     """
 
     @staticmethod

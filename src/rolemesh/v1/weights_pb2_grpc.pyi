@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightsServiceStub:
-    """Moves, stores and checks weights. Served by every role that has a model."""
+    """Moves, stores and checks weights. Served by every role that has a model. A
+    rollout service, which is not trained, serves GetManifest and GetChecksums
+    and answers UNIMPLEMENTED to the rest.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -45,6 +48,7 @@ class WeightsServiceStub:
 
     Idempotent: reads only.
     Errors:
+      INVALID_ARGUMENT (HOLDER_UNKNOWN): the role has no such holder.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
     PublishWeights: _grpc.UnaryStreamMultiCallable[_weights_pb2.PublishWeightsRequest, _weights_pb2.PublishWeightsResponse]
@@ -101,7 +105,10 @@ class WeightsServiceStub:
 
 @_typing.type_check_only
 class WeightsServiceAsyncStub(WeightsServiceStub):
-    """Moves, stores and checks weights. Served by every role that has a model."""
+    """Moves, stores and checks weights. Served by every role that has a model. A
+    rollout service, which is not trained, serves GetManifest and GetChecksums
+    and answers UNIMPLEMENTED to the rest.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetManifest: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetManifestRequest, _weights_pb2.GetManifestResponse]  # type: ignore[assignment]
@@ -116,6 +123,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
 
     Idempotent: reads only.
     Errors:
+      INVALID_ARGUMENT (HOLDER_UNKNOWN): the role has no such holder.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
     PublishWeights: _aio.UnaryStreamMultiCallable[_weights_pb2.PublishWeightsRequest, _weights_pb2.PublishWeightsResponse]  # type: ignore[assignment]
@@ -171,7 +179,10 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     """
 
 class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Moves, stores and checks weights. Served by every role that has a model."""
+    """Moves, stores and checks weights. Served by every role that has a model. A
+    rollout service, which is not trained, serves GetManifest and GetChecksums
+    and answers UNIMPLEMENTED to the rest.
+    """
 
     @_abc_1.abstractmethod
     def GetManifest(
@@ -196,6 +207,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Idempotent: reads only.
         Errors:
+          INVALID_ARGUMENT (HOLDER_UNKNOWN): the role has no such holder.
           FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
 

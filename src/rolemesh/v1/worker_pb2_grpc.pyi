@@ -41,6 +41,12 @@ class WorkerServiceStub:
     Initialize: _grpc.UnaryStreamMultiCallable[_worker_pb2.InitializeRequest, _worker_pb2.InitializeResponse]
     """Gives the service its part of a run: loads models and data as the spec says.
 
+    A spec may name Python files and modules of the service's host (environments,
+    curricula), which the service imports and runs with all its rights. Whoever
+    may call Initialize is trusted as one who may start programs there; that is
+    why a service listens on loopback unless it is told otherwise. No code
+    travels with a spec.
+
     Keyed by `key`: a repeat returns the first answer.
     A run keeps the service while its coordinator is heard: by keyed calls, by
     waiting for one, or by GetStatus with its run_id. Once it has been silent for
@@ -99,6 +105,12 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Initialize: _aio.UnaryStreamMultiCallable[_worker_pb2.InitializeRequest, _worker_pb2.InitializeResponse]  # type: ignore[assignment]
     """Gives the service its part of a run: loads models and data as the spec says.
+
+    A spec may name Python files and modules of the service's host (environments,
+    curricula), which the service imports and runs with all its rights. Whoever
+    may call Initialize is trusted as one who may start programs there; that is
+    why a service listens on loopback unless it is told otherwise. No code
+    travels with a spec.
 
     Keyed by `key`: a repeat returns the first answer.
     A run keeps the service while its coordinator is heard: by keyed calls, by
@@ -167,6 +179,12 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.InitializeResponse], _abc.AsyncIterator[_worker_pb2.InitializeResponse]]:
         """Gives the service its part of a run: loads models and data as the spec says.
+
+        A spec may name Python files and modules of the service's host (environments,
+        curricula), which the service imports and runs with all its rights. Whoever
+        may call Initialize is trusted as one who may start programs there; that is
+        why a service listens on loopback unless it is told otherwise. No code
+        travels with a spec.
 
         Keyed by `key`: a repeat returns the first answer.
         A run keeps the service while its coordinator is heard: by keyed calls, by
