@@ -250,9 +250,11 @@ def spawn_service(directory: Path, *flags: str, script: Path = TOY_SCRIPT) -> Se
     return ServiceProcess(process, announced["address"], directory / "toy.log")
 
 
-def wait_for_announcement(process: subprocess.Popen[bytes], announce: Path) -> dict[str, Any]:
+def wait_for_announcement(
+    process: subprocess.Popen[bytes], announce: Path, timeout_s: float = START_TIMEOUT_S
+) -> dict[str, Any]:
     """Returns what the service announced; fails when it ends before."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if announce.exists():
             announced: dict[str, Any] = json.loads(announce.read_text())
@@ -260,7 +262,7 @@ def wait_for_announcement(process: subprocess.Popen[bytes], announce: Path) -> d
         assert process.poll() is None, f"the service ended with {process.returncode}"
         time.sleep(0.05)
     process.kill()
-    raise AssertionError(f"the service did not start within {START_TIMEOUT_S} s")
+    raise AssertionError(f"the service did not start within {timeout_s} s")
 
 
 def segments_of(pid: int) -> list[str]:

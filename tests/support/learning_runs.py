@@ -1,0 +1,98 @@
+"""Runs that learn: the real coordinator over real services, tiny models, tasks with known optima.
+
+One set of services serves run after run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.services import wait_for_announcement
+
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
+
+ROLES = ("actor", "critic", "reference", "reward", "cost")
+START_TIMEOUT_S = 300.0
+"""Five processes that import torch at once, on a machine that has two cores and other work."""
+
+
+@dataclass(frozen=True)
+class LearnedRun:
+    """What a run left behind."""
+
+    records: list[dict[str, float]]
+    """One a step."""
+    model: Path
+    """The exported folder."""
+
+    def curve(self, metric: str) -> list[float]:
+        """The metric, step by step."""
+        return [record[metric] for record in self.records]
+
+    def last(self, metric: str, number: int) -> float:
+        """Mean of the metric over the last steps."""
+        return sum(self.curve(metric)[-number:]) / number
+
+
+@contextmanager
+def service_processes(directory: Path) -> Iterator[dict[str, str]]:
+    """A process for each role, which outlives runs; gives their addresses.
+
+    One loop for all of them would do without processes, but transformers loads one model at a time:
+    two threads of a process that load at once spoil each other's weights.
+    """
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for role in ROLES:
+            started[role] = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1"),
+                    *("--announce", str(directory / f"{role}.json")),
+                    *("--log-directory", str(directory)),
+                ],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+                stderr=subprocess.DEVNULL,
+            )
+        addresses = {}
+        for role, process in started.items():
+            announced = wait_for_announcement(
+                process, directory / f"{role}.json", timeout_s=START_TIMEOUT_S
+            )
+            addresses[role] = str(announced["address"])
+        yield addresses
+    finally:
+        for process in started.values():
+            process.kill()
+        for process in started.values():
+            process.wait(30)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+async def learn(
+    recipe: Mapping[str, Any], addresses: Mapping[str, str], directory: Path
+) -> LearnedRun:
+    """Makes the run; fails unless it makes all its steps."""
+    used = {role: {"address": address} for role, address in addresses.items()}
+    checked = Recipe.model_validate({**recipe, "services": used, "store": {"type": "memory"}})
+    run = TrainingRun(checked, directory=directory, addresses=addresses, store=MemoryStateStore())
+    summary = await run.execute()
+    assert summary.state is RunState.SUCCEEDED
+    assert summary.model_directory is not None
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return LearnedRun([json.loads(line) for line in lines], summary.model_directory)
