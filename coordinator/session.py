@@ -260,7 +260,7 @@ def _check_data(field: str, data: DataSpec) -> None:
             if isinstance(data, JsonlSpec):
                 raise ValueError(
                     f"{field}.{name} is {str(path)!r}, which is no file: give JSON lines, one "
-                    f"object each {where}"
+                    f"object each{_maker_hint(path.parent)} {where}"
                 )
             if not path.is_dir() or next(path.rglob("*.parquet"), None) is None:
                 raise ValueError(
@@ -275,6 +275,8 @@ def _maker_hint(path: Path) -> str:
         return f"; `python -m rolemesh.engine.models.smollm2 --out {path}` writes this one"
     if path.name == "form-judge":
         return "; `make judge` writes .models/form-judge"
+    if path.name == "sums":
+        return "; `make sums` writes .data/sums"
     return ""
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
 from rolemesh.coordinator.session import check_paths
+from rolemesh.engine.data.sum_examples import FILES
 from rolemesh.engine.rewards.form_judge import PROMPTS
-from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs import JsonlSpec, ModelSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
@@ -41,7 +43,8 @@ def test_resolved_recipe_loads_to_an_equal_one(path: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_evaluation_asks_for_no_more_prompts_than_are_held_out(path: Path) -> None:
     recipe = load_recipe([path])
-    held_out = getattr(recipe.actor.data, "held_out_size", None)
+    # A reward model is trained without a policy to evaluate.
+    held_out = None if recipe.actor is None else getattr(recipe.actor.data, "held_out_size", None)
     assert held_out is None or recipe.run.evaluation.num_prompts <= held_out
 
 
@@ -54,20 +57,58 @@ def model_paths(section: Any) -> Iterator[Path]:
             yield from model_paths(getattr(section, name))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_model_of_a_recipe_is_written_by_a_make_target(path: Path) -> None:
+def written_by(targets: Iterable[str]) -> set[Path]:
+    """Folders that make targets write."""
     dry_run = subprocess.run(
-        ["make", "--dry-run", *MODEL_TARGETS],
+        ["make", "--dry-run", *targets],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    written = {Path(folder) for folder in re.findall(r"--out (\S+)", dry_run.stdout)}
+    return {Path(folder) for folder in re.findall(r"--out (\S+)", dry_run.stdout)}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_model_of_a_recipe_is_written_by_a_make_target(path: Path) -> None:
     named = set(model_paths(load_recipe([path])))
     assert len(named) > 0
-    assert named <= written
+    assert named <= written_by(MODEL_TARGETS)
+
+
+def test_the_data_of_recipes_is_written_by_a_make_target_and_its_absence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = {path.stem: load_recipe([path]) for path in RECIPES}
+    sources = {
+        name: recipe.section(role).data
+        for name, recipe in recipes.items()
+        for role in ("actor", "reward")
+        if getattr(getattr(recipe, role), "data", None) is not None
+    }
+    stored = {name: data for name, data in sources.items() if isinstance(data, JsonlSpec)}
+    assert stored.keys() == {"sft", "dpo", "kto", "reward-model"}
+    (folder,) = written_by(["sums"])
+    for data in stored.values():
+        assert data.path.parent == folder
+        assert data.path.name in FILES
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"reward\.data\.path is .*`make sums` writes \.data/sums"):
+        check_paths(without_models(recipes["reward-model"], tmp_path), ["reward"])
+
+
+def without_models(recipe: Any, folder: Path) -> Any:
+    """The recipe over a model folder that is there."""
+    (folder / "config.json").write_text("{}")
+    source = recipe.reward.source.model_copy(update={"model": ModelSpec(path=folder)})
+    return recipe.model_copy(update={"reward": recipe.reward.model_copy(update={"source": source})})
+
+
+def test_every_algorithm_has_a_recipe_or_a_sibling_that_has() -> None:
+    """Siblings differ from an algorithm that has one in their parts alone."""
+    siblings = {"dr_grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"}
+    assert {load_recipe([path]).algorithm.type for path in RECIPES} | siblings == set(ALGORITHMS)
 
 
 def test_a_missing_judge_is_named_with_the_command_that_makes_it(
