@@ -166,8 +166,7 @@ class TrainingRun:
             reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
                 killed by signal 9; its log ends with: ...".
         """
-        dataflow = self._loop.dataflow if self._loop else None
-        nodes = dataflow.running(role) if dataflow else []
+        nodes = self._loop.running(role) if self._loop else []
         during = f"step {nodes[0].step}, {nodes[0].name}" if nodes else self._activity
         self._early_end.set(ServiceLostError(role, reason, during))
 

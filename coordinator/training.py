@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,12 @@ class TrainingLoop:
         if self.step:
             await self._save_checkpoint()
         await self._export()
+
+    def running(self, service: str) -> list[Node]:
+        """Calls of a service that are in flight: of the newest step, then of those ahead of it."""
+        ahead = (context.dataflow for context in self._ahead.values())
+        graphs = ([] if self.dataflow is None else [self.dataflow], ahead)
+        return [node for dataflow in chain(*graphs) for node in dataflow.running(service)]
 
     async def _drop_ahead(self) -> None:
         """Ends what is being sampled for steps that will not be made."""

@@ -136,15 +136,15 @@ class FakeCore(
             record.state = "done"
             mesh.log.append(f"{name} ends")
             yield response_type(result=self._answers[identity])
-        except asyncio.CancelledError:
-            record.state = "cancelled"
-            self.cancelled.append(method)
-            raise
         except RolemeshError as error:
             record.state = "failed"
             await self.refuse(context, error)
         finally:
             self.operation = ""
+            if record.state == "running":
+                # Cancelled within the call, or closed while a message of it was being sent.
+                record.state = "cancelled"
+                self.cancelled.append(method)
 
     def _check(self, key: operation_pb2.OperationKey, method: str) -> None:
         if key.fencing_epoch < self.highest_epoch:
