@@ -25,13 +25,22 @@ logger = logging.getLogger(__name__)
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", "{:.3f}"),
+    ("cost", "cost/mean", "{:.3f}"),
+    ("lambda", "cost/multiplier", "{:.3f}"),
+    ("nll", "nll", "{:.3f}"),
+    ("accuracy", "preference_accuracy", "{:.3f}"),
+    ("chosen", "chosen_reward", "{:.3f}"),
+    ("rejected", "rejected_reward", "{:.3f}"),
     ("kl", "kl/mean", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("length", "completion_length/mean", "{:.1f}"),
     ("tok/s", "tokens_per_second", "{:.0f}"),
     ("held out", "held_out/score", "{:.3f}"),
 )
-"""Heading, name in a step's record, form."""
+"""Heading, name in a step's record, form. What no step of a run reports is not shown."""
+
+SOMETIMES = ("held_out/score",)
+"""Reported by some steps of a run alone: always shown, so that headings stay above values."""
 
 PHASES: tuple[tuple[str, str], ...] = (
     ("generate", "gen"),
@@ -62,6 +71,7 @@ def step_values(record: Mapping[str, float]) -> list[tuple[str, str]]:
     return [
         (heading, form.format(record[name]) if name in record else "-")
         for heading, name, form in COLUMNS
+        if name in record or name in SOMETIMES
     ]
 
 

@@ -86,6 +86,41 @@ def test_plain_line_tells_metrics_and_where_time_went() -> None:
     assert "held out" not in line
 
 
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"nll": 2.5}, "nll 2.500"),
+        (
+            {"preference_accuracy": 0.75, "chosen_reward": 1.5, "rejected_reward": -0.5},
+            "accuracy 0.750 chosen 1.500 rejected -0.500",
+        ),
+        (
+            {"reward/mean": 0.5, "cost/mean": 0.25, "cost/multiplier": 0.875},
+            "reward 0.500 cost 0.250 lambda 0.875",
+        ),
+    ],
+)
+def test_a_line_tells_the_curve_of_each_kind_of_training(
+    metrics: dict[str, float], shown: str
+) -> None:
+    stream = io.StringIO()
+    PlainConsole(stream).on_step({"step": 1, "time/step": 1.0, "tokens_per_second": 9.0, **metrics})
+    assert f"step 1 {shown} tok/s 9 |" in stream.getvalue()
+
+
+def test_headings_stand_above_the_values_of_every_step() -> None:
+    out = io.StringIO()
+    console = LiveConsole(Console(file=out, width=200))
+    record = {"step": 1, "time/step": 1.0, "tokens_per_second": 9.0, "nll": 2.5}
+    console.on_step(record)
+    console.on_step({**record, "held_out/score": 0.5})
+    console.close()
+    heading, first, second = out.getvalue().splitlines()[:3]
+    for name, values in (("nll", ("2.500", "2.500")), ("held out", ("-", "0.500"))):
+        end = heading.index(name) + len(name)
+        assert (first[:end].split()[-1], second[:end].split()[-1]) == values
+
+
 def test_a_line_names_each_phase_by_its_word_and_nothing_that_is_no_phase() -> None:
     phases = ("wake", "sleep", "publish_weights", "proximal", "cost", "update_reward", "other")
     record = {
