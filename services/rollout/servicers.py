@@ -188,11 +188,15 @@ class RolloutRole(Role, SamplingRole):
 
 
 class StandAloneRolloutServicer(RolloutServicer):
-    """RolloutService of a role whose weights come from elsewhere."""
+    """RolloutService of a role whose weights come from elsewhere.
+
+    Invariant: updates take effect in the order in which they came, however long each one travels.
+    """
 
     def __init__(self, role: RolloutRole, runtime: Runtime) -> None:
         super().__init__(role, runtime)
         self._rollout = role
+        self._updating = asyncio.Lock()
 
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
@@ -200,9 +204,10 @@ class StandAloneRolloutServicer(RolloutServicer):
         """See rollout.proto."""
 
         async def work(call: Call) -> Message:
-            delivery = await self._fetch(request.weights, call)
-            with call.phase("load"):
-                await self._load(delivery, call)
+            async with self._updating:
+                delivery = await self._fetch(request.weights, call)
+                with call.phase("load"):
+                    await self._load(delivery, call)
             return rollout_pb2.UpdateWeightsResult(
                 policy_version=delivery.policy_version, report=call.report({}, 0)
             )

@@ -35,7 +35,9 @@ from rolemesh.rpc.errors import (
     UnsupportedError,
 )
 from rolemesh.services.actor.servicers import ActorRole
+from rolemesh.services.rollout import servicers
 from rolemesh.services.rollout.servicers import RolloutRole
+from rolemesh.services.runtime.published_weights import fetch_boxes
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
 
 FLOAT32_LOGPROB = 2e-5
@@ -163,6 +165,33 @@ async def test_a_version_that_is_gone_is_refused_until_the_newest_comes(
     assert caught.value.reason == "WEIGHTS_STALE"
     assert (await pair.rollout.take(new)).policy_version == 3
     await pair.rollout.generate(1)
+
+
+async def test_updates_take_effect_in_the_order_in_which_they_came(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the first one takes long to travel: the sampler must not go back to old weights."""
+    pair = await start()
+    fetched, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_at_first(*asked: Any) -> Any:
+        found = await fetch_boxes(*asked)
+        if not fetched.is_set():
+            fetched.set()
+            await go_on.wait()
+        return found
+
+    monkeypatch.setattr(servicers, "fetch_boxes", slow_at_first)
+    batch = await pair.actor.generate(0, count=6)
+    older = asyncio.create_task(pair.bring())
+    await fetched.wait()
+    assert await pair.actor.train(batch.experience, version=0) == 3
+    newer = asyncio.create_task(pair.bring())
+    # Time enough for it to overtake, if it could.
+    await asyncio.wait({newer}, timeout=2.0)
+    go_on.set()
+    assert [(await update).policy_version for update in (older, newer)] == [0, 3]
+    assert (await pair.rollout.checksums()).policy_version == 3
 
 
 async def test_weights_of_another_model_are_refused(start: Callable[..., Any]) -> None:
