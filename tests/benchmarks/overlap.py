@@ -11,7 +11,8 @@ each with whole batches and with four blocks of rows (of a generation that hands
 on; the calls on a block take a quarter). Steps of the ways are not interleaved, since a run is one
 placement; the first step of each is not counted. Prints one JSON line: the median step time, the
 time between first start and last end of its calls, the critical path of its measured graph, the
-path that follows from SECONDS alone, and ratios to both.
+path that follows from SECONDS alone, ratios to both, and the median pause between a call and the
+next one that waited for its pool.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,17 @@ def shortest(placement: str, blocks: int) -> float:
     return scored + advantages + max(critic, actor)
 
 
+def turn_gaps(nodes: list[dict[str, Any]]) -> list[float]:
+    """Seconds between the end of a call and the start of the next one that waited for its pool."""
+    gaps = []
+    for pool in {node["pool"] for node in nodes}:
+        turns = sorted((n for n in nodes if n["pool"] == pool), key=lambda n: n["started_at"])
+        for first, second in pairwise(turns):
+            if second["ready_at"] <= first["ended_at"]:
+                gaps.append(second["started_at"] - first["ended_at"])
+    return gaps
+
+
 async def measure(placement: str, blocks: int, steps: int, scale: float) -> dict[str, Any]:
     """Figures of one placement."""
     rows = PROMPTS * SAMPLES
@@ -115,6 +128,7 @@ async def measure(placement: str, blocks: int, steps: int, scale: float) -> dict
         - min(node["started_at"] for node in graph["nodes"])
         for graph in graphs
     ]
+    gaps = [gap for graph in graphs for gap in turn_gaps(graph["nodes"])]
     ideal = scale * shortest(placement, blocks)
     return {
         "step_seconds": statistics.median(seconds),
@@ -127,6 +141,7 @@ async def measure(placement: str, blocks: int, steps: int, scale: float) -> dict
         ),
         "step_over_ideal": statistics.median(seconds) / ideal,
         "calls": len(graphs[0]["nodes"]),
+        "turn_gap_ms": 1e3 * statistics.median(gaps) if gaps else None,
     }
 
 
