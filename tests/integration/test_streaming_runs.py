@@ -159,6 +159,34 @@ async def test_a_reward_of_the_wrong_length_names_the_role(
     )
 
 
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (
+            {"type": "sync"},
+            "step 1: actor.generate answered with 5 trajectories, not the 6 that were asked for; "
+            "see the log of the actor",
+        ),
+        (
+            BLOCKS,
+            "step 1: actor.generate sent a block 2 of 1 rows, not 2: a block holds block_rows "
+            "trajectories in the order of prompts, as rollout.proto says",
+        ),
+    ],
+    ids=["whole", "blocks"],
+)
+async def test_a_generation_of_the_wrong_length_is_refused(
+    sampler: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    async with fake_mesh() as mesh:
+        mesh.roles["actor"].rows_dropped = 1
+        recipe = fake_recipe(sampler=sampler, **NO_EVALUATION)
+        with pytest.raises(RunError) as failed:
+            await make_run(mesh, tmp_path, recipe, MemoryStateStore()).execute()
+        assert mesh.of("actor.Update") == []
+    assert str(failed.value) == message
+
+
 async def test_blocks_go_to_the_judges_of_every_call(tmp_path: Path) -> None:
     roles = (*PPO_ROLES, "rollout")
     async with fake_mesh(roles, replicas=2) as mesh:

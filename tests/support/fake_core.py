@@ -68,7 +68,7 @@ class FakeCore(
     block_gates: dict[int, asyncio.Event] = field(default_factory=dict)
     """By number of a block: Generate waits before it sends it."""
     rows_dropped: int = 0
-    """Rewards that ComputeReward leaves out."""
+    """Rows that ComputeReward and Generate leave out."""
     cancelled: list[str] = field(default_factory=list)
     """Methods whose call was cancelled by the client."""
     released_through: int = -1

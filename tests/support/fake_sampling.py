@@ -37,6 +37,7 @@ class FakeSampling(FakeCore):
             for prompt in range(prompts.start, prompts.start + prompts.count)
             for sample in range(samples)
         ]
+        pairs = pairs[: len(pairs) - self.rows_dropped]
         size = request.block_rows or len(pairs)
         blocks = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         whole: dict[int, dict[str, list[Any]]] = {}
