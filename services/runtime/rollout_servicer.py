@@ -139,6 +139,9 @@ class SamplingRole(ABC):
         are part of a batch that begins at `batch_start`; None: the whole of it.
         `on_block` is handed rows as soon as a block of `block_rows` is finished.
         """
+        # Again: between the two turns on the compute thread an update may have had its own. Where
+        # there are several ranks nothing comes between, and none of them has anything to bring.
+        self.bring_weights()
         source = self.source
         earlier: list[int] = []
         if batch_start is not None and batch_start < start:

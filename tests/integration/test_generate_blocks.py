@@ -243,6 +243,27 @@ async def test_a_generation_that_fails_holds_none_of_its_blocks_and_can_be_repea
         await assert_blocks_are_rows_of(server.runtime, blocks, result)
 
 
+class TrainedRole(SamplerRole):
+    """Trains at the worst moment: as soon as its weights were brought."""
+
+    trained = 4
+    updates = 1
+
+    def bring_weights(self) -> int:
+        self.backend.policy_version = self.trained
+        self.trained, self.updates = self.trained + self.updates, 0
+        return 0
+
+
+async def test_weights_that_change_after_they_were_brought_are_brought_again() -> None:
+    role = TrainedRole(ScriptedBackend())
+    async with serving(role) as server, open_channel(server.runtime.address) as channel:
+        await initialize(channel)
+        _, result = await all_of(generate(channel))
+        batch = await pulled(server.runtime, result)
+    assert set(batch["policy_versions"].values.tolist()) == {5}
+
+
 class DivergedBackend(ScriptedBackend):
     """Draws from a distribution that is none."""
 

@@ -106,9 +106,9 @@ class RolloutServiceServicer(object):
         and policy_versions says token by token which version sampled it. Several
         ranks take them when the generation has ended.
 
-        After an update that failed, however it did, no generation begins until one
-        that succeeds. One that runs goes on where the sampler still holds a whole
-        set of weights.
+        Updates take effect in the order in which they came. After one that failed,
+        however it did, no generation begins until one that succeeds; what runs goes
+        on where the sampler still holds a whole set of weights.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
