@@ -280,8 +280,25 @@ class CustomSpec(_SampledSpec):
     """Times that a step samples until it has enough groups."""
     pretraining_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss on pretraining texts."""
+    unit_rows: int | None = Field(default=None, ge=1)
+    """Neighbouring rows that an update keeps together: 2 for pairs that are read from data. None:
+    the completions of a prompt."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Numbers of your own."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """What `unit_rows` says."""
+        return super().rows_per_unit if self.unit_rows is None else self.unit_rows
+
+    @model_validator(mode="after")
+    def _check_units(self) -> Self:
+        if self.unit_rows is not None and self.mini_batch_rows % self.unit_rows:
+            raise ValueError(
+                f"mini_batch_rows is {self.mini_batch_rows} and unit_rows is {self.unit_rows}: "
+                "give a multiple"
+            )
+        return self
 
 
 AlgorithmSpec = Annotated[

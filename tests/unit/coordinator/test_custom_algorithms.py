@@ -11,6 +11,7 @@ import pytest
 from support.fake_in_process import InProcessRun, run_jumping
 from support.fake_recipes import fake_recipe
 
+from rolemesh.coordinator.algorithm_specs import CustomSpec
 from rolemesh.coordinator.algorithms.registry import (
     ENTRY_POINTS,
     algorithm_of,
@@ -30,6 +31,7 @@ def mine(prompts, actor, reward, reference=None):
     actor.update(rollouts)
 '''
 PARTS = {"advantages": {"type": "grpo"}, "policy_loss": {"type": "ppo_policy"}}
+from rolemesh.engine.specs import SamplingSpec
 
 
 def recipe_for(function: str, roles: tuple[str, ...] = ("actor", "reward"), **parts: Any) -> Recipe:
@@ -196,3 +198,13 @@ def test_roles_without_use_are_named() -> None:
 def test_a_role_that_the_recipe_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="algorithm 'ppo' needs the role 'critic', but the recipe"):
         roles_in(fake_recipe(roles=("actor", "reference", "reward")))
+
+
+def test_an_update_keeps_together_what_a_custom_algorithm_says() -> None:
+    pairs = CustomSpec(function="mine.py:mine", unit_rows=2, mini_batch_rows=6)
+    groups = CustomSpec(
+        function="mine.py:mine", mini_batch_rows=6, sampling=SamplingSpec(samples_per_prompt=3)
+    )
+    assert (pairs.rows_per_unit, groups.rows_per_unit) == (2, 3)
+    with pytest.raises(ValueError, match="mini_batch_rows is 64 and unit_rows is 3"):
+        CustomSpec(function="mine.py:mine", unit_rows=3)
