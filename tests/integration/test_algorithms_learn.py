@@ -68,8 +68,8 @@ all pairs to one number, comes to 0.91 here, the others to 0.94 and above."""
 NLL_ABOVE = 0.1
 """Nats a token above the entropy of the demonstrations: what 60 steps leave to learn."""
 NLL_BELOW = 0.05
-"""Nobody does better than the entropy but by the draw of 100 words: 600 letters of deviation
-sqrt(Var(-log p)) = 0, since letters are even; what remains is the model's noise."""
+"""Nats a token below it: nobody knows more than the entropy, but the words of the last steps are
+100 draws, which a policy that still leans to one letter or another may happen to fit."""
 
 COST_LIMIT = 0.25
 COST_TOLERANCE = 0.08
