@@ -20,6 +20,7 @@ from rolemesh.coordinator.algorithms.registry import (
 )
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.recipe import Recipe
+from rolemesh.engine.specs import SamplingSpec
 
 PAGE = '''
 def mine(prompts, actor, reward, reference=None):
@@ -31,7 +32,6 @@ def mine(prompts, actor, reward, reference=None):
     actor.update(rollouts)
 '''
 PARTS = {"advantages": {"type": "grpo"}, "policy_loss": {"type": "ppo_policy"}}
-from rolemesh.engine.specs import SamplingSpec
 
 
 def recipe_for(function: str, roles: tuple[str, ...] = ("actor", "reward"), **parts: Any) -> Recipe:
