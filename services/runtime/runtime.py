@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -20,7 +21,7 @@ from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.config import ServiceConfig, layout_flag
@@ -37,6 +38,8 @@ from rolemesh.services.runtime.schema import column_schema, empty_column
 from rolemesh.v1 import experience_pb2, operation_pb2
 
 __all__ = ["Call", "KeyedRequest", "Runtime"]
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 1.0
 """A call that works says so this often."""
@@ -271,10 +274,30 @@ class Runtime:
         async def spread(call: Call) -> Message:
             result = await self.on_all_ranks(request, work, call, join_events)
             if finish is not None and self.is_face:
-                await finish(result, call)
+                try:
+                    await finish(result, call)
+                except Exception:
+                    await self._forget(request.key.run_id, result)
+                    raise
             return result
 
         return spread
+
+    async def _forget(self, run_id: str, result: Message) -> None:
+        """Drops the experience of a result that nobody will hear of, on all ranks."""
+        ref = getattr(result, "experience", None)
+        if not isinstance(ref, experience_pb2.ExperienceRef):
+            return
+        ids = [shard.experience_id for group in ref.groups for shard in group.shards]
+        if not ids:
+            return  # a release without ids is one of everything
+        self.store.release_ids(run_id, ids)
+        request = experience_pb2.ReleaseRequest(run_id=run_id, experience_ids=ids)
+        try:
+            await self.release_others(request)
+        except RolemeshError as error:
+            # What failed before is what the caller has to know; the step's release finds the rest.
+            logger.warning("experience of a failed call is still held: %s", error.message)
 
     async def on_all_ranks(
         self,

@@ -280,7 +280,8 @@ async def test_log_probs_that_are_no_numbers_are_refused_and_never_charted() -> 
         await initialize(channel)
         with pytest.raises(RolemeshError, match=r"'sampler_logprob/mean'.* is nan") as caught:
             await all_of(generate(channel))
-    assert caught.value.reason == "METRIC_NOT_FINITE"
+        assert caught.value.reason == "METRIC_NOT_FINITE"
+        assert server.runtime.store.held_bytes == 0
 
 
 # --- several ranks --------------------------------------------------------------------------

@@ -135,9 +135,12 @@ async def test_pass_at_k_is_reported_over_the_completions_of_each_prompt() -> No
         assert metrics["pass@1"] == pytest.approx((1 / 3 + 0) / 2)
         assert metrics["pass@2"] == pytest.approx((2 / 3 + 0) / 2)
         assert metrics["pass@3"] == pytest.approx(1 / 2)
+        held_bytes = runtime.store.held_bytes
         with pytest.raises(InvalidRequestError, match="prompt 3 has 3 rows") as caught:
             await reward.judge(batch, pass_at=[4])
         assert caught.value.reason == "VALUE_INVALID"
+        # Nobody knows the rewards of a call that failed.
+        assert runtime.store.held_bytes == held_bytes
 
 
 async def test_pass_at_k_without_the_prompts_of_rows_is_refused() -> None:
