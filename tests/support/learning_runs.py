@@ -59,7 +59,7 @@ def service_processes(directory: Path) -> Iterator[dict[str, str]]:
                 [
                     *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1"),
                     *("--announce", str(directory / f"{role}.json")),
-                    *("--log-directory", str(directory)),
+                    *("--log-directory", str(directory), "--parent-pid", str(os.getpid())),
                 ],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
                 stderr=subprocess.DEVNULL,
