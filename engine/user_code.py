@@ -31,7 +31,7 @@ def load_named(name: str, field: str) -> Any:
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
         raise UserCodeError(
-            f"{field} is {name!r}: give 'path/to/file.py:name' or 'module:name', as the service's "
+            f"{field} is {name!r}: give 'path/to/file.py:name' or 'module:name', as this "
             "process finds it"
         )
     try:
@@ -42,7 +42,7 @@ def load_named(name: str, field: str) -> Any:
         # Importing runs the user's code: it may raise anything.
         raise UserCodeError(
             f"{field} is {name!r}, and {place} cannot be loaded ({type(error).__name__}: {error}): "
-            "give 'path/to/file.py:name' or 'module:name', as the service's process finds it"
+            "give 'path/to/file.py:name' or 'module:name', as this process finds it"
         ) from error
     if not hasattr(module, attribute):
         raise UserCodeError(f"{field} is {name!r}, but {place} has no {attribute!r}: name another")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import inspect
@@ -10,7 +9,6 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithm_specs import CustomSpec
@@ -35,6 +33,7 @@ from rolemesh.coordinator.algorithms.sft import sft
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.roles import ROLE_HANDLES, PromptBatch, StepContext
+from rolemesh.engine.user_code import load_named
 
 Algorithm = Callable[..., None]
 
@@ -103,12 +102,12 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     spec = recipe.algorithm
     if not isinstance(spec, CustomSpec):
         return ALGORITHMS[spec.type]
-    file, colon, name = spec.function.rpartition(":")
-    if colon:
-        found: Any = getattr(_module_of(Path(file)), name, None)
+    if ":" in spec.function:
+        # The user's own file, named in the user's own recipe.
+        found: Any = load_named(spec.function, "algorithm.function")
     else:
-        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
-        found = _loaded(spec.function, next(iter(points)).load) if points else None
+        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=spec.function)
+        found = _loaded(next(iter(points))) if points else None
     if not isinstance(found, types.FunctionType):
         raise ValueError(
             f"algorithm.function is {spec.function!r}: there is no such function; give "
@@ -117,25 +116,13 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     return typing.cast(Algorithm, found)
 
 
-def _module_of(path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"rolemesh_algorithm_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(
-            f"algorithm.function names {str(path)!r}, which is no Python file (relative paths "
-            "start at the current directory)"
-        )
-    module = importlib.util.module_from_spec(spec)
-    # The user's own file, named in the user's own recipe.
-    _loaded(str(path), functools.partial(spec.loader.exec_module, module))
-    return module
-
-
-def _loaded(name: str, load: Callable[[], Any]) -> Any:
+def _loaded(point: importlib.metadata.EntryPoint) -> Any:
     try:
-        return load()
+        return point.load()
     except Exception as error:
+        # Importing runs the package's code: it may raise anything.
         raise ValueError(
-            f"algorithm.function: {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            f"algorithm.function: {point.name!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -108,14 +108,14 @@ def test_an_entry_point_that_nobody_offers_is_named() -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"names '/nowhere/page\.py', which is no Python file"):
+    with pytest.raises(ValueError, match=r"algorithm\.function is '/nowhere/page\.py:mine'.*is no file"):
         algorithm_of(recipe_for("/nowhere/page.py:mine"))
 
 
 @pytest.mark.parametrize("name", ["theirs", "PARTS"])
 def test_a_name_that_is_no_function_of_the_file_is_refused(name: str, tmp_path: Path) -> None:
     page = write_page(tmp_path, PAGE + "\nPARTS = 3\n")
-    with pytest.raises(ValueError, match="there is no such function"):
+    with pytest.raises(ValueError, match=r"no such function|has no 'theirs': name another"):
         algorithm_of(recipe_for(f"{page}:{name}"))
 
 
@@ -129,7 +129,7 @@ def test_a_name_that_is_no_function_of_the_file_is_refused(name: str, tmp_path: 
     ids=["syntax", "import", "error"],
 )
 def test_a_file_that_cannot_be_loaded_says_why(text: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"algorithm\.function: .*page\.py.*{reason}"):
+    with pytest.raises(ValueError, match=rf"algorithm\.function is .*page\.py.*{reason}"):
         algorithm_of(recipe_for(f"{write_page(tmp_path, text)}:mine"))
 
 
