@@ -108,7 +108,9 @@ def test_an_entry_point_that_nobody_offers_is_named() -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"algorithm\.function is '/nowhere/page\.py:mine'.*is no file"):
+    with pytest.raises(
+        ValueError, match=r"algorithm\.function is '/nowhere/page\.py:mine'.*is no file"
+    ):
         algorithm_of(recipe_for("/nowhere/page.py:mine"))
 
 
