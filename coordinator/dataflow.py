@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -117,8 +117,22 @@ class Dataflow:
         num_blocks: int,
         produces: Iterable[str],
         after: Iterable[Part] = (),
+        others: Sequence[str] = (),
     ) -> Part:
         """Makes a node whose experience comes in blocks, each as soon as it is finished.
+
+        A generation of one block is that block.
+
+        Args:
+            kind: What it does to the mesh.
+            role: Who does it.
+            method: What is called.
+            sequence: Number among the calls of that name in the step.
+            work: Makes the call; the node's role says with whom.
+            num_blocks: Blocks that it gives.
+            produces: Columns that come to be.
+            after: Parts that must exist before.
+            others: Who may do it instead, when they are free before `role` is.
 
         Raises in the node:
             RunError: The call ended, and a block never came.
@@ -141,13 +155,15 @@ class Dataflow:
         async def run() -> Outcome:
             await _exist(after)
             node.ready_at = self._now()
-            outcome = await self._leased(node, lambda: work(node, on_block))
+            outcome = await self._leased(node, lambda: work(node, on_block), others)
+            if num_blocks == 1 and outcome.experience is not None:
+                on_block(0, outcome.experience)
             absent = [index for index, block in enumerate(blocks) if not block.done()]
             if absent:
                 raise RunError(
                     f"step {self.step}: {node.name} ended, but block {absent[0]} of {num_blocks} "
                     f"({len(absent)} such blocks) never came: a group of it is not whole; see the "
-                    f"log of the {role}"
+                    f"log of the {node.role}"
                 )
             return outcome
 
@@ -227,9 +243,12 @@ class Dataflow:
         """The future of a node that produces columns."""
         return ExperienceFuture(self, (part,))
 
-    async def _leased(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    async def _leased(
+        self, node: Node, work: Callable[[], Awaitable[Outcome]], others: Sequence[str] = ()
+    ) -> Outcome:
         order = (self.step, node.node_id)
-        async with self._pools.of(node.role).lease(order, node.role) as switched:
+        async with self._pools.lease((node.role, *others), order) as (chosen, switched):
+            node.role, node.pool = chosen, self._pools.of(chosen).name
             node.phases |= switched
             self._starts(node)
             return await work()

@@ -63,13 +63,14 @@ class Pool:
         Yields:
             Seconds that putting to sleep and waking took, by phase; nothing where nobody moved.
         """
-        await self._acquire(order, role)
+        await self.acquire(order, role)
         try:
-            yield await self._switch_to(role, order[0])
+            yield await self.switch_to(role, order[0])
         finally:
-            self._pass_on()
+            self.pass_on()
 
-    async def _switch_to(self, role: str, step: int) -> dict[str, float]:
+    async def switch_to(self, role: str, step: int) -> dict[str, float]:
+        """Wakes the role for the holder of the lease; gives the seconds that it took, by phase."""
         if self.sleeper is None or self.awake == role:
             return {}
         seconds = {}
@@ -85,23 +86,25 @@ class Pool:
         self.num_switches += 1
         return {**seconds, "wake": time.monotonic() - started}
 
-    async def _acquire(self, order: tuple[int, ...], role: str) -> None:
+    async def acquire(self, order: tuple[int, ...], role: str) -> None:
+        """Waits for the lease. Whoever has it must `pass_on`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((order, role, turn))
         try:
             # Whoever becomes ready in the same turn of the loop takes part in the choice.
             await asyncio.sleep(0)
             if not self.is_held:
-                self._pass_on()
+                self.pass_on()
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 # Cancelled in the same turn of the loop in which the lease was given.
-                self._pass_on()
+                self.pass_on()
             turn.cancel()
             raise
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
+        """Gives the lease to whoever is next."""
         self.is_held = False
         self._waiting = [waiter for waiter in self._waiting if not waiter[2].done()]
         if not self._waiting:
@@ -146,6 +149,42 @@ class Pools:
                 f"pools: role {role!r} stands in no pool; add it to the roles of one of them"
             )
         return self._by_role[role]
+
+    @asynccontextmanager
+    async def lease(
+        self, services: Sequence[str], order: tuple[int, ...]
+    ) -> AsyncIterator[tuple[str, dict[str, float]]]:
+        """Holds the devices of one of several services: of the first one listed that is free.
+
+        Where none is, of the one that gets free first.
+
+        Args:
+            services: Those that may compute, the preferred one first.
+            order: Place of the call among all calls, unique.
+
+        Yields:
+            The service, and the seconds of `Pool.lease`.
+        """
+        pools = [self.of(service) for service in services]
+        waits = [
+            asyncio.ensure_future(pool.acquire(order, service))
+            for pool, service in zip(pools, services, strict=True)
+        ]
+        chosen: int | None = None
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            chosen = next(index for index, wait in enumerate(waits) if wait.done())
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            for index, wait in enumerate(waits):
+                if index != chosen and not wait.cancelled():
+                    pools[index].pass_on()
+        try:
+            yield services[chosen], await pools[chosen].switch_to(services[chosen], order[0])
+        finally:
+            pools[chosen].pass_on()
 
     @asynccontextmanager
     async def awake(self, role: str, step: int) -> AsyncIterator[None]:

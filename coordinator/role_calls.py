@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +112,10 @@ Call = Callable[
 ]
 """Makes one call: gets its key, the experience that it reads, and whom to tell how far it is."""
 
-SampleCall = Callable[[operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Outcome]]
-"""Makes one call that hands out blocks while it runs."""
+SampleCall = Callable[
+    ["ServiceCalls", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Outcome]
+]
+"""Makes one call that hands out blocks while it runs: gets the service that it is of besides."""
 
 
 class ServiceCalls:
@@ -207,13 +209,15 @@ class ServiceCalls:
         num_blocks: int,
         produces: Iterable[str],
         after: Iterable[Part] = (),
+        others: Sequence[str] = (),
     ) -> Part:
         """Makes a call that gives its experience in blocks a node; see `Dataflow.sample`."""
         kind, key = self._named(kind, method)
 
-        async def work(_: Node, on_block: OnBlock) -> Outcome:
-            return await self._made(
-                key, method, lambda on_progress: call(key, on_block, on_progress)
+        async def work(node: Node, on_block: OnBlock) -> Outcome:
+            chosen = ServiceCalls(self.context, node.role)
+            return await chosen._made(
+                key, method, lambda on_progress: call(chosen, key, on_block, on_progress)
             )
 
         return self.context.dataflow.sample(
@@ -225,6 +229,7 @@ class ServiceCalls:
             num_blocks=num_blocks,
             produces=produces,
             after=after,
+            others=others,
         )
 
     def _named(self, kind: NodeKind, method: str) -> tuple[NodeKind, operation_pb2.OperationKey]:

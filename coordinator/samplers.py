@@ -85,18 +85,22 @@ class _Calls:
     ) -> ExperienceFuture:
         """One experience of all calls.
 
-        A prompt always goes to the same service within a step, and the calls of a service follow
-        each other: so its cache serves a prompt that is sampled twice, and which rows are decoded
-        together does not depend on timing.
+        A prompt goes to the same service whenever a step samples it, so that its cache serves it
+        again, and which rows are decoded together does not depend on timing. In the asynchronous
+        schedule, where timing decides other things too, a call goes to another service that is
+        free when its own is not.
         """
         calls = [
             prompts.part(start, stop - start)
             for start, stop in pairwise(self._cuts(prompts.count, len(services)))
         ]
-        parts = [
-            self._call(context, services[number % len(services)], part, sampling, after)
-            for number, part in enumerate(calls)
-        ]
+        is_timed = isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
+        parts = []
+        for number, part in enumerate(calls):
+            first = number % len(services)
+            # Who is asked first does not change, for the sake of caches.
+            preferred = (*services[first:], *services[:first]) if is_timed else (services[first],)
+            parts.append(self._call(context, preferred, part, sampling, after))
         whole = Part(
             nodes=tuple(node for part in parts for node in part.nodes),
             outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
@@ -115,12 +119,11 @@ class _Calls:
     def _call(
         self,
         context: StepContext,
-        service: str,
+        services: Sequence[str],
         prompts: PromptBatch,
         sampling: SamplingSpec,
         after: Sequence[Part],
     ) -> Part:
-        calls = ServiceCalls(context, service)
         num_rows = prompts.count * sampling.samples_per_prompt
         # Evaluation draws another number of samples, and waits for all of them anyway.
         block_rows = 0 if context.is_evaluation else self.spec.block_rows
@@ -138,9 +141,13 @@ class _Calls:
         )
 
         async def call(
-            key: operation_pb2.OperationKey, on_block: OnBlock, on_progress: ProgressCallback
+            chosen: ServiceCalls,
+            key: operation_pb2.OperationKey,
+            on_block: OnBlock,
+            on_progress: ProgressCallback,
         ) -> Outcome:
             request.key.CopyFrom(key)
+            service = chosen.service
 
             def take(sent: rollout_pb2.GenerateResponse) -> None:
                 index, rows = sent.block.index, sent.block.experience.num_rows
@@ -153,8 +160,8 @@ class _Calls:
                     )
                 on_block(index, sent.block.experience)
 
-            stream = calls.connection.rollout.Generate(request)
-            message = await calls.connection.finish(stream, on_progress, take)
+            stream = chosen.connection.rollout.Generate(request)
+            message = await chosen.connection.finish(stream, on_progress, take)
             made = message.result.experience.num_rows
             if made != num_rows:
                 raise RunError(
@@ -163,24 +170,15 @@ class _Calls:
                 )
             return Outcome(report=message.result.report, experience=message.result.experience)
 
-        if 0 < block_rows < num_rows:
-            return calls.sample_node(
-                NodeKind.SAMPLE,
-                "generate",
-                call,
-                num_blocks=math.ceil(num_rows / block_rows),
-                produces=self.columns,
-                after=after,
-            )
-
-        async def whole(
-            key: operation_pb2.OperationKey,
-            _: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
-            return await call(key, lambda *_: None, on_progress)
-
-        return calls.node(NodeKind.SAMPLE, "generate", whole, produces=self.columns, after=after)
+        return ServiceCalls(context, services[0]).sample_node(
+            NodeKind.SAMPLE,
+            "generate",
+            call,
+            num_blocks=math.ceil(num_rows / block_rows) if 0 < block_rows < num_rows else 1,
+            produces=self.columns,
+            after=after,
+            others=services[1:],
+        )
 
 
 class ActorSampler:

@@ -99,6 +99,9 @@ class SafeRlhfSpec(CriticEstimatorSpec):
     """
 
     type: Literal["safe_rlhf"] = "safe_rlhf"
+    whiten: bool = False
+    """Shift and scale advantages to mean 0 and variance 1. Off, unlike in PPO: whitened, they are
+    as large near the limit as far from it, and the cost swings around the limit."""
     cost_limit: float = 0.0
     """Mean cost a row to hold; the paper's -d."""
     initial_multiplier: float = Field(default=1.0, gt=0)
