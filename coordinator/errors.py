@@ -39,6 +39,8 @@ class NodeFailedError(RunError):
         rank: Rank that failed, None when not known.
         reason: UPPER_SNAKE constant of the error catalogue.
         cause: What the service said.
+        remote_traceback: Frames of the service, where it failed in a way that nobody foresaw. They
+            are also a note of the exception, which Python prints below its own traceback.
     """
 
     def __init__(self, node: str, step: int, role: str, cause: BaseException) -> None:
@@ -52,3 +54,7 @@ class NodeFailedError(RunError):
         where = self.role if self.rank is None else f"{self.role} rank {self.rank}"
         text = known.message if known else str(cause)
         super().__init__(f"step {step}: {node} failed on {where} [{self.reason}]: {text}")
+        self.remote_traceback = known.remote_traceback if known else ()
+        if self.remote_traceback:
+            frames = "".join(f"\n  {frame}" for frame in self.remote_traceback)
+            self.add_note(f"Traceback of {where} (innermost frame last):{frames}")

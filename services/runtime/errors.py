@@ -163,7 +163,9 @@ def describe(error: BaseException) -> RolemeshError:
     entry = entry_for(type(error))
     if entry is None:
         return error_class(grpc.StatusCode.INTERNAL)(
-            _with_cause(error), metadata={"exception": dotted_name(type(error))}
+            _with_cause(error),
+            metadata={"exception": dotted_name(type(error))},
+            remote_traceback=_frames(error),
         )
     message = (
         _validation_message(error) if isinstance(error, ValidationError) else _plain_message(error)
@@ -192,6 +194,14 @@ def _with_cause(error: BaseException) -> str:
         text += f" (at {where[-1].filename}:{where[-1].lineno} in {where[-1].name})"
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return text if cause is None else f"{text}; caused by {type(cause).__name__}: {cause}"
+
+
+def _frames(error: BaseException) -> tuple[str, ...]:
+    """Where it happened, outermost first; not what was there: a line of code may hold a secret."""
+    return tuple(
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def _validation_message(error: ValidationError) -> str:

@@ -246,6 +246,7 @@ class Face:
             reason=error.reason,
             retryable=error.retryable,
             metadata={**error.metadata, FAILED_RANK: str(rank)},
+            remote_traceback=error.remote_traceback,
         )
 
 

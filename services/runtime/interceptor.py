@@ -151,6 +151,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 reason=described.reason,
                 retryable=described.retryable,
                 metadata=described.metadata,
+                remote_traceback=described.remote_traceback,
             )
         status = to_status(
             described,

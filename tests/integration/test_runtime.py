@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.service_calls import initialize, last, values
 from support.services import ToyRole, make_experience, operation_key, serving
 
+from rolemesh.coordinator.errors import NodeFailedError
 from rolemesh.engine.experience import ColumnMissingError
 from rolemesh.rpc.channel import REQUEST_ID_KEY, open_channel
 from rolemesh.rpc.errors import (
@@ -79,6 +80,10 @@ async def test_an_unknown_exception_shows_its_root_cause_and_is_logged_with_trac
             await last(values(channel))
     error = caught.value
     assert "toy rank 0 failed: RuntimeError: the model is broken" in error.message
+    # The frames of the service, down to where it broke; a NodeFailedError shows them as a note.
+    assert any(" in " in frame and ".py:" in frame for frame in error.remote_traceback)
+    noted = NodeFailedError("toy.work", 3, "toy", error)
+    assert noted.remote_traceback[-1] in noted.__notes__[0]
     assert "caused by ZeroDivisionError: division by zero" in error.message
     assert (error.role, error.rank) == ("toy", 0)
     assert error.metadata["exception"] == "builtins.RuntimeError"

@@ -6,7 +6,7 @@ google.rpc.Status with ErrorInfo; the client gets the same class back. grpc.RpcE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import grpc
@@ -26,6 +26,13 @@ MAX_METADATA_CHARACTERS = 500
 """Longest value of ErrorInfo.metadata, for the same reason."""
 
 
+MAX_TRACEBACK_ENTRIES = 16
+"""Innermost frames of a traceback that travel, for the same reason."""
+
+MAX_TRACEBACK_CHARACTERS = 200
+"""Longest text of a frame; of a longer one the end counts."""
+
+
 class RolemeshError(Exception):
     """What went wrong in a call, as typed attributes.
 
@@ -34,6 +41,8 @@ class RolemeshError(Exception):
         reason: UPPER_SNAKE constant of the catalogue, for programs.
         retryable: whether the same call may succeed later without a change.
         metadata: every dynamic value, e.g. role, rank, request_id, method.
+        remote_traceback: frames of the service that failed in a way that nobody foresaw, outermost
+            first; empty for every other error.
 
     Example::
 
@@ -52,12 +61,14 @@ class RolemeshError(Exception):
         reason: str | None = None,
         retryable: bool | None = None,
         metadata: Mapping[str, str] | None = None,
+        remote_traceback: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = self.default_reason if reason is None else reason
         self.retryable = self.default_retryable if retryable is None else retryable
         self.metadata: dict[str, str] = dict(metadata or {})
+        self.remote_traceback = tuple(remote_traceback)
 
     @property
     def role(self) -> str | None:
@@ -201,7 +212,7 @@ def error_class(code: grpc.StatusCode) -> type[RolemeshError]:
 
 
 def to_status(error: RolemeshError, metadata: Mapping[str, str] | None = None) -> status_pb2.Status:
-    """The wire form: google.rpc.Status with one ErrorInfo.
+    """The wire form: google.rpc.Status with an ErrorInfo, and a DebugInfo with the traceback.
 
     Args:
         error: what to send.
@@ -219,21 +230,36 @@ def to_status(error: RolemeshError, metadata: Mapping[str, str] | None = None) -
     info.metadata["retryable"] = "true" if error.retryable else "false"
     status = status_pb2.Status(code=error.code.value[0], message=message)
     status.details.add().Pack(info)
+    if error.remote_traceback:
+        frames = error.remote_traceback[-MAX_TRACEBACK_ENTRIES:]
+        debug = error_details_pb2.DebugInfo(
+            stack_entries=[frame[-MAX_TRACEBACK_CHARACTERS:] for frame in frames]
+        )
+        status.details.add().Pack(debug)
     return status
 
 
 def from_status(status: status_pb2.Status) -> RolemeshError:
     """The error that a google.rpc.Status carries."""
     code = _CODE_BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN)
+    debug = error_details_pb2.DebugInfo()
+    for detail in status.details:
+        if detail.Is(debug.DESCRIPTOR):
+            detail.Unpack(debug)
+    frames = tuple(debug.stack_entries)[-MAX_TRACEBACK_ENTRIES:]
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == ERROR_DOMAIN:
             metadata = dict(info.metadata)
             retryable = metadata.pop("retryable", "false") == "true"
             return error_class(code)(
-                status.message, reason=info.reason, retryable=retryable, metadata=metadata
+                status.message,
+                reason=info.reason,
+                retryable=retryable,
+                metadata=metadata,
+                remote_traceback=frames,
             )
-    return error_class(code)(status.message)
+    return error_class(code)(status.message, remote_traceback=frames)
 
 
 def from_rpc_error(

@@ -68,6 +68,24 @@ def test_a_giant_message_is_cut_so_that_it_fits_into_metadata() -> None:
     assert status.message.endswith("(cut; the log has all of it)")
 
 
+def test_a_traceback_travels_as_debug_info_with_its_innermost_frames() -> None:
+    frames = [f"/a/file.py:{line} in f{line}" for line in range(40)]
+    status = to_status(InternalError("x", remote_traceback=frames))
+    debug = error_details_pb2.DebugInfo()
+    assert status.details[1].Unpack(debug)
+    got = from_status(status_pb2.Status.FromString(status.SerializeToString()))
+    assert got.remote_traceback == tuple(debug.stack_entries) == tuple(frames[-16:])
+
+
+def test_giant_frames_are_cut_so_that_they_fit_into_metadata() -> None:
+    frames = ["/deep" * 1000 + f"/file.py:{line} in f" for line in range(1000)]
+    error = InternalError("x" * 100_000, metadata={"i": "y" * 100_000}, remote_traceback=frames)
+    status = to_status(error)
+    # gRPC's own bound on metadata is 16 KiB, and the message travels twice.
+    assert len(status.SerializeToString()) < 8192
+    assert from_status(status).remote_traceback[-1].endswith("/file.py:999 in f")
+
+
 def test_the_details_of_another_domain_are_not_ours() -> None:
     status = status_pb2.Status(code=3, message="theirs")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="X", domain="example.com"))
