@@ -6,10 +6,11 @@ checked by the server that writes, so a coordinator that lost its run cannot wri
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -110,12 +111,22 @@ class RedisStateStore(StateStore):
             raise StoreUnavailableError(self.url, error) from error
 
     async def _command(self, *arguments: Any) -> Any:
-        async with self._translated():
-            return await self._client.execute_command(*arguments)  # type: ignore[no-untyped-call]
+        return await self._finished(self._client.execute_command(*arguments))  # type: ignore[no-untyped-call]
 
     async def _script(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
+        return await self._finished(self._client.eval(script, len(keys), *keys, *arguments))
+
+    async def _finished(self, command: Awaitable[Any]) -> Any:
+        """Awaits a command so that a cancellation of the caller always gets through.
+
+        The client writes through asyncio.wait_for, which before Python 3.12 forgets a cancellation
+        that comes as the write ends (CPython issue 86296): a watcher that was to end went on, and
+        the run that waited for it never ended. The command is finished behind the caller's back.
+        """
+        task = asyncio.ensure_future(command)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         async with self._translated():
-            return await self._client.eval(script, len(keys), *keys, *arguments)
+            return await asyncio.shield(task)
 
     def _key(self, run_id: str, what: str) -> str:
         return f"{_PREFIX}:{{{run_id}}}:{what}"
@@ -312,10 +323,9 @@ class RedisStateStore(StateStore):
         )
         items = []
         for item_id, fields in answer[1]:
-            async with self._translated():
-                pending: Any = await self._client.xpending_range(
-                    key, _GROUP, min=item_id, max=item_id, count=1
-                )
+            pending: Any = await self._finished(
+                self._client.xpending_range(key, _GROUP, min=item_id, max=item_id, count=1)
+            )
             items.append(
                 QueueItem(
                     item_id=item_id.decode(),

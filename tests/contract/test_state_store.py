@@ -75,6 +75,23 @@ async def test_a_run_comes_back_as_it_was_created(store: StateStore) -> None:
     assert await store.get_run("a") == record("a")
 
 
+async def test_a_cancellation_gets_through_whenever_it_comes(store: StateStore) -> None:
+    async def ask() -> None:
+        while True:
+            await store.ping()
+            await asyncio.sleep(0)
+
+    # At each of these moments a command is somewhere else on its way.
+    for turns in range(200):
+        asking = asyncio.create_task(ask())
+        for _ in range(turns % 50 + 3):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking}, timeout=5)
+        assert asking.done(), f"cancelled after {turns % 50 + 3} turns of the loop, it goes on"
+        assert asking.cancelled()
+
+
 async def test_a_run_id_is_given_once(store: StateStore) -> None:
     await store.create_run(record("a"))
     with pytest.raises(RunExistsError, match="'a'"):
