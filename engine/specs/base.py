@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -19,17 +21,17 @@ class PartSpec(Spec):
     Coordinator and services ask the spec, so that what a part reads stands in one place.
     """
 
+    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Columns that it reads, besides tokens and prompt_lengths."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which columns it reads")
 
 
 class EstimatorPartSpec(PartSpec):
     """A part that makes new columns of a batch from those that it has; no model takes part."""
 
+    @abstractmethod
     def makes(self) -> tuple[str, ...]:
         """Columns that it gives."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which columns it makes")
 
     def optional_columns(self) -> tuple[str, ...]:
         """Columns that it also reads where the batch has all of them, e.g. for metrics."""

@@ -6,6 +6,7 @@ nothing is ever downloaded, and no code of a data set is run.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -133,9 +134,9 @@ class StoredRowsSpec(SourceSpec):
     seed: int = Field(default=0, ge=0)
     """Seed of that draw."""
 
+    @abstractmethod
     def held_out_field(self) -> str | None:
         """The field that names given held-out rows, None when it is not set."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it holds out")
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
