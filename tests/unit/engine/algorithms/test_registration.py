@@ -114,12 +114,24 @@ def test_a_second_registration_is_refused() -> None:
 
 def test_a_spec_without_numbers_is_refused_with_those_that_have_some() -> None:
     class OddSpec(EstimatorPartSpec):
-        pass
+        def columns(self) -> tuple[str, ...]:
+            return ()
+
+        def makes(self) -> tuple[str, ...]:
+            return ()
 
     with pytest.raises(ValueError, match=r"no estimator for OddSpec: give one of .*'GaeSpec'"):
         estimate_advantages(every_column(), OddSpec())
     with pytest.raises(ValueError, match=r"no loss for OddSpec: give one of .*PpoPolicyLossSpec"):
         make_loss(OddSpec())
+
+
+def test_a_spec_that_does_not_say_what_it_reads_cannot_be_made() -> None:
+    class SilentSpec(EstimatorPartSpec):
+        pass
+
+    with pytest.raises(TypeError, match="abstract methods columns, makes"):
+        SilentSpec()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize(
