@@ -261,6 +261,12 @@ class Recipe(Spec):
                     f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
                 )
         self._check_sampler()
+        samples = getattr(self.algorithm, "sampling", None) is not None
+        if samples and self.rollout is None and self.actor and self.actor.rollout is None:
+            raise ValueError(
+                f"algorithm {self.algorithm.type!r} samples, but nobody does: give actor.rollout, "
+                "e.g. {type: vllm}, or a rollout section for services of their own"
+            )
         if self.rollout is not None and self.actor is not None:
             self._check_same("data", self.rollout.data, self.actor.data)
             self._check_same("environment", self.rollout.environment, self.actor.environment)

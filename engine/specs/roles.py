@@ -29,7 +29,8 @@ class ActorSpec(RoleSpec):
 
     model: ModelSpec
     optimizer: OptimizerSpec = OptimizerSpec()
-    rollout: RolloutSpec
+    rollout: RolloutSpec | None = None
+    """The actor's own sampler; None: it holds none, since a rollout role samples or nobody does."""
     data: DataSpec
     environment: EnvironmentSpec | None = None
     """What the policy talks to while it samples; None: a completion is one turn."""

@@ -13,9 +13,10 @@ from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
-from rolemesh.engine.specs import ActorSpec
+from rolemesh.engine.specs import ActorSpec, RolloutSpec
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights
+from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.model_role import ModelRole
@@ -65,23 +66,31 @@ class ActorRole(ModelRole, SamplingRole):
         self._source = PromptSource(
             spec.model, spec.data, run_seed, pretraining=spec.pretraining_data
         )
-        self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
+        if spec.rollout is not None:
+            self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
         progress("load policy", 1, 3)
         model = CausalLm(spec.model, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)
-        progress(f"load {spec.rollout.type}", 2, 3)
-        self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
-        keeper = self._backend if isinstance(self._backend, HfBackend) else None
-        if mesh.world.size > 1:
-            self._resharder = Resharder(model, spec.rollout.dtype, keeper=keeper)
-        elif keeper is not None:
-            self._lent = LentWeights(model, keeper)
+        if spec.rollout is not None:
+            progress(f"load {spec.rollout.type}", 2, 3)
+            self._load_sampler(spec.rollout, model, mesh)
         progress("ready", 3, 3)
         return InitializeResult(
             policy_version=result.policy_version,
             num_parameters=result.num_parameters,
-            facts={**self._source.facts, "rollout": spec.rollout.type},
+            facts={
+                **self._source.facts,
+                "rollout": "none" if spec.rollout is None else spec.rollout.type,
+            },
         )
+
+    def _load_sampler(self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh) -> None:
+        self._backend = make_backend(spec, model.spec.path, mesh=mesh)
+        keeper = self._backend if isinstance(self._backend, HfBackend) else None
+        if mesh.world.size > 1:
+            self._resharder = Resharder(model, spec.dtype, keeper=keeper)
+        elif keeper is not None:
+            self._lent = LentWeights(model, keeper)
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, training, log-probs, weights and data."""
@@ -108,7 +117,12 @@ class ActorRole(ModelRole, SamplingRole):
 
     @property
     def backend(self) -> RolloutBackend:
-        """The sampler; raises NOT_INITIALIZED before Initialize."""
+        """The sampler; raises NOT_INITIALIZED before Initialize, and NO_SAMPLER without one."""
+        if self._backend is None and self._trainer is not None:
+            raise PreconditionError(
+                "the actor holds no sampler: give actor.rollout, or let a rollout role sample",
+                reason="NO_SAMPLER",
+            )
         return self.initialized(self._backend)
 
     @property
@@ -154,11 +168,11 @@ class ActorRole(ModelRole, SamplingRole):
 
     def sleep(self) -> int:
         """Moves trainer and sampler to host memory."""
-        return super().sleep() + self.backend.sleep()
+        return super().sleep() + (0 if self._backend is None else self._backend.sleep())
 
     def wake(self) -> int:
         """Brings trainer and sampler back."""
-        return super().wake() + self.backend.wake()
+        return super().wake() + (0 if self._backend is None else self._backend.wake())
 
     def close(self) -> None:
         """Ends the sampler and drops the weights."""

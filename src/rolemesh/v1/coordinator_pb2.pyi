@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AlertLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AlertLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AlertLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ALERT_LEVEL_UNSPECIFIED: _AlertLevel.ValueType  # 0
+    """Never valid."""
+    ALERT_LEVEL_INFO: _AlertLevel.ValueType  # 1
+    """Worth knowing."""
+    ALERT_LEVEL_WARNING: _AlertLevel.ValueType  # 2
+    """Costs time or quality."""
+    ALERT_LEVEL_CRITICAL: _AlertLevel.ValueType  # 3
+    """The run is of no use as it goes."""
+
+class AlertLevel(_AlertLevel, metaclass=_AlertLevelEnumTypeWrapper):
+    """How pressing an alert is."""
+
+ALERT_LEVEL_UNSPECIFIED: AlertLevel.ValueType  # 0
+"""Never valid."""
+ALERT_LEVEL_INFO: AlertLevel.ValueType  # 1
+"""Worth knowing."""
+ALERT_LEVEL_WARNING: AlertLevel.ValueType  # 2
+"""Costs time or quality."""
+ALERT_LEVEL_CRITICAL: AlertLevel.ValueType  # 3
+"""The run is of no use as it goes."""
+Global___AlertLevel: _TypeAlias = AlertLevel  # noqa: Y015
+
 class _RunState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -40,6 +68,10 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """Ended early by wish."""
     RUN_STATE_FAILED: _RunState.ValueType  # 6
     """Ended by an error."""
+    RUN_STATE_PAUSING: _RunState.ValueType  # 7
+    """Pauses after the step in progress."""
+    RUN_STATE_PAUSED: _RunState.ValueType  # 8
+    """Makes no step until it is resumed."""
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """State of a run."""
@@ -58,6 +90,10 @@ RUN_STATE_STOPPED: RunState.ValueType  # 5
 """Ended early by wish."""
 RUN_STATE_FAILED: RunState.ValueType  # 6
 """Ended by an error."""
+RUN_STATE_PAUSING: RunState.ValueType  # 7
+"""Pauses after the step in progress."""
+RUN_STATE_PAUSED: RunState.ValueType  # 8
+"""Makes no step until it is resumed."""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
@@ -199,6 +235,1221 @@ class StopRunResponse(_message.Message):
 Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
 
 @_typing.final
+class CreateRunRequest(_message.Message):
+    """Asks to start a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RECIPE_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Id of the run: 1 to 128 letters, digits, dots, dashes and underscores."""
+    recipe: _builtins.str
+    """The recipe, as YAML or JSON text, at most 1 MiB."""
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields to set besides, "a.b.c=value", as on the command line."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        recipe: _builtins.str = ...,
+        overrides: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrides", b"overrides", "recipe", b"recipe", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateRunRequest: _TypeAlias = CreateRunRequest  # noqa: Y015
+
+@_typing.final
+class CreateRunResponse(_message.Message):
+    """The run that was started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateRunResponse: _TypeAlias = CreateRunResponse  # noqa: Y015
+
+@_typing.final
+class PauseRunRequest(_message.Message):
+    """Asks to pause a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRunRequest: _TypeAlias = PauseRunRequest  # noqa: Y015
+
+@_typing.final
+class PauseRunResponse(_message.Message):
+    """The run as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRunResponse: _TypeAlias = PauseRunResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRunRequest(_message.Message):
+    """Asks to resume a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRunResponse(_message.Message):
+    """The run as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRunResponse: _TypeAlias = ResumeRunResponse  # noqa: Y015
+
+@_typing.final
+class CheckpointRunRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    request_id: _builtins.str
+    """Names the wish, 1 to 128 characters, e.g. a UUID."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointRunRequest: _TypeAlias = CheckpointRunRequest  # noqa: Y015
+
+@_typing.final
+class CheckpointRunResponse(_message.Message):
+    """The run as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointRunResponse: _TypeAlias = CheckpointRunResponse  # noqa: Y015
+
+@_typing.final
+class WatchRunRequest(_message.Message):
+    """Asks for events."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    AFTER_EVENT_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    after_event_id: _builtins.str
+    """Id of the last event that the caller has; empty for all."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        after_event_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_event_id", b"after_event_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
+
+@_typing.final
+class WatchRunResponse(_message.Message):
+    """One event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def event(self) -> Global___RunEvent:
+        """The event."""
+
+    def __init__(
+        self,
+        *,
+        event: Global___RunEvent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRunResponse: _TypeAlias = WatchRunResponse  # noqa: Y015
+
+@_typing.final
+class RunEvent(_message.Message):
+    """Something that happened in a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STEP_MADE_FIELD_NUMBER: _builtins.int
+    EVALUATED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_SAVED_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.str
+    """Id, opaque; of WatchRunRequest.after_event_id."""
+    step: _builtins.int
+    """Steps finished by then."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    @_builtins.property
+    def state(self) -> Global___RunStateChange:
+        """The run is in another state."""
+
+    @_builtins.property
+    def step_made(self) -> Global___StepMade:
+        """A step was made."""
+
+    @_builtins.property
+    def evaluated(self) -> Global___Evaluated:
+        """The policy was evaluated."""
+
+    @_builtins.property
+    def checkpoint_saved(self) -> Global___CheckpointSaved:
+        """A checkpoint was saved."""
+
+    @_builtins.property
+    def note(self) -> Global___Note:
+        """Something worth a line."""
+
+    def __init__(
+        self,
+        *,
+        event_id: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        step: _builtins.int = ...,
+        state: Global___RunStateChange | None = ...,
+        step_made: Global___StepMade | None = ...,
+        evaluated: Global___Evaluated | None = ...,
+        checkpoint_saved: Global___CheckpointSaved | None = ...,
+        note: Global___Note | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "event", b"event", "note", b"note", "state", b"state", "step_made", b"step_made", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "event", b"event", "event_id", b"event_id", "note", b"note", "state", b"state", "step", b"step", "step_made", b"step_made", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["state", "step_made", "evaluated", "checkpoint_saved", "note"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___RunEvent: _TypeAlias = RunEvent  # noqa: Y015
+
+@_typing.final
+class RunStateChange(_message.Message):
+    """A new state of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    state: Global___RunState.ValueType
+    """The state."""
+    failure: _builtins.str
+    """Why it failed, empty otherwise."""
+    def __init__(
+        self,
+        *,
+        state: Global___RunState.ValueType = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunStateChange: _TypeAlias = RunStateChange  # noqa: Y015
+
+@_typing.final
+class StepMade(_message.Message):
+    """A step that was made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    METRICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Its metrics."""
+
+    def __init__(
+        self,
+        *,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepMade: _TypeAlias = StepMade  # noqa: Y015
+
+@_typing.final
+class Evaluated(_message.Message):
+    """A score of held-out prompts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    METRICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Its metrics."""
+
+    def __init__(
+        self,
+        *,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evaluated: _TypeAlias = Evaluated  # noqa: Y015
+
+@_typing.final
+class CheckpointSaved(_message.Message):
+    """A checkpoint of all roles."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """Its folder, on the coordinator's host."""
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointSaved: _TypeAlias = CheckpointSaved  # noqa: Y015
+
+@_typing.final
+class Note(_message.Message):
+    """A line for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The line."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Note: _TypeAlias = Note  # noqa: Y015
+
+@_typing.final
+class GetMetricsRequest(_message.Message):
+    """Asks for metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    THIN_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    from_step: _builtins.int
+    """First step wanted, >= 0."""
+    max_steps: _builtins.int
+    """Most steps sent, 1 to 1000; 0 means 1000."""
+    thin: _builtins.bool
+    """With more steps than max_steps, sends every n-th one, and always the newest,
+    instead of the first ones: the whole curve, thinner.
+    """
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names wanted; one that ends in "*" stands for all that begin so. Empty means all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        from_step: _builtins.int = ...,
+        max_steps: _builtins.int = ...,
+        thin: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "max_steps", b"max_steps", "names", b"names", "run_id", b"run_id", "thin", b"thin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsRequest: _TypeAlias = GetMetricsRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricsResponse(_message.Message):
+    """Metrics in columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    next_step: _builtins.int
+    """First step that was not sent; 0 when all were."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps, ascending."""
+
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricSeries]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+        series: _abc.Iterable[Global___MetricSeries] | None = ...,
+        next_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_step", b"next_step", "series", b"series", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015
+
+@_typing.final
+class MetricSeries(_message.Message):
+    """One metric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, e.g. "reward/mean"."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One value a step, NaN where a step has none."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetricSeries: _TypeAlias = MetricSeries  # noqa: Y015
+
+@_typing.final
+class GetDataflowRequest(_message.Message):
+    """Asks for a graph."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    step: _builtins.int
+    """The step, from 1; 0 for the step in progress, or else the newest."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDataflowRequest: _TypeAlias = GetDataflowRequest  # noqa: Y015
+
+@_typing.final
+class GetDataflowResponse(_message.Message):
+    """The graph of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    IS_MADE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step."""
+    is_made: _builtins.bool
+    """Whether the step was made; otherwise calls may have no end yet."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DataflowNode]:
+        """Its calls, in the order in which they were asked for."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        is_made: _builtins.bool = ...,
+        nodes: _abc.Iterable[Global___DataflowNode] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_made", b"is_made", "nodes", b"nodes", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDataflowResponse: _TypeAlias = GetDataflowResponse  # noqa: Y015
+
+@_typing.final
+class DataflowNode(_message.Message):
+    """One call of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PhasesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    READY_S_FIELD_NUMBER: _builtins.int
+    STARTED_S_FIELD_NUMBER: _builtins.int
+    ENDED_S_FIELD_NUMBER: _builtins.int
+    IS_CRITICAL_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, e.g. "critic.update"."""
+    service: _builtins.str
+    """Service that is called, e.g. "critic" or "rollout-1"."""
+    kind: _builtins.str
+    """What it does to the mesh: "sample", "infer", "update" or "eval"."""
+    pool: _builtins.str
+    """Pool whose lease it takes."""
+    state: _builtins.str
+    """State: "waiting", "queued", "running", "done" or "failed"."""
+    ready_s: _builtins.float
+    """When its inputs existed, in seconds since the step began; absent before."""
+    started_s: _builtins.float
+    """When it started; absent before."""
+    ended_s: _builtins.float
+    """When it ended; absent before."""
+    is_critical: _builtins.bool
+    """Whether the step waited for it: the critical path."""
+    num_tokens: _builtins.int
+    """Tokens that it worked on."""
+    num_bytes: _builtins.int
+    """Bytes of experience that it pulled."""
+    policy_version: _builtins.int
+    """Version of the weights after it; absent where it has none."""
+    @_builtins.property
+    def phases(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Seconds by phase within the call."""
+
+    @_builtins.property
+    def after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the calls whose results it needs."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        service: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        state: _builtins.str = ...,
+        ready_s: _builtins.float | None = ...,
+        started_s: _builtins.float | None = ...,
+        ended_s: _builtins.float | None = ...,
+        is_critical: _builtins.bool = ...,
+        num_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        phases: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        after: _abc.Iterable[_builtins.str] | None = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s", "_policy_version", b"_policy_version", "_ready_s", b"_ready_s", "_started_s", b"_started_s", "ended_s", b"ended_s", "policy_version", b"policy_version", "ready_s", b"ready_s", "started_s", b"started_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s", "_policy_version", b"_policy_version", "_ready_s", b"_ready_s", "_started_s", b"_started_s", "after", b"after", "ended_s", b"ended_s", "is_critical", b"is_critical", "kind", b"kind", "name", b"name", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "phases", b"phases", "policy_version", b"policy_version", "pool", b"pool", "ready_s", b"ready_s", "service", b"service", "started_s", b"started_s", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ended_s: _TypeAlias = _typing.Literal["ended_s"]  # noqa: Y015
+    _WhichOneofArgType__ended_s: _TypeAlias = _typing.Literal["_ended_s", b"_ended_s"]  # noqa: Y015
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__ready_s: _TypeAlias = _typing.Literal["ready_s"]  # noqa: Y015
+    _WhichOneofArgType__ready_s: _TypeAlias = _typing.Literal["_ready_s", b"_ready_s"]  # noqa: Y015
+    _WhichOneofReturnType__started_s: _TypeAlias = _typing.Literal["started_s"]  # noqa: Y015
+    _WhichOneofArgType__started_s: _TypeAlias = _typing.Literal["_started_s", b"_started_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ended_s) -> _WhichOneofReturnType__ended_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ready_s) -> _WhichOneofReturnType__ready_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__started_s) -> _WhichOneofReturnType__started_s | None: ...
+
+Global___DataflowNode: _TypeAlias = DataflowNode  # noqa: Y015
+
+@_typing.final
+class ListSamplesRequest(_message.Message):
+    """Asks for samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    step: _builtins.int
+    """The step, from 1; 0 for the newest that has any."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSamplesRequest: _TypeAlias = ListSamplesRequest  # noqa: Y015
+
+@_typing.final
+class ListSamplesResponse(_message.Message):
+    """Trajectories of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step; 0 when there is none."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]:
+        """Some of its trajectories."""
+
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps of which samples are kept, ascending."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        samples: _abc.Iterable[Global___Sample] | None = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples", "step", b"step", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
+
+@_typing.final
+class Sample(_message.Message):
+    """One trajectory for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """Row of the batch."""
+    prompt: _builtins.str
+    """The prompt as text."""
+    completion: _builtins.str
+    """The completion as text."""
+    answer: _builtins.str
+    """The expected answer, when the data has one."""
+    reward: _builtins.float
+    """Its reward."""
+    policy_version: _builtins.int
+    """Version of the weights that sampled its first token."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of the completion's tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log-prob of each token under the weights that sampled it."""
+
+    @_builtins.property
+    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Whether each token is the policy's own; tool output is not."""
+
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Advantage of each token; empty where the algorithm has none."""
+
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        prompt: _builtins.str = ...,
+        completion: _builtins.str = ...,
+        answer: _builtins.str = ...,
+        reward: _builtins.float = ...,
+        policy_version: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "answer", b"answer", "completion", b"completion", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt", b"prompt", "reward", b"reward", "row", b"row", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class GetDeviceUseRequest(_message.Message):
+    """Asks how busy devices were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """First time wanted; absent for all that is kept."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDeviceUseRequest: _TypeAlias = GetDeviceUseRequest  # noqa: Y015
+
+@_typing.final
+class GetDeviceUseResponse(_message.Message):
+    """How busy devices were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceUseSeries]:
+        """By device."""
+
+    def __init__(
+        self,
+        *,
+        devices: _abc.Iterable[Global___DeviceUseSeries] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDeviceUseResponse: _TypeAlias = GetDeviceUseResponse  # noqa: Y015
+
+@_typing.final
+class DeviceUseSeries(_message.Message):
+    """One device over time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    """Service that uses it."""
+    rank: _builtins.int
+    """Rank within the service."""
+    device: _builtins.str
+    """Device, e.g. "cpu" or "cuda:0"."""
+    memory_total_bytes: _builtins.int
+    """Bytes that there are."""
+    @_builtins.property
+    def times(self) -> _containers.RepeatedCompositeFieldContainer[_timestamp_pb2.Timestamp]:
+        """When it was looked at."""
+
+    @_builtins.property
+    def busy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Share of time that it computed since the look before, 0 to 1. Of a CPU: of
+        the cores that the process may use.
+        """
+
+    @_builtins.property
+    def memory_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes in use: of the GPU by anybody, of a CPU by the process."""
+
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        device: _builtins.str = ...,
+        times: _abc.Iterable[_timestamp_pb2.Timestamp] | None = ...,
+        busy: _abc.Iterable[_builtins.float] | None = ...,
+        memory_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        memory_total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "device", b"device", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "rank", b"rank", "service", b"service", "times", b"times"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceUseSeries: _TypeAlias = DeviceUseSeries  # noqa: Y015
+
+@_typing.final
+class ListAlertsRequest(_message.Message):
+    """Asks for alerts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAlertsRequest: _TypeAlias = ListAlertsRequest  # noqa: Y015
+
+@_typing.final
+class ListAlertsResponse(_message.Message):
+    """What deserves attention."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALERTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alerts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alert]:
+        """The most pressing first."""
+
+    def __init__(
+        self,
+        *,
+        alerts: _abc.Iterable[Global___Alert] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alerts", b"alerts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAlertsResponse: _TypeAlias = ListAlertsResponse  # noqa: Y015
+
+@_typing.final
+class Alert(_message.Message):
+    """Something that deserves attention."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    level: Global___AlertLevel.ValueType
+    """How pressing it is."""
+    rule: _builtins.str
+    """Stable name of the rule, e.g. "ROLE_WAITS"."""
+    text: _builtins.str
+    """What is the matter, in plain words."""
+    remedy: _builtins.str
+    """What to do about it."""
+    def __init__(
+        self,
+        *,
+        level: Global___AlertLevel.ValueType = ...,
+        rule: _builtins.str = ...,
+        text: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "remedy", b"remedy", "rule", b"rule", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alert: _TypeAlias = Alert  # noqa: Y015
+
+@_typing.final
+class ReadLogRequest(_message.Message):
+    """Asks for a piece of a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    log: _builtins.str
+    """Name of the log, e.g. "coordinator", "actor" or "actor-rank-1"."""
+    offset: _builtins.int
+    """First byte wanted; negative: so many bytes before the end."""
+    max_bytes: _builtins.int
+    """Most bytes sent, 1 to 1 MiB; 0 means 64 KiB."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        log: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        max_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log", b"log", "max_bytes", b"max_bytes", "offset", b"offset", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogRequest: _TypeAlias = ReadLogRequest  # noqa: Y015
+
+@_typing.final
+class ReadLogResponse(_message.Message):
+    """A piece of a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text from `offset`; bytes that are no UTF-8 are replaced."""
+    offset: _builtins.int
+    """Offset of the first byte."""
+    next_offset: _builtins.int
+    """Offset after the last byte: where to go on."""
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of all logs of the run."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        next_offset: _builtins.int = ...,
+        logs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "next_offset", b"next_offset", "offset", b"offset", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogResponse: _TypeAlias = ReadLogResponse  # noqa: Y015
+
+@_typing.final
+class AttachRunRequest(_message.Message):
+    """Asks for a run to drive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRunRequest: _TypeAlias = AttachRunRequest  # noqa: Y015
+
+@_typing.final
+class AttachRunResponse(_message.Message):
+    """What is needed to drive the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCING_EPOCH_FIELD_NUMBER: _builtins.int
+    SERVICES_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    fencing_epoch: _builtins.int
+    """Of OperationKey.fencing_epoch."""
+    step: _builtins.int
+    """Steps that earlier drivers committed: the first step of this one is one more."""
+    @_builtins.property
+    def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedService]:
+        """The services of the run."""
+
+    def __init__(
+        self,
+        *,
+        fencing_epoch: _builtins.int = ...,
+        services: _abc.Iterable[Global___AttachedService] | None = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "services", b"services", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRunResponse: _TypeAlias = AttachRunResponse  # noqa: Y015
+
+@_typing.final
+class AttachedService(_message.Message):
+    """A service of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the service, e.g. "actor" or "rollout-1"."""
+    role: _builtins.str
+    """Its role."""
+    address: _builtins.str
+    """Address, "host:port"."""
+    policy_version: _builtins.int
+    """Version of its weights when it was initialised."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        role: _builtins.str = ...,
+        address: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "policy_version", b"policy_version", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachedService: _TypeAlias = AttachedService  # noqa: Y015
+
+@_typing.final
 class Run(_message.Message):
     """A training run."""
 
@@ -234,6 +1485,8 @@ class Run(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     name: _builtins.str
@@ -248,6 +1501,10 @@ class Run(_message.Message):
     """Folder of its files, on the coordinator's host."""
     failure: _builtins.str
     """Why it failed, empty otherwise."""
+    algorithm: _builtins.str
+    """Type of its algorithm, e.g. "ppo"; "external" when a client drives it."""
+    activity: _builtins.str
+    """What it does right now, e.g. "step 3" or "checkpoint of step 3"."""
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
@@ -273,10 +1530,12 @@ class Run(_message.Message):
         directory: _builtins.str = ...,
         failure: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        algorithm: _builtins.str = ...,
+        activity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "updated_at", b"updated_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "directory", b"directory", "failure", b"failure", "metrics", b"metrics", "name", b"name", "num_steps", b"num_steps", "run_id", b"run_id", "state", b"state", "step", b"step", "updated_at", b"updated_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "algorithm", b"algorithm", "created_at", b"created_at", "directory", b"directory", "failure", b"failure", "metrics", b"metrics", "name", b"name", "num_steps", b"num_steps", "run_id", b"run_id", "state", b"state", "step", b"step", "updated_at", b"updated_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

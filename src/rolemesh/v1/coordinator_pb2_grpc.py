@@ -55,6 +55,66 @@ class CoordinatorServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListServicesRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListServicesResponse.FromString,
                 _registered_method=True)
+        self.CreateRun = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/CreateRun',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.CreateRunRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.CreateRunResponse.FromString,
+                _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/PauseRun',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.PauseRunResponse.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/ResumeRun',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ResumeRunResponse.FromString,
+                _registered_method=True)
+        self.CheckpointRun = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/CheckpointRun',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.CheckpointRunRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.CheckpointRunResponse.FromString,
+                _registered_method=True)
+        self.WatchRun = channel.unary_stream(
+                '/rolemesh.v1.CoordinatorService/WatchRun',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.WatchRunResponse.FromString,
+                _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/GetMetrics',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
+        self.GetDataflow = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/GetDataflow',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowResponse.FromString,
+                _registered_method=True)
+        self.ListSamples = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/ListSamples',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
+                _registered_method=True)
+        self.GetDeviceUse = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/GetDeviceUse',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseResponse.FromString,
+                _registered_method=True)
+        self.ListAlerts = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/ListAlerts',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListAlertsRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListAlertsResponse.FromString,
+                _registered_method=True)
+        self.ReadLog = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/ReadLog',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ReadLogRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ReadLogResponse.FromString,
+                _registered_method=True)
+        self.AttachRun = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/AttachRun',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -101,6 +161,164 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateRun(self, request, context):
+        """Starts a run of a recipe.
+
+        Idempotent on `run_id`, which the caller chooses: a repeat with the same
+        recipe returns the run as it is now.
+        Errors:
+        INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
+        INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+        FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
+        FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
+        with `rolemesh coordinator`.
+        RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseRun(self, request, context):
+        """Asks a run to make no further step until ResumeRun. The step in progress is
+        finished; services keep what they hold.
+
+        Idempotent: sets a wish.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Takes the wish to pause back.
+
+        Idempotent: sets a wish.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckpointRun(self, request, context):
+        """Asks a run to save a checkpoint after the step in progress.
+
+        Idempotent on `request_id`: a repeat asks for no second one. That it was saved
+        comes as an event.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRun(self, request, context):
+        """Sends the events of a run, first those that were, then those that come.
+
+        Idempotent: reads only. To go on after a cut, ask with the id of the last
+        event that arrived: none is missed and none comes twice, also when another
+        coordinator answers.
+        Stream order: events by time, without end while the run goes on. The stream
+        ends after the event of a final state.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run
+        and begin anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """Sends metrics of steps, by name.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        INVALID_ARGUMENT (REQUEST_INVALID): a bound is out of range; names it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDataflow(self, request, context):
+        """Sends the graph of a step: every call with its times, bytes and pool.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSamples(self, request, context):
+        """Sends some trajectories of a step with their rewards and log-probs.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDeviceUse(self, request, context):
+        """Sends how busy the devices of a run were, over time.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAlerts(self, request, context):
+        """Says what deserves an operator's attention, in plain words.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLog(self, request, context):
+        """Sends a piece of a log of a run.
+
+        Idempotent: reads only.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        NOT_FOUND (LOG_NOT_FOUND): no log of that name; names those that there are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AttachRun(self, request, context):
+        """Gives a run whose algorithm is "external" to the caller, who then calls its
+        services.
+
+        Idempotent in what it leaves behind: every answer has a new epoch, and the
+        services refuse whoever held an older one.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
+        FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
+        FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +341,66 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListServices,
                     request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListServicesRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListServicesResponse.SerializeToString,
+            ),
+            'CreateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRun,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.CreateRunRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.CreateRunResponse.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.PauseRunRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.PauseRunResponse.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ResumeRunResponse.SerializeToString,
+            ),
+            'CheckpointRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckpointRun,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.CheckpointRunRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.CheckpointRunResponse.SerializeToString,
+            ),
+            'WatchRun': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRun,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.WatchRunRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.WatchRunResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetMetricsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'GetDataflow': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDataflow,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowResponse.SerializeToString,
+            ),
+            'ListSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSamples,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'GetDeviceUse': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDeviceUse,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseResponse.SerializeToString,
+            ),
+            'ListAlerts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAlerts,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ListAlertsRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ListAlertsResponse.SerializeToString,
+            ),
+            'ReadLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadLog,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.ReadLogRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.ReadLogResponse.SerializeToString,
+            ),
+            'AttachRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachRun,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -234,6 +512,330 @@ class CoordinatorService(object):
             '/rolemesh.v1.CoordinatorService/ListServices',
             rolemesh_dot_v1_dot_coordinator__pb2.ListServicesRequest.SerializeToString,
             rolemesh_dot_v1_dot_coordinator__pb2.ListServicesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/CreateRun',
+            rolemesh_dot_v1_dot_coordinator__pb2.CreateRunRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.CreateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/PauseRun',
+            rolemesh_dot_v1_dot_coordinator__pb2.PauseRunRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.PauseRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/ResumeRun',
+            rolemesh_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.ResumeRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckpointRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/CheckpointRun',
+            rolemesh_dot_v1_dot_coordinator__pb2.CheckpointRunRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.CheckpointRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/WatchRun',
+            rolemesh_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.WatchRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/GetMetrics',
+            rolemesh_dot_v1_dot_coordinator__pb2.GetMetricsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDataflow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/GetDataflow',
+            rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.GetDataflowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/ListSamples',
+            rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDeviceUse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/GetDeviceUse',
+            rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.GetDeviceUseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAlerts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/ListAlerts',
+            rolemesh_dot_v1_dot_coordinator__pb2.ListAlertsRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.ListAlertsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/ReadLog',
+            rolemesh_dot_v1_dot_coordinator__pb2.ReadLogRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.ReadLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/AttachRun',
+            rolemesh_dot_v1_dot_coordinator__pb2.AttachRunRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.AttachRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

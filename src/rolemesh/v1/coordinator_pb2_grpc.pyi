@@ -57,6 +57,116 @@ class CoordinatorServiceStub:
 
     Idempotent: reads only.
     """
+    CreateRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CreateRunRequest, _coordinator_pb2.CreateRunResponse]
+    """Starts a run of a recipe.
+
+    Idempotent on `run_id`, which the caller chooses: a repeat with the same
+    recipe returns the run as it is now.
+    Errors:
+      INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
+      INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+      FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
+      FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
+        with `rolemesh coordinator`.
+      RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+    """
+    PauseRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]
+    """Asks a run to make no further step until ResumeRun. The step in progress is
+    finished; services keep what they hold.
+
+    Idempotent: sets a wish.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
+    """Takes the wish to pause back.
+
+    Idempotent: sets a wish.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    CheckpointRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRunRequest, _coordinator_pb2.CheckpointRunResponse]
+    """Asks a run to save a checkpoint after the step in progress.
+
+    Idempotent on `request_id`: a repeat asks for no second one. That it was saved
+    comes as an event.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
+    """Sends the events of a run, first those that were, then those that come.
+
+    Idempotent: reads only. To go on after a cut, ask with the id of the last
+    event that arrived: none is missed and none comes twice, also when another
+    coordinator answers.
+    Stream order: events by time, without end while the run goes on. The stream
+    ends after the event of a final state.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run
+        and begin anew.
+    """
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetMetricsRequest, _coordinator_pb2.GetMetricsResponse]
+    """Sends metrics of steps, by name.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      INVALID_ARGUMENT (REQUEST_INVALID): a bound is out of range; names it.
+    """
+    GetDataflow: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetDataflowRequest, _coordinator_pb2.GetDataflowResponse]
+    """Sends the graph of a step: every call with its times, bytes and pool.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
+    """
+    ListSamples: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]
+    """Sends some trajectories of a step with their rewards and log-probs.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
+    """
+    GetDeviceUse: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetDeviceUseRequest, _coordinator_pb2.GetDeviceUseResponse]
+    """Sends how busy the devices of a run were, over time.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+    """
+    ListAlerts: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListAlertsRequest, _coordinator_pb2.ListAlertsResponse]
+    """Says what deserves an operator's attention, in plain words.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+    """
+    ReadLog: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReadLogRequest, _coordinator_pb2.ReadLogResponse]
+    """Sends a piece of a log of a run.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (LOG_NOT_FOUND): no log of that name; names those that there are.
+    """
+    AttachRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AttachRunRequest, _coordinator_pb2.AttachRunResponse]
+    """Gives a run whose algorithm is "external" to the caller, who then calls its
+    services.
+
+    Idempotent in what it leaves behind: every answer has a new epoch, and the
+    services refuse whoever held an older one.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
+      FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -86,6 +196,116 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Lists the services that the coordinator knows, with their leases.
 
     Idempotent: reads only.
+    """
+    CreateRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CreateRunRequest, _coordinator_pb2.CreateRunResponse]  # type: ignore[assignment]
+    """Starts a run of a recipe.
+
+    Idempotent on `run_id`, which the caller chooses: a repeat with the same
+    recipe returns the run as it is now.
+    Errors:
+      INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
+      INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+      FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
+      FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
+        with `rolemesh coordinator`.
+      RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+    """
+    PauseRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PauseRunRequest, _coordinator_pb2.PauseRunResponse]  # type: ignore[assignment]
+    """Asks a run to make no further step until ResumeRun. The step in progress is
+    finished; services keep what they hold.
+
+    Idempotent: sets a wish.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
+    """Takes the wish to pause back.
+
+    Idempotent: sets a wish.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    CheckpointRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRunRequest, _coordinator_pb2.CheckpointRunResponse]  # type: ignore[assignment]
+    """Asks a run to save a checkpoint after the step in progress.
+
+    Idempotent on `request_id`: a repeat asks for no second one. That it was saved
+    comes as an event.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
+    """Sends the events of a run, first those that were, then those that come.
+
+    Idempotent: reads only. To go on after a cut, ask with the id of the last
+    event that arrived: none is missed and none comes twice, also when another
+    coordinator answers.
+    Stream order: events by time, without end while the run goes on. The stream
+    ends after the event of a final state.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run
+        and begin anew.
+    """
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetMetricsRequest, _coordinator_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """Sends metrics of steps, by name.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      INVALID_ARGUMENT (REQUEST_INVALID): a bound is out of range; names it.
+    """
+    GetDataflow: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetDataflowRequest, _coordinator_pb2.GetDataflowResponse]  # type: ignore[assignment]
+    """Sends the graph of a step: every call with its times, bytes and pool.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
+    """
+    ListSamples: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListSamplesRequest, _coordinator_pb2.ListSamplesResponse]  # type: ignore[assignment]
+    """Sends some trajectories of a step with their rewards and log-probs.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
+    """
+    GetDeviceUse: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetDeviceUseRequest, _coordinator_pb2.GetDeviceUseResponse]  # type: ignore[assignment]
+    """Sends how busy the devices of a run were, over time.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+    """
+    ListAlerts: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListAlertsRequest, _coordinator_pb2.ListAlertsResponse]  # type: ignore[assignment]
+    """Says what deserves an operator's attention, in plain words.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+    """
+    ReadLog: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReadLogRequest, _coordinator_pb2.ReadLogResponse]  # type: ignore[assignment]
+    """Sends a piece of a log of a run.
+
+    Idempotent: reads only.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      NOT_FOUND (LOG_NOT_FOUND): no log of that name; names those that there are.
+    """
+    AttachRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AttachRunRequest, _coordinator_pb2.AttachRunResponse]  # type: ignore[assignment]
+    """Gives a run whose algorithm is "external" to the caller, who then calls its
+    services.
+
+    Idempotent in what it leaves behind: every answer has a new epoch, and the
+    services refuse whoever held an older one.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
+      FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -137,6 +357,188 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists the services that the coordinator knows, with their leases.
 
         Idempotent: reads only.
+        """
+
+    @_abc_1.abstractmethod
+    def CreateRun(
+        self,
+        request: _coordinator_pb2.CreateRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.CreateRunResponse, _abc.Awaitable[_coordinator_pb2.CreateRunResponse]]:
+        """Starts a run of a recipe.
+
+        Idempotent on `run_id`, which the caller chooses: a repeat with the same
+        recipe returns the run as it is now.
+        Errors:
+          INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
+          INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+          FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
+          FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
+            with `rolemesh coordinator`.
+          RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+        """
+
+    @_abc_1.abstractmethod
+    def PauseRun(
+        self,
+        request: _coordinator_pb2.PauseRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.PauseRunResponse, _abc.Awaitable[_coordinator_pb2.PauseRunResponse]]:
+        """Asks a run to make no further step until ResumeRun. The step in progress is
+        finished; services keep what they hold.
+
+        Idempotent: sets a wish.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+
+    @_abc_1.abstractmethod
+    def ResumeRun(
+        self,
+        request: _coordinator_pb2.ResumeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]:
+        """Takes the wish to pause back.
+
+        Idempotent: sets a wish.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+
+    @_abc_1.abstractmethod
+    def CheckpointRun(
+        self,
+        request: _coordinator_pb2.CheckpointRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.CheckpointRunResponse, _abc.Awaitable[_coordinator_pb2.CheckpointRunResponse]]:
+        """Asks a run to save a checkpoint after the step in progress.
+
+        Idempotent on `request_id`: a repeat asks for no second one. That it was saved
+        comes as an event.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchRun(
+        self,
+        request: _coordinator_pb2.WatchRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunResponse]]:
+        """Sends the events of a run, first those that were, then those that come.
+
+        Idempotent: reads only. To go on after a cut, ask with the id of the last
+        event that arrived: none is missed and none comes twice, also when another
+        coordinator answers.
+        Stream order: events by time, without end while the run goes on. The stream
+        ends after the event of a final state.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run
+            and begin anew.
+        """
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _coordinator_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetMetricsResponse, _abc.Awaitable[_coordinator_pb2.GetMetricsResponse]]:
+        """Sends metrics of steps, by name.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          INVALID_ARGUMENT (REQUEST_INVALID): a bound is out of range; names it.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDataflow(
+        self,
+        request: _coordinator_pb2.GetDataflowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetDataflowResponse, _abc.Awaitable[_coordinator_pb2.GetDataflowResponse]]:
+        """Sends the graph of a step: every call with its times, bytes and pool.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its graph is no longer kept.
+        """
+
+    @_abc_1.abstractmethod
+    def ListSamples(
+        self,
+        request: _coordinator_pb2.ListSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListSamplesResponse, _abc.Awaitable[_coordinator_pb2.ListSamplesResponse]]:
+        """Sends some trajectories of a step with their rewards and log-probs.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          NOT_FOUND (STEP_NOT_FOUND): the step was not made, or its samples are no longer kept.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDeviceUse(
+        self,
+        request: _coordinator_pb2.GetDeviceUseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetDeviceUseResponse, _abc.Awaitable[_coordinator_pb2.GetDeviceUseResponse]]:
+        """Sends how busy the devices of a run were, over time.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAlerts(
+        self,
+        request: _coordinator_pb2.ListAlertsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListAlertsResponse, _abc.Awaitable[_coordinator_pb2.ListAlertsResponse]]:
+        """Says what deserves an operator's attention, in plain words.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadLog(
+        self,
+        request: _coordinator_pb2.ReadLogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ReadLogResponse, _abc.Awaitable[_coordinator_pb2.ReadLogResponse]]:
+        """Sends a piece of a log of a run.
+
+        Idempotent: reads only.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          NOT_FOUND (LOG_NOT_FOUND): no log of that name; names those that there are.
+        """
+
+    @_abc_1.abstractmethod
+    def AttachRun(
+        self,
+        request: _coordinator_pb2.AttachRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.AttachRunResponse, _abc.Awaitable[_coordinator_pb2.AttachRunResponse]]:
+        """Gives a run whose algorithm is "external" to the caller, who then calls its
+        services.
+
+        Idempotent in what it leaves behind: every answer has a new epoch, and the
+        services refuse whoever held an older one.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
+          FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
+          FAILED_PRECONDITION (RUN_ENDED): the run has ended.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rolemesh.v1 import operation_pb2 as _operation_pb2
 from rolemesh.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -255,6 +256,90 @@ class PayloadColumn(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__offsets_at) -> _WhichOneofReturnType__offsets_at | None: ...
 
 Global___PayloadColumn: _TypeAlias = PayloadColumn  # noqa: Y015
+
+@_typing.final
+class PutRequest(_message.Message):
+    """One piece of a put."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENING_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """Bytes of the payload, at most 1 MiB."""
+    @_builtins.property
+    def opening(self) -> Global___PutOpening:
+        """First message of the stream."""
+
+    def __init__(
+        self,
+        *,
+        opening: Global___PutOpening | None = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "opening", b"opening", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "opening", b"opening", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["opening", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___PutRequest: _TypeAlias = PutRequest  # noqa: Y015
+
+@_typing.final
+class PutOpening(_message.Message):
+    """Says what is put."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _operation_pb2.OperationKey:
+        """Key of the operation."""
+
+    @_builtins.property
+    def header(self) -> Global___PayloadHeader:
+        """The payload. Needs the columns tokens and prompt_lengths where others are per token."""
+
+    def __init__(
+        self,
+        *,
+        key: _operation_pb2.OperationKey | None = ...,
+        header: Global___PayloadHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutOpening: _TypeAlias = PutOpening  # noqa: Y015
+
+@_typing.final
+class PutResponse(_message.Message):
+    """Where the rows are now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPERIENCE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def experience(self) -> Global___ExperienceRef:
+        """The rows, for every call that takes experience."""
+
+    def __init__(
+        self,
+        *,
+        experience: Global___ExperienceRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutResponse: _TypeAlias = PutResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):

@@ -41,6 +41,11 @@ class ExperienceServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_experience__pb2.FetchRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_experience__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.Put = channel.stream_unary(
+                '/rolemesh.v1.ExperienceService/Put',
+                request_serializer=rolemesh_dot_v1_dot_experience__pb2.PutRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_experience__pb2.PutResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/rolemesh.v1.ExperienceService/Release',
                 request_serializer=rolemesh_dot_v1_dot_experience__pb2.ReleaseRequest.SerializeToString,
@@ -70,6 +75,24 @@ class ExperienceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Put(self, request_iterator, context):
+        """Takes columns of rows from somebody who serves none himself, e.g. a client
+        of the SDK, and holds them as if this rank had produced them.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: exactly one opening, then chunks whose bytes concatenated are
+        the payload that its header describes, each at most 1 MiB.
+        Errors:
+        INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
+        INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
+        known to it; or the header names a shared memory segment.
+        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+        FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Drops experience and frees its bytes. Unknown ids are ignored.
 
@@ -88,6 +111,11 @@ def add_ExperienceServiceServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=rolemesh_dot_v1_dot_experience__pb2.FetchRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_experience__pb2.FetchResponse.SerializeToString,
+            ),
+            'Put': grpc.stream_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=rolemesh_dot_v1_dot_experience__pb2.PutRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_experience__pb2.PutResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -124,6 +152,33 @@ class ExperienceService(object):
             '/rolemesh.v1.ExperienceService/Fetch',
             rolemesh_dot_v1_dot_experience__pb2.FetchRequest.SerializeToString,
             rolemesh_dot_v1_dot_experience__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Put(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/rolemesh.v1.ExperienceService/Put',
+            rolemesh_dot_v1_dot_experience__pb2.PutRequest.SerializeToString,
+            rolemesh_dot_v1_dot_experience__pb2.PutResponse.FromString,
             options,
             channel_credentials,
             insecure,

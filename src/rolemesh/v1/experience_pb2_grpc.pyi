@@ -48,6 +48,20 @@ class ExperienceServiceStub:
       OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
       INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
     """
+    Put: _grpc.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]
+    """Takes columns of rows from somebody who serves none himself, e.g. a client
+    of the SDK, and holds them as if this rank had produced them.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: exactly one opening, then chunks whose bytes concatenated are
+    the payload that its header describes, each at most 1 MiB.
+    Errors:
+      INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
+      INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
+        known to it; or the header names a shared memory segment.
+      RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+      FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]
     """Drops experience and frees its bytes. Unknown ids are ignored.
 
@@ -75,6 +89,20 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
       OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
       INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
+    """
+    Put: _aio.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]  # type: ignore[assignment]
+    """Takes columns of rows from somebody who serves none himself, e.g. a client
+    of the SDK, and holds them as if this rank had produced them.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: exactly one opening, then chunks whose bytes concatenated are
+    the payload that its header describes, each at most 1 MiB.
+    Errors:
+      INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
+      INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
+        known to it; or the header names a shared memory segment.
+      RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+      FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Release: _aio.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Drops experience and frees its bytes. Unknown ids are ignored.
@@ -106,6 +134,26 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
           OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
           INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
+        """
+
+    @_abc_1.abstractmethod
+    def Put(
+        self,
+        request_iterator: _MaybeAsyncIterator[_experience_pb2.PutRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_pb2.PutResponse, _abc.Awaitable[_experience_pb2.PutResponse]]:
+        """Takes columns of rows from somebody who serves none himself, e.g. a client
+        of the SDK, and holds them as if this rank had produced them.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: exactly one opening, then chunks whose bytes concatenated are
+        the payload that its header describes, each at most 1 MiB.
+        Errors:
+          INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
+          INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
+            known to it; or the header names a shared memory segment.
+          RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+          FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 
     @_abc_1.abstractmethod

@@ -347,6 +347,7 @@ class GetStatusResponse(_message.Message):
     EXPERIENCE_BYTES_FIELD_NUMBER: _builtins.int
     STARTED_AT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     """State of the service."""
     run_id: _builtins.str
@@ -369,6 +370,10 @@ class GetStatusResponse(_message.Message):
     def started_at(self) -> _timestamp_pb2.Timestamp:
         """When the process started."""
 
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceUse]:
+        """How busy the devices of all its ranks are."""
+
     def __init__(
         self,
         *,
@@ -381,14 +386,55 @@ class GetStatusResponse(_message.Message):
         experience_bytes: _builtins.int = ...,
         started_at: _timestamp_pb2.Timestamp | None = ...,
         failure: _builtins.str = ...,
+        devices: _abc.Iterable[Global___DeviceUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience_bytes", b"experience_bytes", "failure", b"failure", "operation", b"operation", "policy_version", b"policy_version", "progress", b"progress", "resident_bytes", b"resident_bytes", "run_id", b"run_id", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "experience_bytes", b"experience_bytes", "failure", b"failure", "operation", b"operation", "policy_version", b"policy_version", "progress", b"progress", "resident_bytes", b"resident_bytes", "run_id", b"run_id", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class DeviceUse(_message.Message):
+    """How busy a device is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Rank that uses it."""
+    device: _builtins.str
+    """Device, e.g. "cpu" or "cuda:0"."""
+    busy: _builtins.float
+    """Share of time that it computed since the look before, 0 to 1. Of a CPU: of
+    the cores that the process may use.
+    """
+    memory_bytes: _builtins.int
+    """Bytes in use: of the GPU by anybody, of a CPU by the process."""
+    memory_total_bytes: _builtins.int
+    """Bytes that there are."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        device: _builtins.str = ...,
+        busy: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        memory_total_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "device", b"device", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceUse: _TypeAlias = DeviceUse  # noqa: Y015
 
 @_typing.final
 class SleepRequest(_message.Message):
