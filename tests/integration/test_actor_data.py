@@ -17,7 +17,7 @@ from support.tiny_models import END_ID, write_tiny_llama
 
 from rolemesh.engine.experience import Experience
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.runtime.runtime import Runtime
 from rolemesh.v1 import (
@@ -27,6 +27,7 @@ from rolemesh.v1 import (
     logprob_pb2,
     logprob_pb2_grpc,
     rollout_pb2,
+    rollout_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     worker_pb2,
@@ -67,7 +68,7 @@ class Client:
         spec: dict[str, Any] = {
             "model": {"path": str(llama), "compute_dtype": "float32", "micro_batch_tokens": 256},
             "optimizer": {"learning_rate": 1e-3},
-            "rollout": {"type": "hf"},
+            # No rollout: what learns from given data needs no sampler.
             "data": {"type": "jsonl", "path": str(data)},
         }
         if pretraining is not None:
@@ -87,6 +88,16 @@ class Client:
         request = data_pb2.ReadBatchRequest(key=self.key(), rows=rows, kind=kind)
         stub = data_pb2_grpc.DataServiceStub(self._channel)
         return (await result_of(stub.ReadBatch(request))).experience
+
+    async def generate(self) -> Any:
+        request = rollout_pb2.GenerateRequest(
+            key=self.key(),
+            prompts=rollout_pb2.PromptSlice(split=rollout_pb2.SPLIT_TRAIN, start=0, count=1),
+            sampling=rollout_pb2.Sampling(
+                samples_per_prompt=1, max_new_tokens=2, temperature=1.0, top_p=1.0, top_k=-1
+            ),
+        )
+        return await result_of(rollout_pb2_grpc.RolloutServiceStub(self._channel).Generate(request))
 
     async def scored(
         self, batch: experience_pb2.ExperienceRef, column: str
@@ -235,3 +246,11 @@ async def test_a_split_that_the_actor_has_not_is_refused(llama: Path, tmp_path: 
         with pytest.raises(InvalidRequestError, match="pretraining_data") as caught:
             await actor.read(DEMONSTRATION, rollout_pb2.SPLIT_PRETRAINING)
         assert caught.value.reason == "DATA_EMPTY"
+
+
+async def test_an_actor_without_a_sampler_refuses_to_sample(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "say", "completion": "a"}])
+    async with actor_on(llama, data) as actor:
+        with pytest.raises(PreconditionError, match=r"actor\.rollout") as caught:
+            await actor.generate()
+        assert caught.value.reason == "NO_SAMPLER"

@@ -8,6 +8,8 @@ import pytest
 from pydantic import ValidationError
 from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
 
+from rolemesh.coordinator.recipe import Recipe
+
 ROLES = (*PPO_ROLES, "rollout")
 APART = {"roles": ROLES, "pools": split_pools(ROLES)}
 
@@ -99,6 +101,18 @@ def test_what_cannot_work_is_refused_with_field_value_and_remedy(
 def test_what_works_is_taken(values: dict[str, Any]) -> None:
     recipe = fake_recipe(**values)
     assert recipe.roles == values.get("roles", PPO_ROLES)
+
+
+def test_an_algorithm_that_samples_needs_a_sampler() -> None:
+    recipe = fake_recipe(roles=ROLES)
+    sections = recipe.model_dump(mode="json")
+    sections["actor"]["rollout"] = None
+    assert recipe.rollout is not None, "a rollout role samples: the actor needs no sampler"
+    assert Recipe.model_validate(sections).actor is not None
+    without = {**sections, "rollout": None}
+    without["pools"] = {"all": {"roles": list(PPO_ROLES)}}
+    with pytest.raises(ValidationError, match=r"samples, but nobody does: give actor\.rollout"):
+        Recipe.model_validate(without)
 
 
 def test_replicas_have_names_and_addresses_in_order() -> None:
