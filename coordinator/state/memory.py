@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import time
 from collections import deque
@@ -10,6 +11,7 @@ from typing import Any
 
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
+    EntryExpiredError,
     GraphEntry,
     JournalEntry,
     MetricEntry,
@@ -17,9 +19,11 @@ from rolemesh.coordinator.state.store import (
     RunExistsError,
     RunNotFoundError,
     RunRecord,
+    RunStream,
     ServiceLease,
     StaleEpochError,
     StateStore,
+    StreamEntry,
     check_run_changes,
     newest_first,
 )
@@ -51,6 +55,7 @@ class MemoryStateStore(StateStore):
         self._journals: dict[str, dict[str, JournalEntry]] = {}
         self._metrics: dict[str, list[MetricEntry]] = {}
         self._graphs: dict[str, deque[GraphEntry]] = {}
+        self._streams: dict[tuple[str, RunStream], deque[StreamEntry]] = {}
         self._queues: dict[str, dict[str, _Pending]] = {}
         self._next_id = 0
 
@@ -153,6 +158,30 @@ class MemoryStateStore(StateStore):
         """Graphs after the given one."""
         found = [entry for entry in self._graphs.get(run_id, ()) if entry.entry_id > after_id]
         return found[:limit]
+
+    async def append_entry(
+        self, run_id: str, stream: RunStream, payload: bytes, epoch: int | None = None
+    ) -> str:
+        """Appends one entry, and lets the oldest go."""
+        if epoch is not None:
+            self._check_epoch(run_id, epoch)
+        entry = StreamEntry(entry_id=self._make_id(), payload=payload)
+        kept: deque[StreamEntry] = deque(maxlen=stream.keep)
+        self._streams.setdefault((run_id, stream), kept).append(entry)
+        return entry.entry_id
+
+    async def read_entries(
+        self, run_id: str, stream: RunStream, after_id: str = "", limit: int = 1000
+    ) -> list[StreamEntry]:
+        """Entries after the given one."""
+        kept = list(self._streams.get((run_id, stream), ()))
+        if not after_id:
+            return kept[:limit]
+        # Ids order as text.
+        place = bisect.bisect_left(kept, after_id, key=lambda entry: entry.entry_id)
+        if place == len(kept) or kept[place].entry_id != after_id:
+            raise EntryExpiredError(run_id, stream, after_id)
+        return kept[place + 1 : place + 1 + limit]
 
     async def push(self, queue: str, payload: bytes) -> str:
         """Adds an item."""

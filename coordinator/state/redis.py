@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from redis.exceptions import ResponseError, TimeoutError
 
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
+    EntryExpiredError,
     GraphEntry,
     JournalEntry,
     MetricEntry,
@@ -30,16 +32,19 @@ from rolemesh.coordinator.state.store import (
     RunNotFoundError,
     RunRecord,
     RunState,
+    RunStream,
     ServiceLease,
     StaleEpochError,
     StateStore,
     StoreUnavailableError,
+    StreamEntry,
     check_run_changes,
     masked_url,
 )
 
 _PREFIX = "rolemesh"
 _GROUP = "workers"
+_ENTRY_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _CONNECT_TIMEOUT_S = 5.0
 _COMMAND_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 16
@@ -67,6 +72,11 @@ if known then return {0, known} end
 local id = redis.call('XADD', KEYS[1], '*', 'entry', ARGV[3])
 redis.call('HSET', KEYS[3], ARGV[2], id)
 return {0, id}
+"""
+_APPEND_ENTRY = """
+local current = tonumber(redis.call('GET', KEYS[2]) or '0')
+if ARGV[1] ~= '' and tonumber(ARGV[1]) < current then return {1, current} end
+return {0, redis.call('XADD', KEYS[1], 'MAXLEN', '=', ARGV[2], '*', 'payload', ARGV[3])}
 """
 _ACKNOWLEDGE = """
 local ended = redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
@@ -268,6 +278,38 @@ class RedisStateStore(StateStore):
         return [
             GraphEntry(entry_id=entry_id, step=int(fields[b"step"]), graph=fields[b"graph"])
             for entry_id, fields in rows
+        ]
+
+    async def append_entry(
+        self, run_id: str, stream: RunStream, payload: bytes, epoch: int | None = None
+    ) -> str:
+        """Appends one entry, and lets the oldest go."""
+        code, value = await self._script(
+            _APPEND_ENTRY,
+            [self._key(run_id, stream.value), self._key(run_id, "epoch")],
+            ["" if epoch is None else epoch, stream.keep, payload],
+        )
+        if code == 1:
+            raise StaleEpochError(run_id, cast(int, epoch), int(value))
+        return str(value.decode())
+
+    async def read_entries(
+        self, run_id: str, stream: RunStream, after_id: str = "", limit: int = 1000
+    ) -> list[StreamEntry]:
+        """Entries after the given one."""
+        key = self._key(run_id, stream.value)
+        if not after_id:
+            rows = await self._read_stream(key, "", limit)
+        elif not _ENTRY_ID.fullmatch(after_id):
+            raise EntryExpiredError(run_id, stream, after_id)
+        else:
+            # One command from the given entry on: it cannot be dropped between look and read.
+            found = await self._command("XRANGE", key, after_id, "+", "COUNT", limit + 1)
+            if not found or found[0][0].decode() != after_id:
+                raise EntryExpiredError(run_id, stream, after_id)
+            rows = [(entry_id.decode(), fields) for entry_id, fields in found[1:]]
+        return [
+            StreamEntry(entry_id=entry_id, payload=fields[b"payload"]) for entry_id, fields in rows
         ]
 
     async def _read_stream(

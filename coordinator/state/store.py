@@ -1,7 +1,8 @@
 """What the coordinator keeps outside its own memory, as one small contract.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream, the executed graphs of the newest steps, and the rollout queue. Implementations
+the metric stream, the executed graphs of the newest steps, bounded streams of what else is told of a
+run, and the rollout queue. Implementations
 differ in means, never in behaviour: one contract suite runs over all of them.
 """
 
@@ -74,11 +75,26 @@ class StaleEpochError(StateStoreError):
         )
 
 
+class EntryExpiredError(StateStoreError):
+    """Entries after this one were asked for, but it is not kept: some may be missing in between."""
+
+    def __init__(self, run_id: str, stream: RunStream, entry_id: str) -> None:
+        self.run_id = run_id
+        self.stream = stream
+        self.entry_id = entry_id
+        super().__init__(
+            f"run {run_id!r}: {stream.value} after {entry_id!r} cannot be given without a gap, "
+            f"since that one is not kept any longer (or never was): of {stream.value} the newest "
+            f"{stream.keep} are; begin anew"
+        )
+
+
 class RunState(StrEnum):
-    """Life of a run. A wish to stop is `RunRecord.stop_requested`, not a state."""
+    """Life of a run. A wish to stop or to pause is a field of RunRecord, not a state."""
 
     STARTING = "starting"
     RUNNING = "running"
+    PAUSED = "paused"
     SUCCEEDED = "succeeded"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -106,8 +122,17 @@ class RunRecord:
     state: RunState = RunState.STARTING
     step: int = 0
     """Steps finished."""
+    algorithm: str = ""
+    """Type of its algorithm."""
+    activity: str = ""
+    """What it does right now, e.g. "step 3"."""
+    services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Role, address and policy_version by name of the service, once all are initialised; the
+    version is the one of then."""
     stop_requested: bool = False
     """Whether somebody asked the run to end after the step in progress."""
+    pause_requested: bool = False
+    """Whether somebody asked the run to make no further step for now."""
     failure: str = ""
     """Why it failed, empty otherwise."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -174,6 +199,43 @@ class GraphEntry:
     step: int
     graph: bytes
     """JSON: step, and nodes as a line of dataflow.jsonl has them."""
+
+
+class RunStream(StrEnum):
+    """What is appended to a run beside journal, metrics and graphs. Payloads are opaque bytes."""
+
+    EVENTS = "events"
+    """What happened, for whoever watches the run."""
+    SAMPLES = "samples"
+    """Some trajectories of a step."""
+    DEVICES = "devices"
+    """How busy the devices were."""
+    FLOW = "flow"
+    """The graph of the step in progress."""
+    CHECKPOINT_WISHES = "checkpoint-wishes"
+    """Ids of requests for a checkpoint."""
+
+    @property
+    def keep(self) -> int:
+        """Newest entries of a run that a store keeps."""
+        return _KEPT[self]
+
+
+_KEPT = {
+    RunStream.EVENTS: 100_000,
+    RunStream.SAMPLES: 64,
+    RunStream.DEVICES: 3_600,
+    RunStream.FLOW: 1,
+    RunStream.CHECKPOINT_WISHES: 256,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamEntry:
+    """One entry of a RunStream."""
+
+    entry_id: str
+    payload: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +351,34 @@ class StateStore(ABC):
         self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
     ) -> list[GraphEntry]:
         """Graphs after the given one, oldest first; also when the given one was dropped."""
+
+    @abstractmethod
+    async def append_entry(
+        self, run_id: str, stream: RunStream, payload: bytes, epoch: int | None = None
+    ) -> str:
+        """Appends to a stream of a run and returns the entry's id.
+
+        Only the stream's `keep` newest entries are kept: the oldest is dropped for it.
+
+        Args:
+            run_id: The run.
+            stream: Which of its streams.
+            payload: What to keep.
+            epoch: Epoch of the coordinator that owns the run; None for a wish from outside.
+
+        Raises:
+            StaleEpochError: `epoch` is older than the newest one.
+        """
+
+    @abstractmethod
+    async def read_entries(
+        self, run_id: str, stream: RunStream, after_id: str = "", limit: int = 1000
+    ) -> list[StreamEntry]:
+        """Entries after the given one, oldest first, none left out.
+
+        Raises:
+            EntryExpiredError: `after_id` is not kept, so entries after it may be gone as well.
+        """
 
     # --- rollout queue: delivered at least once, to one consumer at a time ---
 

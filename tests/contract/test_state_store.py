@@ -23,11 +23,13 @@ from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
+    EntryExpiredError,
     JournalEntry,
     RunExistsError,
     RunNotFoundError,
     RunRecord,
     RunState,
+    RunStream,
     ServiceLease,
     StaleEpochError,
     StateStore,
@@ -108,9 +110,12 @@ async def test_an_unknown_run_is_named(store: StateStore) -> None:
 async def test_update_changes_only_the_named_fields(store: StateStore) -> None:
     await store.create_run(record("a"))
     await store.update_run("a", stop_requested=True)
+    services = {"actor": {"role": "actor", "address": "127.0.0.1:5", "policy_version": 3}}
     await store.update_run("a", state=RunState.RUNNING, step=2, metrics={"reward/mean": 0.5})
+    await store.update_run("a", services=services)
     found = await store.get_run("a")
-    assert found.stop_requested is True
+    assert (found.stop_requested, found.pause_requested) == (True, False)
+    assert found.services == services
     assert found.state is RunState.RUNNING
     assert (found.step, found.metrics, found.name) == (2, {"reward/mean": 0.5}, "quick")
     assert found.updated_at > 1.0
@@ -205,6 +210,55 @@ async def test_only_the_newest_graphs_of_a_run_are_kept(store: StateStore) -> No
     # Whoever was behind gets what there is.
     assert [entry.step for entry in await store.read_graphs("a", ids[0], limit=2)] == [3, 4]
     assert len(await store.read_graphs("b")) == 1
+
+
+async def test_entries_of_a_stream_are_read_after_an_id_and_bounded(store: StateStore) -> None:
+    for stream in (RunStream.EVENTS, RunStream.DEVICES):
+        for number in range(3):
+            await store.append_entry("a", stream, f"{stream.value} {number} \x00".encode())
+    entries = await store.read_entries("a", RunStream.EVENTS)
+    assert [entry.payload for entry in entries] == [b"events 0 \0", b"events 1 \0", b"events 2 \0"]
+    after_first = await store.read_entries("a", RunStream.EVENTS, entries[0].entry_id, limit=1)
+    assert after_first == entries[1:2]
+    assert await store.read_entries("a", RunStream.EVENTS, entries[2].entry_id) == []
+    assert await store.read_entries("b", RunStream.EVENTS) == []
+
+
+@pytest.mark.parametrize("stream", [RunStream.FLOW, RunStream.SAMPLES])
+async def test_only_the_newest_entries_of_a_stream_are_kept(
+    store: StateStore, stream: RunStream
+) -> None:
+    num_dropped = 3
+    ids = [
+        await store.append_entry("a", stream, str(number).encode())
+        for number in range(num_dropped + stream.keep)
+    ]
+    kept = await store.read_entries("a", stream)
+    assert [entry.entry_id for entry in kept] == ids[num_dropped:]
+    assert [int(entry.payload) for entry in kept] == list(
+        range(num_dropped, num_dropped + stream.keep)
+    )
+
+
+async def test_reading_on_after_an_entry_that_was_dropped_is_refused(store: StateStore) -> None:
+    dropped = await store.append_entry("a", RunStream.FLOW, b"0")
+    kept = await store.append_entry("a", RunStream.FLOW, b"1")
+    assert await store.read_entries("a", RunStream.FLOW, kept) == []
+    # Neither an id that never was given, nor a text that cannot be one, stands for an entry.
+    for absent in (dropped, kept[:-1] + "9", "7", "no-id", "(1-1", "é"):
+        with pytest.raises(EntryExpiredError, match="begin anew"):
+            await store.read_entries("a", RunStream.FLOW, absent)
+
+
+async def test_an_entry_of_a_stale_epoch_is_refused_and_a_wish_is_not(store: StateStore) -> None:
+    old, new = await store.next_epoch("a"), await store.next_epoch("a")
+    with pytest.raises(StaleEpochError) as refused:
+        await store.append_entry("a", RunStream.EVENTS, b"late", epoch=old)
+    assert refused.value.current == new
+    await store.append_entry("a", RunStream.EVENTS, b"mine", epoch=new)
+    await store.append_entry("a", RunStream.CHECKPOINT_WISHES, b"wish")
+    (event,) = await store.read_entries("a", RunStream.EVENTS)
+    assert event.payload == b"mine"
 
 
 async def test_a_lease_ends_without_renewal(store: StateStore) -> None:
