@@ -16,8 +16,8 @@ from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
     EnvironmentRewardSpec,
+    OwnRewardSpec,
     ReasoningGymRewardSpec,
-    RewardSourceSpec,
 )
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class ClassifierReward:
 
 
 def make_reward(
-    spec: RewardSourceSpec, device: torch.device, mesh: RankMesh | None = None
+    spec: OwnRewardSpec, device: torch.device, mesh: RankMesh | None = None
 ) -> RewardSource:
     """Builds the reward that the spec describes.
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.models import ModelSpec
+from rolemesh.engine.specs.outside_rewards import (
+    AnyOutsideRewardSpec,
+    DropGroupSpec,
+    OutsideRewardSpec,
+    outside_source,
+)
 
 
 class ArithmeticRewardSpec(Spec):
@@ -56,7 +62,94 @@ class EnvironmentRewardSpec(Spec):
     """Reward of a trajectory that is right in full, for the accuracy; None: there is no such."""
 
 
+def _from_text(source: Any) -> Any:
+    """The long form of a source that is one text."""
+    return outside_source(source) if isinstance(source, str) else source
+
+
+def _from_list(source: Any) -> Any:
+    """The long form of a source that is one text, or several in a list."""
+    if isinstance(source, list | tuple):
+        return {"type": "weighted_sum", "rewards": source}
+    return _from_text(source)
+
+
+OwnRewardSpec = (
+    ArithmeticRewardSpec | ReasoningGymRewardSpec | ClassifierRewardSpec | EnvironmentRewardSpec
+)
+"""A source that the reward service judges with by itself."""
+
+SingleRewardSpec = Annotated[OwnRewardSpec | AnyOutsideRewardSpec, Field(discriminator="type")]
+"""A source that is no sum of others."""
+
+
+class WeightedRewardSpec(Spec):
+    """One of several sources."""
+
+    source: Annotated[SingleRewardSpec, BeforeValidator(_from_text)]
+    weight: float = 1.0
+    """Factor of its rewards in the sum."""
+    name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
+    """Stands in metrics, reward/<name>/...; None: the source's name or type."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_source(cls, data: Any) -> Any:
+        """A text in place of the mapping is its source."""
+        return {"source": data} if isinstance(data, str) else data
+
+
+class WeightedSumSpec(Spec):
+    """The weighted sum of several sources; what does not apply to a row adds nothing to it."""
+
+    type: Literal["weighted_sum"] = "weighted_sum"
+    rewards: tuple[WeightedRewardSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        given = [reward.name for reward in self.rewards if reward.name is not None]
+        twice = next((name for name in given if given.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"rewards has the name {twice!r} twice: give each one of its own")
+        return self
+
+
 RewardSourceSpec = Annotated[
-    ArithmeticRewardSpec | ReasoningGymRewardSpec | ClassifierRewardSpec | EnvironmentRewardSpec,
-    Field(discriminator="type"),
+    Annotated[SingleRewardSpec | WeightedSumSpec, Field(discriminator="type")],
+    BeforeValidator(_from_list),
 ]
+"""Where rewards come from: a mapping with a type, or one text, or a list of weighted sources."""
+
+
+def named_sources(source: SingleRewardSpec | WeightedSumSpec) -> list[WeightedRewardSpec]:
+    """The sources that rewards come from, each with a name of its own.
+
+    Example: two http sources without names are "openrlhf" and "openrlhf-2".
+    """
+    rewards = (
+        source.rewards
+        if isinstance(source, WeightedSumSpec)
+        else (WeightedRewardSpec(source=source),)
+    )
+    taken = {reward.name for reward in rewards if reward.name is not None}
+    named = []
+    for reward in rewards:
+        name = reward.name
+        if name is None:
+            own = getattr(reward.source, "name", None) or reward.source.type
+            name, number = own, 1
+            while name in taken:
+                number += 1
+                name = f"{own}-{number}"
+            taken.add(name)
+        named.append(reward.model_copy(update={"name": name}))
+    return named
+
+
+def may_drop_groups(source: SingleRewardSpec | WeightedSumSpec) -> bool:
+    """Whether rows of this source may come without a reward, to be left out of the step."""
+    return any(
+        isinstance(reward.source, OutsideRewardSpec)
+        and isinstance(reward.source.on_failure, DropGroupSpec)
+        for reward in named_sources(source)
+    )

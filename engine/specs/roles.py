@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -122,6 +122,12 @@ class RewardSpec(RoleSpec):
     """Trains the source, which must then be a classifier; None: it stays as it is."""
     data: DataSpec | None = None
     """What it is trained on: pairs of completions. Given with optimizer, and only then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_source(cls, data: Any) -> Any:
+        """A text or a list in place of the section is its source."""
+        return {"source": data} if isinstance(data, str | list | tuple) else data
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:

@@ -22,7 +22,12 @@ from rolemesh.engine.rewards.sources import (
     make_reward,
     reward_metrics,
 )
-from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    OutsideRewardSpec,
+    RewardSpec,
+    WeightedSumSpec,
+)
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.runtime.data_servicer import DataServicer
@@ -83,6 +88,11 @@ class RewardRole(ModelRole):
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
+            if isinstance(spec.source, OutsideRewardSpec | WeightedSumSpec):
+                raise InvalidRequestError(
+                    f"source.type is {spec.source.type!r}, which this service cannot serve yet",
+                    reason="SPEC_INVALID",
+                )
             self._source = make_reward(spec.source, rank_device(), mesh)
             progress("load reward", 1, 1)
             return InitializeResult(facts=facts)

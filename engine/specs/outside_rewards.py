@@ -1,0 +1,221 @@
+"""Sources of rewards that are not ours: whom to ask, how, and what is done when they fail.
+
+A source may be written as one text (`outside_source`); the long form has every number.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rolemesh.engine.specs.base import Spec
+
+FORMS = (
+    "grpc://host:port, http://host/get_reward (OpenRLHF), http://host/verify (NeMo-Gym), "
+    "python:module:function, python:path/to/file.py:function, or a mapping with a type"
+)
+"""What a source may be written as, for messages."""
+
+
+class FailSpec(Spec):
+    """The step fails, with the reason; the run's state on disk stays as it is."""
+
+    type: Literal["fail"] = "fail"
+
+
+class DropGroupSpec(Spec):
+    """All completions of the prompt are left out of the step, as if never sampled."""
+
+    type: Literal["drop_group"] = "drop_group"
+
+
+class GiveValueSpec(Spec):
+    """The rows that could not be judged get a stated reward."""
+
+    type: Literal["value"] = "value"
+    value: float
+    """That reward, before the source's weight."""
+
+
+FailurePolicySpec = Annotated[FailSpec | DropGroupSpec | GiveValueSpec, Field(discriminator="type")]
+"""What becomes of rows whose reward could not be had after all tries."""
+
+
+class OutsideRewardSpec(Spec):
+    """What every outside source has."""
+
+    name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
+    """Stands in metrics, reward/<name>/...; None: the type."""
+    batch_size: int = Field(default=16, ge=1)
+    """Most rows of one request."""
+    concurrency: int = Field(default=8, ge=1)
+    """Most requests in flight at once, of each rank of the reward service."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Most seconds that one try may take."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """Most seconds that a request may take with all its tries."""
+    max_response_bytes: int = Field(default=16 * 2**20, ge=1)
+    """An answer that is longer is refused, and not read further."""
+    cache_rows: int = Field(default=0, ge=0)
+    """Rewards remembered by all that is sent of a row, oldest use forgotten first; 0: none. Right
+    only for a judge that gives the same row the same reward."""
+    minimum: float | None = None
+    """A reward below is refused; None: any is taken."""
+    maximum: float | None = None
+    """A reward above is refused; None: any is taken."""
+    on_failure: FailurePolicySpec = FailSpec()
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise ValueError(
+                f"minimum is {self.minimum} and maximum is {self.maximum}: give them the other "
+                "way round"
+            )
+        return self
+
+
+def _as_tuple(urls: Any) -> Any:
+    return (urls,) if isinstance(urls, str) else urls
+
+
+class EndpointRewardSpec(OutsideRewardSpec):
+    """A source that is asked over the network. Asking twice must do no harm."""
+
+    urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    """Where it answers; several: replicas, of which the least busy is asked."""
+    tries: int = Field(default=5, ge=1)
+    """Times that a request is sent, while what fails may pass: no connection, no answer in time,
+    408, 429 or 5xx (gRPC: UNAVAILABLE)."""
+    hedge_after_s: float | None = Field(default=None, gt=0)
+    """Send a second request when the first has no answer by then, and take what comes first;
+    None: never."""
+    breaker_failures: int = Field(default=5, ge=1)
+    """Failures in a row after which a replica is left alone."""
+    breaker_pause_s: float = Field(default=10.0, gt=0)
+    """Seconds until one request tries that replica again."""
+    token_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Environment variable of the reward service that holds a bearer token; None: no token."""
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> Self:
+        for url in self.urls:
+            _check_url(url, self.schemes())
+        return self
+
+    @classmethod
+    def schemes(cls) -> tuple[str, ...]:
+        """Schemes that a URL of this source may have."""
+        return ("http", "https")
+
+
+def _check_url(url: str, schemes: tuple[str, ...]) -> None:
+    wanted = " or ".join(f"{scheme}://host:port" for scheme in schemes)
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"urls has {url!r}, which is no URL ({error}): give {wanted}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "urls has a URL with a user or password in it, which would be logged: put a token into "
+            "an environment variable of the reward service, and its name into token_variable"
+        )
+    if parts.scheme not in schemes or not host:
+        raise ValueError(f"urls has {url!r}: give {wanted}")
+
+
+class OpenRlhfRewardSpec(EndpointRewardSpec):
+    """A server of OpenRLHF's remote reward form: POST {query, prompts, labels} -> {rewards}."""
+
+    type: Literal["openrlhf"] = "openrlhf"
+    tokenizer: str | None = None
+    """Folder of the policy's tokenizer: `query` then has special tokens, as OpenRLHF sends it.
+    None: it is prompt and completion as text."""
+
+
+class SlimeRewardSpec(EndpointRewardSpec):
+    """A server of slime's remote_rm form: POST {prompt, response, label} of one row -> a number."""
+
+    type: Literal["slime"] = "slime"
+    batch_size: Literal[1] = 1
+    """The form takes one row a request."""
+    reward_key: str | None = None
+    """Which value of an answered mapping is the reward; None: the answer is a bare number."""
+
+
+class NemoGymRewardSpec(EndpointRewardSpec):
+    """A NeMo-Gym resources server: POST /verify of one row -> {reward}."""
+
+    type: Literal["nemo_gym"] = "nemo_gym"
+    batch_size: Literal[1] = 1
+    """The form takes one row a request."""
+    seeds_session: bool = False
+    """POST /seed_session beside /verify before each row, and send its cookies along."""
+
+
+class JudgeRewardSpec(EndpointRewardSpec):
+    """A language model behind an OpenAI-compatible chat endpoint that grades by a rubric.
+
+    Its answer is text, of which a number is read and nothing is ever run.
+    """
+
+    type: Literal["openai_judge"] = "openai_judge"
+    batch_size: Literal[1] = 1
+    """One row a request: a grade must not depend on the row's neighbours."""
+    model: str = Field(min_length=1)
+    """Name of the model, as the endpoint knows it."""
+    rubric: str = Field(min_length=1)
+    """What earns which score, in words. {prompt}, {completion} and {answer} stand for the row's; a
+    rubric without {completion} gets prompt and completion appended."""
+    minimum: float = 0.0
+    """Lowest score that the rubric gives; below is refused."""
+    maximum: float = 10.0
+    """Highest score that the rubric gives; above is refused. The reward is (score - minimum) /
+    (maximum - minimum), 0 to 1."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Most tokens of the model's answer."""
+    seed: int = 0
+    """Sent along, with temperature 0."""
+
+    @model_validator(mode="after")
+    def _check_scale(self) -> Self:
+        if self.minimum >= self.maximum:
+            raise ValueError(
+                f"minimum and maximum are both {self.minimum}: the score needs room between them"
+            )
+        return self
+
+
+# --- members: gRPC, KServe, Python ------------------------------------------------------------
+
+
+# --- the union ----------------------------------------------------------------------------
+
+AnyOutsideRewardSpec = OpenRlhfRewardSpec | SlimeRewardSpec | NemoGymRewardSpec | JudgeRewardSpec
+"""Every outside source; `RewardSourceSpec` has them beside ours."""
+
+_PYTHON = re.compile(r"python:(?P<function>.+:[A-Za-z_]\w*)")
+
+
+def outside_source(text: str) -> dict[str, Any]:
+    """The long form of a source that is written as one text.
+
+    Example: "http://h:5000/get_reward" is {"type": "openrlhf", "urls": ["http://h:5000/get_reward"]}.
+
+    Raises:
+        ValueError: it is none of the forms.
+    """
+    python = _PYTHON.fullmatch(text)
+    if python is not None:
+        return {"type": "python", "function": python["function"]}
+    scheme, _, rest = text.partition("://")
+    if scheme == "grpc" and rest:
+        return {"type": "grpc", "urls": [text]}
+    if scheme in ("http", "https") and rest:
+        is_verify = urlsplit(text).path.rstrip("/").endswith("/verify")
+        return {"type": "nemo_gym" if is_verify else "openrlhf", "urls": [text]}
+    raise ValueError(f"{text!r} is no source of rewards: give {FORMS}")

@@ -1,0 +1,1 @@
+"""Reward functions of the user's, each in worker processes of its own."""

@@ -1,0 +1,116 @@
+"""What a reward function gave back, checked: it is the user's code, so it may be anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_FLOAT32 = 3.4028234663852886e38
+"""Rewards are float32: a larger number would become infinite."""
+
+_SHOWN_CHARACTERS = 80
+
+
+class AnswerError(ValueError):
+    """A function gave back what is no list of rewards; says where, and what to give instead."""
+
+
+def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[float | None]:
+    """The list of numbers that a value is.
+
+    Args:
+        value: a list or tuple, or a tensor or array of one dimension; its numbers may be 0-d.
+        num_rows: how many there must be.
+        what: in messages, e.g. "the function's list".
+        may_be_none: whether None (does not apply to this row) is allowed.
+
+    Raises:
+        AnswerError: it is no such list, names row and value.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise AnswerError(
+            f"{what} is {_shown(value)} of type {type(value).__name__}: give a list with one "
+            "number a completion"
+        )
+    if len(value) != num_rows:
+        raise AnswerError(
+            f"{what} has {len(value)} entries for {num_rows} completions: give exactly one number "
+            "a completion, in their order"
+        )
+    found: list[float | None] = []
+    for row, entry in enumerate(value):
+        if entry is None and may_be_none:
+            found.append(None)
+        else:
+            found.append(number(entry, f"{what} at row {row}", may_be_none=may_be_none))
+    return found
+
+
+def number(value: Any, what: str, *, may_be_none: bool = False) -> float:
+    """The finite number that a value is; AnswerError when it is none."""
+    if hasattr(value, "item"):
+        # 0-d tensors, and the scalars of numpy.
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise AnswerError(f"{what} is no single number: {error}") from error
+    # bool is an int: True is 1.
+    if not isinstance(value, int | float):
+        remedy = "a number, or None where the reward does not apply" if may_be_none else "a number"
+        raise AnswerError(
+            f"{what} is {_shown(value)} of type {type(value).__name__}: give {remedy}"
+        )
+    if not abs(value) <= MAX_FLOAT32:  # also NaN
+        shown = value if isinstance(value, float) and not math.isfinite(value) else "too large"
+        remedy = ", or None where the reward does not apply" if may_be_none else ""
+        raise AnswerError(
+            f"{what} is {shown}: give a finite number of float32{remedy} (a judgement that failed "
+            "must raise)"
+        )
+    return float(value)
+
+
+def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, float]]:
+    """Rewards and metrics of what a function in OpenRLHF's form gave.
+
+    That is {"rewards": ..., "scores": ..., "extra_logs": {name: ...}}, of which rewards are
+    needed, each a list or tensor; older files give the rewards alone. Metrics are means over rows.
+
+    Raises:
+        AnswerError: it is something else.
+    """
+    if not isinstance(value, Mapping):
+        return numbers(value, num_rows, "what the function gave", may_be_none=False), {}
+    if "rewards" not in value:
+        raise AnswerError(
+            f"the function gave an object with the keys {sorted(map(str, value))}: it needs "
+            "'rewards', one number a completion"
+        )
+    rewards = numbers(value["rewards"], num_rows, "'rewards'", may_be_none=False)
+    metrics = {}
+    if value.get("scores") is not None:
+        scores = numbers(value["scores"], num_rows, "'scores'", may_be_none=False)
+        metrics["scores"] = mean(scores)
+    logs = value.get("extra_logs") or {}
+    if not isinstance(logs, Mapping):
+        raise AnswerError(
+            f"'extra_logs' is {_shown(logs)}: give an object that holds a list by name"
+        )
+    for name, column in logs.items():
+        what = f"'extra_logs' {name!r}"
+        metrics[str(name)] = mean(numbers(column, num_rows, what, may_be_none=False))
+    return rewards, metrics
+
+
+def mean(values: list[float | None]) -> float:
+    """Mean of those that are not None; there must be one."""
+    present = [value for value in values if value is not None]
+    return math.fsum(present) / len(present)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,216 @@
+"""The two ways in which reward functions are written, and how a batch is handed to each.
+
+`trl`: a reward function of TRL's trainers, called by keyword alone.
+`openrlhf`: the reward file of OpenRLHF, called as (queries, prompts, labels).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+from rolemesh.services.reward.outside.functions import answers
+
+_TRL_NAMES = {"completions", "completion_ids"}
+_OPENRLHF_NAMES = {"queries"}
+_OWN_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a data set that TRL hands over under other names, never as they are."""
+
+
+class FunctionUnfitError(ValueError):
+    """A function cannot be called in any form, or not with these rows."""
+
+
+class Batch:
+    """Rows as they come to a worker, and what a function said about them.
+
+    Example: rows of two completions whose metadata is {"level": 3} and {} have the columns
+    {"level": [3, None]}.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> None:
+        """Takes prompt, completion, completion_ids, answer and metadata (a JSON object) of each."""
+        self.num_rows = len(rows)
+        self.step = step
+        self.metrics: dict[str, list[float]] = {}
+        self._rows = rows
+        self._metadata = [_metadata(row["metadata"]) for row in rows]
+
+    def texts(self, name: str) -> list[str]:
+        """One of prompt, completion, answer."""
+        return [str(row[name]) for row in self._rows]
+
+    def prompts(self) -> list[Any]:
+        """Each as the data has it where its metadata keeps "prompt", else the rendered text."""
+        pairs = zip(self._metadata, self._rows, strict=True)
+        return [metadata.get("prompt", row["prompt"]) for metadata, row in pairs]
+
+    def completions(self) -> list[Any]:
+        """Text each, or a list of one message where the prompt is a list of messages."""
+        return [
+            [{"role": "assistant", "content": row["completion"]}]
+            if isinstance(metadata.get("prompt"), list)
+            else row["completion"]
+            for metadata, row in zip(self._metadata, self._rows, strict=True)
+        ]
+
+    def completion_ids(self) -> list[list[int]]:
+        """Token ids as sampled."""
+        return [list(row["completion_ids"]) for row in self._rows]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Every other column of the data, and "answer"; None where a row lacks it."""
+        names = dict.fromkeys(name for metadata in self._metadata for name in metadata)
+        columns = {
+            name: [metadata.get(name) for metadata in self._metadata]
+            for name in names
+            if name not in _OWN_COLUMNS
+        }
+        given = self.texts("answer")
+        if any(given):
+            columns.setdefault("answer", [answer or None for answer in given])
+        return columns
+
+    def log_metric(self, name: str, value: Any) -> None:
+        """Notes a scalar; the mean counts where a name comes several times."""
+        shown = f"log_metric({name!r})"
+        self.metrics.setdefault(str(name), []).append(answers.number(value, shown))
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Notes a column: its mean becomes a metric where it holds numbers."""
+        listed = values.tolist() if hasattr(values, "tolist") else list(values)
+        present = [value for value in listed if value is not None]
+        if present and all(isinstance(value, int | float) for value in present):
+            shown = f"log_extra({column!r})"
+            checked = answers.numbers(listed, self.num_rows, shown, may_be_none=True)
+            self.log_metric(column, answers.mean(checked))
+        else:
+            print(f"log_extra: column {column!r} is no column of numbers: not kept", flush=True)
+
+
+class Form(Protocol):
+    """Hands a batch to a function and reads what it gives."""
+
+    name: str
+
+    def call(self, batch: Batch) -> Any:
+        """What the function gives: maybe an awaitable."""
+
+    def read(self, given: Any, batch: Batch) -> list[float | None]:
+        """Its rewards; metrics go to the batch. AnswerError when there are none."""
+
+
+class TrlForm:
+    """f(prompts=, completions=, completion_ids=, <each column>=, trainer_state=, log_...=)."""
+
+    name = "trl"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._parameters = list(_signature(function).parameters.values())
+
+    def call(self, batch: Batch) -> Any:
+        """Passes everything by keyword; of a function without **kwargs only what it names."""
+        columns = batch.columns()
+        own = {
+            "prompts": batch.prompts(),
+            "completions": batch.completions(),
+            "completion_ids": batch.completion_ids(),
+            "trainer_state": SimpleNamespace(global_step=batch.step),
+            "log_extra": batch.log_extra,
+            "log_metric": batch.log_metric,
+        }
+        clashing = sorted(own.keys() & columns.keys())
+        if clashing:
+            raise FunctionUnfitError(
+                f"the data has columns {clashing}, which are names of arguments of every reward "
+                "function: rename them, or leave them out of data.metadata"
+            )
+        known = {**columns, **own}
+        named = {p.name for p in self._parameters if p.kind is not p.VAR_KEYWORD}
+        lacking = [
+            p.name
+            for p in self._parameters
+            if p.name not in known
+            and p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+        if lacking:
+            raise FunctionUnfitError(
+                f"the function needs {lacking}, but the data has the columns {sorted(columns)}: "
+                "name them in data.metadata, or give the arguments a default"
+            )
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters)
+        return self._function(**(known if takes_all else {n: known[n] for n in named & {*known}}))
+
+    def read(self, given: Any, batch: Batch) -> list[float | None]:
+        """A list of numbers, None where the reward does not apply."""
+        return answers.numbers(given, batch.num_rows, "the function's list", may_be_none=True)
+
+
+class OpenRlhfForm:
+    """f(queries, prompts, labels) -> {"rewards": ..., "scores": ..., "extra_logs": {...}}."""
+
+    name = "openrlhf"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def call(self, batch: Batch) -> Any:
+        """Passes by position: the names of the parameters are the file's own."""
+        prompts = batch.texts("prompt")
+        queries = [
+            prompt + text for prompt, text in zip(prompts, batch.texts("completion"), strict=True)
+        ]
+        labels = [answer or None for answer in batch.texts("answer")]
+        return self._function(queries, prompts, labels)
+
+    def read(self, given: Any, batch: Batch) -> list[float | None]:
+        """The rewards; scores and extra_logs become metrics."""
+        rewards, metrics = answers.openrlhf(given, batch.num_rows)
+        for name, value in metrics.items():
+            batch.log_metric(name, value)
+        return rewards
+
+
+def form_of(function: Any, form: str) -> Form:
+    """The form of a function: the one that is asked for, or "auto" by its parameters' names.
+
+    Raises:
+        FunctionUnfitError: it cannot be called, or the names do not tell.
+    """
+    if not callable(function):
+        raise FunctionUnfitError(f"it is a {type(function).__name__}, which cannot be called")
+    if form == "trl":
+        return TrlForm(function)
+    if form == "openrlhf":
+        return OpenRlhfForm(function)
+    names = set(_signature(function).parameters)
+    is_trl, is_openrlhf = bool(names & _TRL_NAMES), bool(names & _OPENRLHF_NAMES)
+    if is_trl == is_openrlhf:
+        raise FunctionUnfitError(
+            f"its parameters {sorted(names)} do not tell how it is called: TRL's have "
+            "'completions', OpenRLHF's have 'queries'; set form to 'trl' or 'openrlhf'"
+        )
+    return TrlForm(function) if is_trl else OpenRlhfForm(function)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise FunctionUnfitError(
+            f"its parameters are not known ({error}): set form to 'openrlhf', or wrap it"
+        ) from error
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    value = json.loads(text) if text else {}
+    if not isinstance(value, dict):
+        print(f"metadata is {text[:80]!r}, no object: no columns", file=sys.stderr, flush=True)
+        return {}
+    return value

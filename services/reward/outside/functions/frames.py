@@ -1,0 +1,84 @@
+"""Messages between a service and the worker processes of a reward function.
+
+A frame is four bytes, big-endian, that give the length of the JSON object after them. A worker
+runs code of the user's, so that what comes from it is checked like anything from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+HEADER = struct.Struct(">I")
+
+MAX_CALL_BYTES = 256 << 20
+"""Largest frame to a worker: a batch of rows."""
+
+MAX_ANSWER_BYTES = 8 << 20
+"""Largest frame from a worker: numbers, metrics and a traceback."""
+
+
+class FrameError(ValueError):
+    """A frame is too large, or holds no JSON object."""
+
+
+def encode(message: dict[str, Any], max_bytes: int) -> bytes:
+    """The message as a frame.
+
+    Raises:
+        FrameError: it takes more than `max_bytes`, or holds what JSON cannot, such as NaN.
+    """
+    try:
+        body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FrameError(f"a message cannot be written as JSON: {error}") from error
+    if len(body) > max_bytes:
+        raise FrameError(f"a message has {len(body)} bytes, more than {max_bytes}")
+    return HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes, max_bytes: int) -> int:
+    """Length of the object after this header; FrameError when it is more than `max_bytes`."""
+    (length,) = HEADER.unpack(header)
+    if length > max_bytes:
+        raise FrameError(f"a message announces {length} bytes, more than {max_bytes}")
+    return int(length)
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The object of a frame.
+
+    Raises:
+        FrameError: it is no JSON object, or holds NaN or an infinity.
+    """
+    try:
+        message = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a message is no JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise FrameError(f"a message is a {type(message).__name__}, not an object")
+    return message
+
+
+def read(connection: socket.socket, max_bytes: int) -> dict[str, Any] | None:
+    """The next message, waiting for it; None when the other end has closed between two."""
+    header = _read_bytes(connection, HEADER.size)
+    if not header:
+        return None
+    return decode(_read_bytes(connection, body_length(header, max_bytes)))
+
+
+def _read_bytes(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), 1 << 20))
+        if not part:
+            break
+        data += part
+    return bytes(data)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")

@@ -1,0 +1,158 @@
+"""A process that holds one reward function and calls it.
+
+Used as `python -m rolemesh.services.reward.outside.functions.worker SOCKET PARENT_PID`. The first
+message names the function, each further one is a batch. The process is isolated so that a function
+that hangs, crashes or eats memory harms nothing else; it has the rights of the service's user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rolemesh.engine.user_code import UserCodeError, load_named
+from rolemesh.services.reward.outside.functions import answers, forms, frames
+
+MAX_TRACEBACK_CHARACTERS = 8000
+"""Of a longer one the end counts."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Serves one service over the socket that it inherits, until the other end closes."""
+    descriptor, parent_pid = int(arguments[0]), int(arguments[1])
+    end_with_parent(parent_pid)
+    connection = socket.socket(fileno=descriptor)
+    # Processes that the function starts must not hold the connection open.
+    connection.set_inheritable(False)
+    order = frames.read(connection, frames.MAX_CALL_BYTES)
+    if order is None:
+        return 0
+    _limit_memory(order["memory_bytes"])
+    try:
+        form = load(str(order["function"]), str(order["form"]))
+    except (UserCodeError, forms.FunctionUnfitError) as error:
+        _send(connection, {"error": _load_error(error)})
+        return 1
+    _send(connection, {"form": form.name})
+    # One loop for all calls: what an async function keeps open belongs to it.
+    with asyncio.Runner() as runner:
+        while (call := frames.read(connection, frames.MAX_CALL_BYTES)) is not None:
+            _limit_processor(call["cpu_s"])
+            _send(connection, _answer(form, call, runner))
+    return 0
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when the thread that started it ends.
+
+    That is the thread of the service's event loop, which lives as long as its workers. The kernel
+    also ends a function that never lets go of the interpreter, as no thread in here could.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"prctl: {os.strerror(number)}")
+    # The parent may have ended before the kernel was asked.
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"parent {parent_pid} is gone")
+
+
+def load(name: str, form: str) -> forms.Form:
+    """The function that a name leads to.
+
+    A file's folder is searched for modules after everything else, so that a file can import its
+    neighbours and shadows nothing.
+
+    Raises:
+        UserCodeError: it cannot be imported.
+        FunctionUnfitError: it cannot be called.
+    """
+    place, _, _ = name.rpartition(":")
+    if place.endswith(".py"):
+        sys.path.append(str(Path(place).resolve().parent))
+    return forms.form_of(load_named(name, "function"), form)
+
+
+def _answer(form: forms.Form, call: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+    try:
+        batch = forms.Batch(call["rows"], call["step"])
+        given = form.call(batch)
+        if inspect.isawaitable(given):
+            given = runner.run(_awaited(given))
+        rewards = form.read(given, batch)
+        metrics = {name: answers.mean([*values]) for name, values in batch.metrics.items()}
+    except (forms.FunctionUnfitError, answers.AnswerError) as error:
+        return {"error": str(error)}
+    except MemoryError as error:
+        return {"error": _raised(error), "is_spent": True}
+    except BaseException as error:  # of the user's code, SystemExit too
+        return {"error": _raised(error)}
+    return {"rewards": rewards, "metrics": metrics}
+
+
+async def _awaited(given: Any) -> Any:
+    return await given
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        frame = frames.encode(message, frames.MAX_ANSWER_BYTES)
+    except frames.FrameError as error:
+        frame = frames.encode(
+            {"error": f"the answer cannot be sent: {error}"}, frames.MAX_ANSWER_BYTES
+        )
+    connection.sendall(frame)
+
+
+def _load_error(error: Exception) -> str:
+    if error.__cause__ is None:
+        return str(error)
+    return f"{error}\n{_traceback(error.__cause__)}"
+
+
+def _raised(error: BaseException) -> str:
+    return f"the function raised {type(error).__name__}: {error}\n{_traceback(error)}"
+
+
+def _traceback(error: BaseException) -> str:
+    """The frames from the user's file on."""
+    found = error.__traceback__
+    own = {__file__, forms.__file__}
+    while found is not None and found.tb_next is not None:
+        if found.tb_frame.f_code.co_filename not in own:
+            break
+        found = found.tb_next
+    text = "".join(traceback.format_exception(type(error), error, found))
+    return text[-MAX_TRACEBACK_CHARACTERS:]
+
+
+def _limit_memory(memory_bytes: int | None) -> None:
+    # A crash must not write its memory to a disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _limit_processor(cpu_s: float) -> None:
+    """SIGXCPU ends this process when the next call has used that much, in whole seconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
