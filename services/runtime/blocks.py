@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 
-from rolemesh.services.runtime.rows import cut_out, join_parts, merge_parts, rows_of
+from rolemesh.rpc.row_places import rows_of
+from rolemesh.services.runtime.rows import cut_out, join_parts, merge_parts
 from rolemesh.v1 import experience_pb2, rollout_pb2
 
 

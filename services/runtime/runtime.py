@@ -22,6 +22,7 @@ from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
+from rolemesh.rpc.row_places import is_consecutive, place
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.config import ServiceConfig, layout_flag
@@ -33,7 +34,7 @@ from rolemesh.services.runtime.hold import RunHold
 from rolemesh.services.runtime.meeting import Meeting
 from rolemesh.services.runtime.operations import Operation, OperationLedger, task_of
 from rolemesh.services.runtime.role import Role
-from rolemesh.services.runtime.rows import TOKENS, group_with, is_consecutive, place
+from rolemesh.services.runtime.rows import TOKENS, group_with
 from rolemesh.services.runtime.schema import column_schema, empty_column
 from rolemesh.v1 import experience_pb2, operation_pb2
 

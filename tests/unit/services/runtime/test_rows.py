@@ -8,16 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from rolemesh.engine.experience import ColumnMissingError
+from rolemesh.rpc.row_places import is_consecutive, place, rows_of
 from rolemesh.services.runtime.blocks import BlockParts, block_of
 from rolemesh.services.runtime.rows import (
     cut_out,
     group_with,
-    is_consecutive,
     join_parts,
     merge_parts,
-    place,
     row_tokens,
-    rows_of,
 )
 from rolemesh.v1 import experience_pb2
 

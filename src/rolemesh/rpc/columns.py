@@ -1,0 +1,350 @@
+"""Columns of experience as numpy arrays: the light twin of the engine's, for ends without torch.
+
+The bytes are the same as those of a service: each array begins on a 64-byte boundary, elements
+are little-endian, ragged columns carry int64 offsets. numpy knows no bfloat16; a column of it is
+read as float32, which holds every bfloat16 exactly, and none is written.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rolemesh.rpc.channel import CHUNK_BYTES
+from rolemesh.rpc.payload_stream import PayloadMalformedError
+from rolemesh.rpc.tensors import ITEM_BYTES
+from rolemesh.v1 import experience_pb2, tensor_pb2
+
+Array = npt.NDArray[Any]
+
+ALIGNMENT_BYTES = 64
+"""Every array of a payload begins on a cache line."""
+
+_DTYPES: dict[tensor_pb2.DataType.ValueType, np.dtype[Any]] = {
+    tensor_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+    tensor_pb2.DATA_TYPE_FLOAT16: np.dtype("<f2"),
+    tensor_pb2.DATA_TYPE_FLOAT64: np.dtype("<f8"),
+    tensor_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
+    tensor_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
+    tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),
+    tensor_pb2.DATA_TYPE_BOOL: np.dtype("?"),
+}
+_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+
+
+class ColumnKind(enum.Enum):
+    """How the values of a column relate to rows."""
+
+    ROW = experience_pb2.COLUMN_KIND_ROW
+    """One value a row."""
+    SEQUENCE = experience_pb2.COLUMN_KIND_SEQUENCE
+    """One value for each token of prompt and completion."""
+    COMPLETION = experience_pb2.COLUMN_KIND_COMPLETION
+    """One value for each completion token."""
+    TEXT = experience_pb2.COLUMN_KIND_TEXT
+    """UTF-8 bytes of a row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnData:
+    """One packed column.
+
+    Attributes:
+        kind: How values relate to rows.
+        values: 1-D.
+        offsets: int64 [rows + 1] for every kind but ROW: row b owns
+            values[offsets[b]:offsets[b + 1]]. None for ROW.
+
+    Example: ColumnData.completion([[0.5], [1.0, 2.0]]) has the offsets [0, 1, 3].
+    """
+
+    kind: ColumnKind
+    values: Array
+    offsets: npt.NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1:
+            raise ValueError(
+                f"column values have {self.values.ndim} dimensions: pack them into one"
+            )
+        if (self.kind is ColumnKind.ROW) != (self.offsets is None):
+            raise ValueError(f"a {self.kind.name} column and its offsets do not go together")
+        if self.offsets is None:
+            return
+        if self.offsets.dtype != np.int64 or self.offsets.ndim != 1 or len(self.offsets) < 1:
+            raise ValueError("offsets must be int64 and one-dimensional, with rows + 1 entries")
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
+            raise ValueError(
+                f"offsets run from {self.offsets[0]} to {self.offsets[-1]}, but must run from 0 to "
+                f"the number of values, {len(self.values)}"
+            )
+        if bool((self.offsets[1:] < self.offsets[:-1]).any()):
+            raise ValueError("offsets decrease: row lengths must not be negative")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the column."""
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Values in each row, int64 [rows]; 1 for a ROW column."""
+        if self.offsets is None:
+            return np.ones(len(self.values), dtype=np.int64)
+        return np.diff(self.offsets)
+
+    def rows(self) -> list[Array]:
+        """The values of each row, as views; of a ROW column arrays of one value."""
+        edges = range(len(self.values) + 1) if self.offsets is None else self.offsets.tolist()
+        return [self.values[first:last] for first, last in itertools.pairwise(edges)]
+
+    def strings(self) -> list[str]:
+        """The rows of a TEXT column.
+
+        Raises:
+            ValueError: It is of another kind, or no UTF-8.
+        """
+        if self.kind is not ColumnKind.TEXT:
+            raise ValueError(f"a {self.kind.name} column holds no text")
+        return [row.tobytes().decode() for row in self.rows()]
+
+    def select(self, rows: npt.NDArray[np.int64]) -> ColumnData:
+        """The given rows, int64 [K], in the given order."""
+        if self.offsets is None:
+            return ColumnData(self.kind, self.values[rows])
+        lengths = self.lengths()[rows]
+        offsets = _offsets_of(lengths)
+        starts = self.offsets[:-1][rows] - offsets[:-1]
+        index = np.arange(offsets[-1]) + np.repeat(starts, lengths)
+        return ColumnData(self.kind, self.values[index], offsets)
+
+    @staticmethod
+    def row(values: npt.ArrayLike, dtype: npt.DTypeLike = None) -> ColumnData:
+        """One value a row."""
+        return ColumnData(ColumnKind.ROW, np.asarray(values, dtype=dtype))
+
+    @staticmethod
+    def sequence(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike = np.int64) -> ColumnData:
+        """One value for each token of prompt and completion, e.g. the tokens."""
+        return _ragged(ColumnKind.SEQUENCE, rows, dtype)
+
+    @staticmethod
+    def completion(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike = np.float32) -> ColumnData:
+        """One value for each completion token, e.g. advantages or a mask (dtype bool)."""
+        return _ragged(ColumnKind.COMPLETION, rows, dtype)
+
+    @staticmethod
+    def text(rows: Sequence[str]) -> ColumnData:
+        """Texts, packed as UTF-8."""
+        encoded = [row.encode() for row in rows]
+        lengths = np.array([len(row) for row in encoded], dtype=np.int64)
+        values = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        return ColumnData(ColumnKind.TEXT, values, _offsets_of(lengths))
+
+    @staticmethod
+    def concat(columns: Sequence[ColumnData]) -> ColumnData:
+        """Stacks the rows of columns of one kind and dtype.
+
+        Raises:
+            ValueError: There are none, or they differ.
+        """
+        kinds = {(column.kind, column.values.dtype) for column in columns}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"columns of different kinds cannot be stacked: {sorted(map(str, kinds))}"
+            )
+        values = np.concatenate([column.values for column in columns])
+        if columns[0].offsets is None:
+            return ColumnData(columns[0].kind, values)
+        lengths = np.concatenate([column.lengths() for column in columns])
+        return ColumnData(columns[0].kind, values, _offsets_of(lengths))
+
+
+class Columns(Mapping[str, ColumnData]):
+    """Named columns over the same rows.
+
+    Example::
+
+        batch = Columns({"rewards": ColumnData.row([1.0, 0.0], np.float32)})
+        batch["rewards"].values, batch.num_rows
+    """
+
+    def __init__(self, columns: Mapping[str, ColumnData]) -> None:
+        if not columns:
+            raise ValueError("columns are none: give at least one")
+        counts = {name: column.num_rows for name, column in columns.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"columns disagree on the number of rows: {counts}")
+        self._columns = dict(columns)
+        self.num_rows = next(iter(counts.values()))
+
+    def __getitem__(self, name: str) -> ColumnData:
+        """The column of that name."""
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in order."""
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        """How many columns there are."""
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Columns(rows={self.num_rows}, columns={sorted(self._columns)})"
+
+    def __or__(self, other: Mapping[str, ColumnData]) -> Columns:
+        """Joins columns over the same rows; one of `other` replaces one of the same name."""
+        return Columns({**self._columns, **other})
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> Columns:
+        """The given rows in the given order."""
+        index = np.asarray(rows, dtype=np.int64)
+        return Columns({name: column.select(index) for name, column in self.items()})
+
+
+def encode(columns: Columns) -> tuple[experience_pb2.PayloadHeader, Iterator[bytes]]:
+    """The wire form: a header, and the payload that it describes in chunks of at most 1 MiB.
+
+    Raises:
+        ValueError: A dtype that may not travel; names the column.
+    """
+    header = experience_pb2.PayloadHeader(num_rows=columns.num_rows, row_stop=columns.num_rows)
+    placed: list[tuple[int, Array]] = []
+    at = 0
+
+    def place(values: Array) -> int:
+        nonlocal at
+        here = at
+        placed.append((here, values))
+        at = -(-(at + values.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return here
+
+    for name, column in columns.items():
+        dtype = column.values.dtype.newbyteorder("<")
+        if dtype not in _NUMBERS:
+            raise ValueError(
+                f"column {name!r} has dtype {column.values.dtype}, which may not travel: use one "
+                f"of {sorted(map(str, _NUMBERS))}"
+            )
+        described = header.columns.add(num_values=len(column.values))
+        described.schema.CopyFrom(
+            experience_pb2.ColumnSchema(name=name, kind=column.kind.value, dtype=_NUMBERS[dtype])
+        )
+        if column.offsets is not None:
+            described.offsets_at = place(column.offsets.astype("<i8", copy=False))
+        described.values_at = place(column.values.astype(dtype, copy=False))
+    header.num_bytes = at
+    return header, _chunks(placed, at)
+
+
+def _chunks(placed: list[tuple[int, Array]], num_bytes: int) -> Iterator[bytes]:
+    payload = bytearray(num_bytes)
+    for at, values in placed:
+        payload[at : at + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).data
+    view = memoryview(payload)
+    for start in range(0, num_bytes, CHUNK_BYTES):
+        yield bytes(view[start : start + CHUNK_BYTES])
+
+
+def decode(
+    header: experience_pb2.PayloadHeader, payload: bytes | bytearray | memoryview
+) -> Columns:
+    """The columns of a payload, as views of it where numpy knows their dtype.
+
+    Raises:
+        PayloadMalformedError: Header and bytes do not fit; names the column.
+    """
+    check_header(header)
+    if len(payload) != header.num_bytes:
+        raise PayloadMalformedError(
+            f"a payload header claims {header.num_bytes} bytes, but {len(payload)} came"
+        )
+    columns: dict[str, ColumnData] = {}
+    for column in header.columns:
+        name = column.schema.name
+        offsets = None
+        if column.HasField("offsets_at"):
+            offsets = np.frombuffer(payload, "<i8", header.num_rows + 1, column.offsets_at)
+        try:
+            columns[name] = ColumnData(
+                ColumnKind(column.schema.kind), _values_of(column, payload), offsets
+            )
+        except ValueError as error:
+            raise PayloadMalformedError(f"column {name!r}: {error}") from error
+    return Columns(columns)
+
+
+def _values_of(
+    column: experience_pb2.PayloadColumn, payload: bytes | bytearray | memoryview
+) -> Array:
+    if column.schema.dtype == tensor_pb2.DATA_TYPE_BFLOAT16:
+        # A bfloat16 is the upper half of the float32 of the same value.
+        halves = np.frombuffer(payload, "<u2", column.num_values, column.values_at)
+        return (halves.astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(payload, _DTYPES[column.schema.dtype], column.num_values, column.values_at)
+
+
+def check_header(header: experience_pb2.PayloadHeader) -> None:
+    """Checks a header against its own length, before a byte is allocated for it.
+
+    Raises:
+        PayloadMalformedError: No columns, unknown kind or dtype, negative sizes, arrays off their
+            boundary or beyond num_bytes, or a name twice; or the payload is not in the stream.
+    """
+    if header.num_rows < 0 or header.num_bytes < 0 or not header.columns:
+        raise PayloadMalformedError(
+            f"a payload header claims {header.num_rows} rows and {header.num_bytes} bytes in "
+            f"{len(header.columns)} columns"
+        )
+    if header.HasField("shared_memory_name"):
+        raise PayloadMalformedError("a payload header names shared memory, which was not offered")
+    for column in header.columns:
+        name = column.schema.name
+        item_bytes = ITEM_BYTES.get(column.schema.dtype)
+        if column.schema.kind not in experience_pb2.ColumnKind.values()[1:] or item_bytes is None:
+            raise PayloadMalformedError(
+                f"column {name!r} has kind {column.schema.kind} and dtype {column.schema.dtype}, "
+                "which this version does not know"
+            )
+        is_row = column.schema.kind == experience_pb2.COLUMN_KIND_ROW
+        if column.HasField("offsets_at") == is_row:
+            raise PayloadMalformedError(
+                f"column {name!r} " + ("must not have offsets" if is_row else "lacks offsets")
+            )
+        if is_row and column.num_values != header.num_rows:
+            raise PayloadMalformedError(
+                f"column {name!r} has {column.num_values} values for {header.num_rows} rows"
+            )
+        _check_extent(name, column.values_at, column.num_values, item_bytes, header.num_bytes)
+        if not is_row:
+            _check_extent(name, column.offsets_at, header.num_rows + 1, 8, header.num_bytes)
+    if len({column.schema.name for column in header.columns}) != len(header.columns):
+        raise PayloadMalformedError("a payload header names a column twice")
+
+
+def _check_extent(name: str, at: int, num_values: int, item_bytes: int, num_bytes: int) -> None:
+    stop = at + num_values * item_bytes
+    if at < 0 or at % ALIGNMENT_BYTES or num_values < 0 or stop > num_bytes:
+        raise PayloadMalformedError(
+            f"column {name!r} claims {num_values} values of {item_bytes} bytes at byte {at} of a "
+            f"payload of {num_bytes} bytes: bytes and shape do not fit"
+        )
+
+
+def _ragged(kind: ColumnKind, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> ColumnData:
+    arrays = [np.asarray(row, dtype=dtype) for row in rows]
+    values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
+    lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+    return ColumnData(kind, values, _offsets_of(lengths))
+
+
+def _offsets_of(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
