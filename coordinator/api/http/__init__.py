@@ -1,0 +1,1 @@
+"""The coordinator over HTTP: REST, live events and the dashboard's files."""

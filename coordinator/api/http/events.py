@@ -1,0 +1,183 @@
+"""The events of a run as server-sent events (WHATWG HTML, section 9.2).
+
+An event's `id` is that of the store, so whoever comes back with the last one misses none and gets
+none twice, whichever coordinator answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rolemesh.coordinator.api.http.conversion import to_plain
+from rolemesh.coordinator.api.http.exposition import RequestMetrics
+from rolemesh.coordinator.api.http.problems import to_problem
+from rolemesh.rpc.errors import CapacityError, RolemeshError
+from rolemesh.v1 import coordinator_pb2
+
+MAX_STREAMS = 100
+"""Streams that are open at once; one more is refused."""
+
+FIRST_ANSWER_S = 1.0
+"""How long a stream waits for its first event, which may be an error, before it begins."""
+
+RETRY_MS = 1000
+"""What a browser is told to wait before it comes back."""
+
+EVENT_STREAM_TYPE = "text/event-stream"
+
+
+class EventStreams:
+    """The open streams of an app.
+
+    Owner: one asyncio loop. At most MAX_STREAMS are open; `close` ends them all, and none opens
+    afterwards. A reader that is gone, or whose stream is as old as it may get, leaves nothing
+    behind: the iterator of its events is closed before its request ends.
+    """
+
+    def __init__(self, metrics: RequestMetrics, *, heartbeat_s: float, lifetime_s: float) -> None:
+        self._metrics = metrics
+        self._heartbeat_s = heartbeat_s
+        self._lifetime_s = lifetime_s
+        self._num_open = 0
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends all streams; readers come back to the coordinator that follows."""
+        self._closing.set()
+
+    async def open(
+        self, events: AsyncIterator[coordinator_pb2.RunEvent], request_id: str
+    ) -> Response:
+        """The answer that sends events; 204 when there will be none, so that nobody comes back.
+
+        Raises:
+            RolemeshError: what the first event turned out to be.
+        """
+        if self._num_open >= MAX_STREAMS:
+            raise CapacityError(
+                f"{MAX_STREAMS} event streams are open, as many as there may be: close one",
+                reason="TOO_MANY_STREAMS",
+                retryable=True,
+            )
+        reading = _Reading(events)
+        self._num_open += 1
+        self._metrics.event_streams.set(self._num_open)
+        try:
+            if await reading.wait(FIRST_ANSWER_S) and reading.peek() is None:
+                await self.release(reading)
+                return Response(status_code=204)
+        except BaseException:
+            await self.release(reading)
+            raise
+        return _EventStreamResponse(self, reading, request_id)
+
+    async def send(self, reading: _Reading, request_id: str, receive: Receive, send: Send) -> None:
+        """Sends the body of a stream until its end, the reader's, or the coordinator's."""
+        sending = asyncio.create_task(self._send_events(reading, request_id, send))
+        ends = (
+            sending,
+            asyncio.create_task(_disconnected(receive)),
+            asyncio.create_task(self._closing.wait()),
+        )
+        try:
+            await asyncio.wait(ends, timeout=self._lifetime_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+            outcomes = await asyncio.gather(*ends, return_exceptions=True)
+        if isinstance(outcomes[0], Exception):
+            raise outcomes[0]
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def release(self, reading: _Reading) -> None:
+        """Closes what a stream read from, and makes room for another one."""
+        self._num_open -= 1
+        self._metrics.event_streams.set(self._num_open)
+        await reading.close()
+
+    async def _send_events(self, reading: _Reading, request_id: str, send: Send) -> None:
+        await send(_body(f"retry: {RETRY_MS}\n\n"))
+        while True:
+            if not await reading.wait(self._heartbeat_s):
+                await send(_body(": heartbeat\n\n"))
+                continue
+            try:
+                event = reading.peek()
+            except RolemeshError as error:
+                # The status is sent already.
+                await send(_body(_frame("problem", to_problem(error, request_id))))
+                return
+            if event is None:
+                return
+            kind = event.WhichOneof("event")
+            await send(_body(_frame(kind, to_plain(event), event_id=event.event_id)))
+            reading.advance()
+
+
+class _Reading:
+    """Reads events one ahead, so that waiting for one with a time limit loses none."""
+
+    def __init__(self, events: AsyncIterator[coordinator_pb2.RunEvent]) -> None:
+        self._events = events
+        self.advance()
+
+    def advance(self) -> None:
+        self._next = asyncio.ensure_future(anext(self._events, None))
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether the next event, the end or an error is there."""
+        done, _ = await asyncio.wait((self._next,), timeout=timeout_s)
+        return bool(done)
+
+    def peek(self) -> coordinator_pb2.RunEvent | None:
+        """The next event, which wait() has seen; None at the end."""
+        return self._next.result()
+
+    async def close(self) -> None:
+        self._next.cancel()
+        await asyncio.gather(self._next, return_exceptions=True)
+        if isinstance(self._events, AsyncGenerator):
+            await self._events.aclose()
+
+
+class _EventStreamResponse(Response):
+    media_type = EVENT_STREAM_TYPE
+
+    def __init__(self, streams: EventStreams, reading: _Reading, request_id: str) -> None:
+        self._streams = streams
+        self._reading = reading
+        self._request_id = request_id
+        self.status_code = 200
+        self.background = None
+        # A proxy that buffers would hold events back.
+        self.init_headers({"x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        try:
+            await send({"type": "http.response.start", **start})
+            await self._streams.send(self._reading, self._request_id, receive, send)
+        finally:
+            await self._streams.release(self._reading)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _body(text: str) -> Message:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": True}
+
+
+def _frame(kind: str | None, data: dict[str, Any], *, event_id: str | None = None) -> str:
+    head = "" if event_id is None else f"id: {event_id}\n"
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return f"{head}event: {kind}\ndata: {text}\n\n"

@@ -1,0 +1,116 @@
+"""What Prometheus reads at /metrics: the requests, the process, and the runs of the store.
+
+The number of label sets is bounded: routes are named by their template, and metrics are told of
+the newest live runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from starlette.types import Scope
+
+from rolemesh.coordinator.api.http.models import RunStateWord
+from rolemesh.v1 import coordinator_pb2
+
+MAX_TOLD_RUNS = 20
+"""Live runs whose metrics are told."""
+
+MAX_TOLD_METRICS = 200
+"""Metrics of a run that are told, by name."""
+
+_FINAL = (
+    coordinator_pb2.RUN_STATE_SUCCEEDED,
+    coordinator_pb2.RUN_STATE_STOPPED,
+    coordinator_pb2.RUN_STATE_FAILED,
+)
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+class RequestMetrics:
+    """Counts of the requests of one app, and of its process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.event_streams = Gauge(
+            "rolemesh_http_event_streams", "Event streams that are open.", registry=self.registry
+        )
+        self._requests = Counter(
+            "rolemesh_http_requests",
+            "Requests, by the status of their answer.",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "rolemesh_http_request_seconds",
+            "Time until an answer begins.",
+            ["route"],
+            registry=self.registry,
+        )
+
+    def observe(self, scope: Scope, status: int, seconds: float) -> None:
+        """Counts a request when its answer begins."""
+        route = getattr(scope.get("route"), "path", None) or "none"
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._requests.labels(route, method, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+
+class _Runs(Collector):
+    def __init__(self, runs: Sequence[coordinator_pb2.Run] | None) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("rolemesh_store_up", "Whether the store answers.")
+        up.add_metric([], float(self._runs is not None))
+        yield up
+        if self._runs is None:
+            return
+        states = GaugeMetricFamily(
+            "rolemesh_runs", "Runs of the store, of the newest thousand.", labels=["state"]
+        )
+        for number, word in _STATE_WORDS.items():
+            states.add_metric([word], sum(run.state == number for run in self._runs))
+        yield states
+        steps = GaugeMetricFamily("rolemesh_run_step", "Steps finished.", labels=["run_id"])
+        planned = GaugeMetricFamily("rolemesh_run_num_steps", "Steps planned.", labels=["run_id"])
+        values = GaugeMetricFamily(
+            "rolemesh_run_metric", "A metric of the newest step.", labels=["run_id", "name"]
+        )
+        live = [run for run in self._runs if run.state not in _FINAL]
+        for run in live[:MAX_TOLD_RUNS]:
+            steps.add_metric([run.run_id], run.step)
+            planned.add_metric([run.run_id], run.num_steps)
+            for name in sorted(run.metrics)[:MAX_TOLD_METRICS]:
+                values.add_metric([run.run_id, name], run.metrics[name])
+        yield from (steps, planned, values)
+
+
+_STATE_WORDS: dict[int, RunStateWord] = {
+    coordinator_pb2.RUN_STATE_STARTING: "starting",
+    coordinator_pb2.RUN_STATE_RUNNING: "running",
+    coordinator_pb2.RUN_STATE_STOPPING: "stopping",
+    coordinator_pb2.RUN_STATE_SUCCEEDED: "succeeded",
+    coordinator_pb2.RUN_STATE_STOPPED: "stopped",
+    coordinator_pb2.RUN_STATE_FAILED: "failed",
+    coordinator_pb2.RUN_STATE_PAUSING: "pausing",
+    coordinator_pb2.RUN_STATE_PAUSED: "paused",
+}
+
+
+def expose(metrics: RequestMetrics, runs: Sequence[coordinator_pb2.Run] | None) -> bytes:
+    """The text of /metrics.
+
+    Args:
+        metrics: of the app.
+        runs: of the store, newest first; None when it does not answer.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Runs(runs))
+    return generate_latest(registry) + generate_latest(metrics.registry)

@@ -1,0 +1,167 @@
+"""What stands before every route: who may ask, how much, and that every request gets an answer.
+
+A coordinator can start programs, so a page that a browser of this machine shows must not be able
+to use it. Without a token only names of the loopback interface are answered (a page that rebinds
+its own name to 127.0.0.1 still sends that name), and nothing is changed for another origin. A
+coordinator that listens elsewhere has a token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import time
+import uuid
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+import grpc
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rolemesh.coordinator.api.http.exposition import RequestMetrics
+from rolemesh.coordinator.api.http.problems import problem_response
+from rolemesh.rpc.errors import ForbiddenError, InternalError, RolemeshError
+
+MAX_BODY_BYTES = 1024**2
+
+SECURITY_HEADERS = {
+    "content-security-policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "object-src 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+_READING = ("GET", "HEAD", "OPTIONS")
+
+_log = logging.getLogger(__name__)
+
+
+class UnauthenticatedError(RolemeshError):
+    """The caller has not shown the token."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNAUTHENTICATED
+    default_reason: ClassVar[str] = "TOKEN_MISSING"
+
+
+class Guard:
+    """Middleware around all routes.
+
+    Owner: one asyncio loop. Every request gets an id, which is in `x-request-id`, in problems and
+    in the log; is counted; and is answered with a problem whatever a route raises.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None, metrics: RequestMetrics) -> None:
+        self._app = app
+        self._token = token
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        began = time.monotonic()
+        status: int | None = None
+
+        async def send_guarded(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers.update(SECURITY_HEADERS)
+                headers["x-request-id"] = request_id
+                headers.setdefault("cache-control", "no-store")
+                self._metrics.observe(scope, status, time.monotonic() - began)
+            await send(message)
+
+        try:
+            refused = refusal(scope, Headers(scope=scope), self._token)
+            if refused is None:
+                await self._app(scope, _limited(receive), send_guarded)
+                return
+        except Exception:
+            _log.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
+            if status is not None:
+                raise
+            refused = InternalError("the coordinator failed; its log says why")
+        headers = {}
+        if isinstance(refused, UnauthenticatedError):
+            headers["www-authenticate"] = "Bearer"
+        response = problem_response(refused, request_id, headers=headers)
+        await response(scope, receive, send_guarded)
+
+
+def refusal(scope: Scope, headers: Headers, token: str | None) -> RolemeshError | None:
+    """Why a request is not answered; None when it may go on to its route."""
+    host = headers.get("host", "")
+    if token is None and not _is_loopback(host):
+        return ForbiddenError(
+            f"host {host!r} is not this coordinator, which has no token and thus answers to "
+            "localhost alone: ask http://localhost, or start it with a token",
+            reason="HOST_REFUSED",
+        )
+    origin = headers.get("origin")
+    if (
+        scope["method"] not in _READING
+        and origin is not None
+        and urlsplit(origin).netloc.lower() != host.lower()
+    ):
+        return ForbiddenError(
+            f"pages of {origin} may not change anything here: use the page of this coordinator, "
+            "or a client that is no browser",
+            reason="ORIGIN_REFUSED",
+        )
+    if token is None or not _needs_token(scope["path"]):
+        return None
+    sent = headers.get("authorization")
+    if sent is None:
+        return UnauthenticatedError(
+            "send the token of this coordinator: authorization: Bearer <token>"
+        )
+    scheme, _, given = sent.partition(" ")
+    # As bytes: compare_digest refuses text beyond ASCII.
+    if scheme.lower() != "bearer" or not hmac.compare_digest(
+        given.strip().encode(), token.encode()
+    ):
+        return UnauthenticatedError(
+            "that is not the token of this coordinator: see ROLEMESH_API_TOKEN or the file that it "
+            "was started with",
+            reason="TOKEN_INVALID",
+        )
+    return None
+
+
+def _needs_token(path: str) -> bool:
+    return path.startswith("/api/") or path == "/metrics"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _limited(receive: Receive) -> Receive:
+    """`receive` that gives no more than a body may have."""
+    num_bytes = 0
+
+    async def receive_limited() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        return message
+
+    return receive_limited

@@ -1,0 +1,409 @@
+"""What travels as JSON: the messages of coordinator.proto under the same names.
+
+Three things differ from the protos: times are RFC 3339 text, states are lower-case words, and a
+number that is NaN or infinite is null. A member of the proto that may be absent is null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rolemesh.v1 import coordinator_pb2
+
+NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
+"""Of a run's id and of a log's name."""
+
+MAX_INT64 = 2**63 - 1
+
+Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+"""RFC 3339, UTC, microseconds."""
+
+Int32 = Annotated[int, Field(json_schema_extra={"format": "int32"})]
+Int64 = Annotated[int, Field(json_schema_extra={"format": "int64"})]
+
+Number = float | None
+"""A double; null stands for NaN and the infinities."""
+
+RunStateWord = Literal[
+    "starting", "running", "stopping", "succeeded", "stopped", "failed", "pausing", "paused"
+]
+AlertLevelWord = Literal["info", "warning", "critical"]
+
+
+class Answer(BaseModel):
+    """Base of what is sent: exactly the fields that are declared."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class Wish(BaseModel):
+    """Base of what is taken: no further field, and no value of another type."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
+
+
+class Run(Answer):
+    """A training run."""
+
+    run_id: str
+    """Id of the run."""
+    name: str
+    """Name from the recipe."""
+    state: RunStateWord
+    """State of the run."""
+    step: Int64
+    """Steps finished."""
+    num_steps: Int64
+    """Steps planned."""
+    created_at: Time
+    """When it was created."""
+    updated_at: Time
+    """When it last changed."""
+    directory: str
+    """Folder of its files, on the coordinator's host."""
+    failure: str
+    """Why it failed, empty otherwise."""
+    metrics: dict[str, Number]
+    """Metrics of the newest step."""
+    algorithm: str
+    """Type of its algorithm, e.g. "ppo"; "external" when a client drives it."""
+    activity: str
+    """What it does right now, e.g. "step 3"."""
+
+
+class RunList(Answer):
+    """Runs."""
+
+    runs: list[Run]
+    """Newest first."""
+
+
+class RunCreation(Wish):
+    """Asks to start a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "run_id": "arithmetic-1",
+                    "recipe": "algorithm: {type: grpo}\n",
+                    "overrides": ["train.steps=20"],
+                }
+            ]
+        }
+    )
+
+    run_id: str = Field(pattern=NAME_PATTERN)
+    """Id of the run, chosen by the caller: a repeat with the same recipe starts no second one."""
+    recipe: str = Field(min_length=1)
+    """The recipe, as YAML or JSON text."""
+    overrides: list[str] = Field(default=[], max_length=1000)
+    """Fields to set besides, "a.b.c=value", as on the command line."""
+
+
+class CheckpointWish(Wish):
+    """Asks for a checkpoint."""
+
+    request_id: str = Field(min_length=1, max_length=128)
+    """Names the wish, e.g. a UUID: a repeat asks for no second checkpoint."""
+
+
+class RunStateChange(Answer):
+    """A new state of a run."""
+
+    state: RunStateWord
+    """The state."""
+    failure: str
+    """Why it failed, empty otherwise."""
+
+
+class StepMade(Answer):
+    """A step that was made."""
+
+    metrics: dict[str, Number]
+    """Its metrics."""
+
+
+class Evaluated(Answer):
+    """A score of held-out prompts."""
+
+    metrics: dict[str, Number]
+    """Its metrics."""
+
+
+class CheckpointSaved(Answer):
+    """A checkpoint of all roles."""
+
+    directory: str
+    """Its folder, on the coordinator's host."""
+
+
+class Note(Answer):
+    """A line for people."""
+
+    text: str
+    """The line."""
+
+
+class RunEvent(Answer):
+    """Something that happened in a run: `data` of an event of the stream.
+
+    One of `state`, `step_made`, `evaluated`, `checkpoint_saved` and `note` is there; the stream's
+    `event` field says which.
+    """
+
+    event_id: str
+    """Id, opaque: of Last-Event-ID and `after`."""
+    time: Time
+    """When."""
+    step: Int64
+    """Steps finished by then."""
+    state: RunStateChange | None = None
+    """The run is in another state."""
+    step_made: StepMade | None = None
+    """A step was made."""
+    evaluated: Evaluated | None = None
+    """The policy was evaluated."""
+    checkpoint_saved: CheckpointSaved | None = None
+    """A checkpoint was saved."""
+    note: Note | None = None
+    """Something worth a line."""
+
+
+class Metrics(Answer):
+    """Metrics of steps, in columns."""
+
+    steps: list[Int64]
+    """Steps, ascending."""
+    series: dict[str, list[Number]]
+    """By name: one value a step, null where a step has none."""
+    next_step: Int64 | None
+    """First step that was not sent; null when all were."""
+
+
+class DataflowNode(Answer):
+    """One call of a step."""
+
+    name: str
+    """Name, e.g. "critic.update"."""
+    service: str
+    """Service that is called, e.g. "critic" or "rollout-1"."""
+    kind: str
+    """What it does to the mesh: "sample", "infer", "update" or "eval"."""
+    pool: str
+    """Pool whose lease it takes."""
+    state: str
+    """State: "waiting", "queued", "running", "done" or "failed"."""
+    ready_s: Number
+    """When its inputs existed, in seconds since the step began; null before."""
+    started_s: Number
+    """When it started; null before."""
+    ended_s: Number
+    """When it ended; null before."""
+    is_critical: bool
+    """Whether the step waited for it: the critical path."""
+    num_tokens: Int64
+    """Tokens that it worked on."""
+    num_bytes: Int64
+    """Bytes of experience that it pulled."""
+    phases: dict[str, Number]
+    """Seconds by phase within the call."""
+    after: list[str]
+    """Names of the calls whose results it needs."""
+    policy_version: Int64 | None
+    """Version of the weights after it; null where it has none."""
+
+
+class Dataflow(Answer):
+    """The graph of a step."""
+
+    step: Int64
+    """The step."""
+    is_made: bool
+    """Whether the step was made; otherwise calls may have no end yet."""
+    nodes: list[DataflowNode]
+    """Its calls, in the order in which they were asked for."""
+
+
+class Sample(Answer):
+    """One trajectory for people."""
+
+    row: Int64
+    """Row of the batch."""
+    prompt: str
+    """The prompt as text."""
+    completion: str
+    """The completion as text."""
+    answer: str
+    """The expected answer, when the data has one."""
+    reward: Number
+    """Its reward."""
+    policy_version: Int64
+    """Version of the weights that sampled its first token."""
+    token_ids: list[Int64]
+    """Ids of the completion's tokens."""
+    logprobs: list[Number]
+    """Natural log-prob of each token under the weights that sampled it."""
+    loss_mask: list[bool]
+    """Whether each token is the policy's own; tool output is not."""
+    advantages: list[Number]
+    """Advantage of each token; empty where the algorithm has none."""
+
+
+class SampleList(Answer):
+    """Trajectories of a step."""
+
+    step: Int64
+    """The step; 0 when there is none."""
+    samples: list[Sample]
+    """Some of its trajectories."""
+    steps: list[Int64]
+    """Steps of which samples are kept, ascending."""
+
+
+class DeviceUseSeries(Answer):
+    """One device over time."""
+
+    service: str
+    """Service that uses it."""
+    rank: Int32
+    """Rank within the service."""
+    device: str
+    """Device, e.g. "cpu" or "cuda:0"."""
+    times: list[Time]
+    """When it was looked at."""
+    busy: list[Number]
+    """Share of time that it computed since the look before, 0 to 1."""
+    memory_bytes: list[Int64]
+    """Bytes in use: of the GPU by anybody, of a CPU by the process."""
+    memory_total_bytes: Int64
+    """Bytes that there are."""
+
+
+class DeviceUse(Answer):
+    """How busy devices were."""
+
+    devices: list[DeviceUseSeries]
+    """By device."""
+
+
+class Alert(Answer):
+    """Something that deserves attention."""
+
+    level: AlertLevelWord
+    """How pressing it is."""
+    rule: str
+    """Stable name of the rule, e.g. "ROLE_WAITS"."""
+    text: str
+    """What is the matter, in plain words."""
+    remedy: str
+    """What to do about it."""
+
+
+class AlertList(Answer):
+    """What deserves attention."""
+
+    alerts: list[Alert]
+    """The most pressing first."""
+
+
+class LogPiece(Answer):
+    """A piece of a log."""
+
+    text: str
+    """Text from `offset`; bytes that are no UTF-8 are replaced."""
+    offset: Int64
+    """Offset of the first byte."""
+    next_offset: Int64
+    """Offset after the last byte: where to go on."""
+    logs: list[str]
+    """Names of all logs of the run."""
+
+
+class RegisteredService(Answer):
+    """A service that the coordinator knows."""
+
+    role: str
+    """Role, e.g. "actor"."""
+    address: str
+    """Address, "host:port"."""
+    pid: Int64
+    """Process id on its host, 0 when not known."""
+    lease_until: Time
+    """Until when its lease holds."""
+    status: str
+    """What it last said of itself, in plain words."""
+
+
+class ServiceList(Answer):
+    """Services."""
+
+    services: list[RegisteredService]
+    """By role."""
+
+
+class Health(Answer):
+    """That the process lives, or that it can answer."""
+
+    status: Literal["ok"]
+    """Always "ok"; anything else is an error."""
+
+
+class InvalidField(Answer):
+    """One thing that is wrong with a request."""
+
+    field: str
+    """Where, e.g. "query.max_steps" or "body.run_id"."""
+    detail: str
+    """What is wrong with it."""
+
+
+class Problem(BaseModel):
+    """An error, after RFC 9457; dynamic values of the error are further members."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    type: Literal["about:blank"]
+    """The status says which kind of error it is."""
+    title: str
+    """The status in words."""
+    status: Int32
+    """The status."""
+    detail: str
+    """What went wrong, for people: the field, the value and the remedy."""
+    reason: str
+    """Stable name, e.g. "RUN_NOT_FOUND", for programs."""
+    retryable: bool
+    """Whether the same request may succeed later without a change."""
+    request_id: str
+    """Id under which the request is found in the coordinator's log; also in X-Request-Id."""
+    errors: list[InvalidField] = []
+    """All that is wrong with the request, when it is the request that is wrong."""
+
+
+MESSAGES: dict[type[Answer], Any] = {
+    Run: coordinator_pb2.Run,
+    RunList: coordinator_pb2.ListRunsResponse,
+    RunStateChange: coordinator_pb2.RunStateChange,
+    StepMade: coordinator_pb2.StepMade,
+    Evaluated: coordinator_pb2.Evaluated,
+    CheckpointSaved: coordinator_pb2.CheckpointSaved,
+    Note: coordinator_pb2.Note,
+    RunEvent: coordinator_pb2.RunEvent,
+    DataflowNode: coordinator_pb2.DataflowNode,
+    Dataflow: coordinator_pb2.GetDataflowResponse,
+    Sample: coordinator_pb2.Sample,
+    SampleList: coordinator_pb2.ListSamplesResponse,
+    DeviceUseSeries: coordinator_pb2.DeviceUseSeries,
+    DeviceUse: coordinator_pb2.GetDeviceUseResponse,
+    Alert: coordinator_pb2.Alert,
+    AlertList: coordinator_pb2.ListAlertsResponse,
+    LogPiece: coordinator_pb2.ReadLogResponse,
+    RegisteredService: coordinator_pb2.RegisteredService,
+    ServiceList: coordinator_pb2.ListServicesResponse,
+}
+"""The message that each model stands for."""

@@ -1,0 +1,360 @@
+"""The REST routes: each asks the operations of the coordinator and sends what they answer."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
+from pydantic import BeforeValidator
+
+from rolemesh.coordinator.api.http import models
+from rolemesh.coordinator.api.http.conversion import to_metrics, to_plain
+from rolemesh.coordinator.api.http.events import EVENT_STREAM_TYPE, EventStreams
+from rolemesh.coordinator.api.http.problems import problems
+from rolemesh.coordinator.api.operations import Operations
+from rolemesh.rpc.errors import InvalidRequestError
+
+_TIME_PATTERN = r"^\d{4}-\d{2}-\d{2}[Tt]\d{2}:\d{2}:\d{2}(\.\d{1,9})?([Zz]|[+-]\d{2}:\d{2})$"
+
+
+def _read_bool(value: object) -> object:
+    # pydantic takes "yes", "on" and "1" as well, which the document does not say.
+    if value not in ("true", "false", True, False):
+        raise ValueError("give true or false")
+    return value
+
+
+async def refuse_unknown_query(request: Request) -> None:
+    """Refuses a query parameter that the route does not have: a typo must not pass silently."""
+    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    unknown = sorted(set(request.query_params) - known)
+    if unknown:
+        has = ", ".join(sorted(known)) or "none"
+        raise InvalidRequestError(f"no query parameter {unknown[0]!r} here: there are {has}")
+
+
+def _operations(request: Request) -> Operations:
+    operations: Operations = request.app.state.operations
+    return operations
+
+
+def _streams(request: Request) -> EventStreams:
+    streams: EventStreams = request.app.state.streams
+    return streams
+
+
+TheOperations = Annotated[Operations, Depends(_operations)]
+RunId = Annotated[
+    str,
+    Path(pattern=models.NAME_PATTERN, description="Id of the run.", examples=["arithmetic-1"]),
+]
+Step = Annotated[
+    int,
+    Query(ge=0, le=models.MAX_INT64, description="The step, from 1; 0 for the newest there is."),
+]
+
+router = APIRouter(
+    prefix="/api/v1",
+    responses=problems(400, 403, 500, 503),
+    dependencies=[Depends(refuse_unknown_query)],
+)
+_ABOUT_RUN = problems(404)
+_ABOUT_LIVE_RUN = problems(404, 409)
+
+
+@router.get("/runs", tags=["runs"], operation_id="list_runs", response_model=models.RunList)
+async def list_runs(
+    operations: TheOperations,
+    page_size: Annotated[int, Query(ge=1, le=1000, description="Most runs sent.")] = 100,
+) -> Any:
+    """Lists runs, newest first."""
+    return {"runs": [to_plain(run) for run in await operations.list_runs(page_size)]}
+
+
+@router.post(
+    "/runs",
+    tags=["runs"],
+    operation_id="create_run",
+    status_code=201,
+    response_model=models.Run,
+    responses={
+        201: {"headers": {"Location": {"description": "The run.", "schema": {"type": "string"}}}},
+        **problems(409, 413, 429),
+    },
+)
+async def create_run(
+    operations: TheOperations, wish: models.RunCreation, response: Response
+) -> Any:
+    """Starts a run of a recipe; a repeat with the same id and recipe answers with the run."""
+    run = await operations.create_run(wish.run_id, wish.recipe, wish.overrides)
+    response.headers["location"] = f"/api/v1/runs/{run.run_id}"
+    return to_plain(run)
+
+
+@router.get(
+    "/runs/{run_id}",
+    tags=["runs"],
+    operation_id="get_run",
+    response_model=models.Run,
+    responses=_ABOUT_RUN,
+)
+async def get_run(operations: TheOperations, run_id: RunId) -> Any:
+    """Describes a run."""
+    return to_plain(await operations.get_run(run_id))
+
+
+@router.post(
+    "/runs/{run_id}/stop",
+    tags=["runs"],
+    operation_id="stop_run",
+    response_model=models.Run,
+    responses=_ABOUT_RUN,
+)
+async def stop_run(operations: TheOperations, run_id: RunId) -> Any:
+    """Asks a run to end after the step in progress, with everything saved."""
+    return to_plain(await operations.stop_run(run_id))
+
+
+@router.post(
+    "/runs/{run_id}/pause",
+    tags=["runs"],
+    operation_id="pause_run",
+    response_model=models.Run,
+    responses=_ABOUT_LIVE_RUN,
+)
+async def pause_run(operations: TheOperations, run_id: RunId) -> Any:
+    """Asks a run to make no further step until it is resumed."""
+    return to_plain(await operations.pause_run(run_id))
+
+
+@router.post(
+    "/runs/{run_id}/resume",
+    tags=["runs"],
+    operation_id="resume_run",
+    response_model=models.Run,
+    responses=_ABOUT_LIVE_RUN,
+)
+async def resume_run(operations: TheOperations, run_id: RunId) -> Any:
+    """Takes the wish to pause back."""
+    return to_plain(await operations.resume_run(run_id))
+
+
+@router.post(
+    "/runs/{run_id}/checkpoint",
+    tags=["runs"],
+    operation_id="checkpoint_run",
+    response_model=models.Run,
+    responses={**_ABOUT_LIVE_RUN, **problems(413)},
+)
+async def checkpoint_run(
+    operations: TheOperations,
+    run_id: RunId,
+    wish: Annotated[
+        models.CheckpointWish | None,
+        Body(description="Names the wish; without a body it gets a name of its own."),
+    ] = None,
+) -> Any:
+    """Asks a run to save a checkpoint after the step in progress; an event tells that it did."""
+    request_id = uuid.uuid4().hex if wish is None else wish.request_id
+    return to_plain(await operations.checkpoint_run(run_id, request_id))
+
+
+@router.get(
+    "/runs/{run_id}/events",
+    tags=["observation"],
+    operation_id="watch_run",
+    response_class=Response,
+    responses={
+        200: {
+            "description": (
+                "Events (`id`, `event`, and `data`: a RunEvent), those that were and those that "
+                "come, until after the one of a final state. Between them come comments. An event "
+                "`problem` (`data`: a Problem) tells why a stream ended early."
+            ),
+            "content": {
+                EVENT_STREAM_TYPE: {
+                    "schema": {"type": "string"},
+                    "example": (
+                        'id: 7-0\nevent: note\ndata: {"event_id":"7-0","time":'
+                        '"2026-01-01T00:00:00.000000Z","step":3,"note":{"text":"critic is back"}}'
+                        "\n\n"
+                    ),
+                }
+            },
+        },
+        204: {"description": "The run has ended and all its events were sent: do not come back."},
+        **_ABOUT_RUN,
+        **problems(410, 429),
+    },
+)
+async def watch_run(
+    request: Request,
+    operations: TheOperations,
+    streams: Annotated[EventStreams, Depends(_streams)],
+    run_id: RunId,
+    after: Annotated[
+        str, Query(max_length=100, description="Id of the last event that arrived.")
+    ] = "",
+    last_event_id: Annotated[
+        str,
+        Header(max_length=100, description="The same, as browsers send it; wins over `after`."),
+    ] = "",
+) -> Response:
+    """Sends the events of a run as they come, from the start or after the given one."""
+    events = operations.watch_run(run_id, last_event_id or after)
+    return await streams.open(events, request.state.request_id)
+
+
+@router.get(
+    "/runs/{run_id}/metrics",
+    tags=["observation"],
+    operation_id="get_metrics",
+    response_model=models.Metrics,
+    responses=_ABOUT_RUN,
+)
+async def get_metrics(
+    operations: TheOperations,
+    run_id: RunId,
+    names: Annotated[
+        list[str],
+        Query(
+            max_length=200,
+            description=(
+                "Names wanted, each as a parameter of its own; one that ends in * stands for all "
+                "that begin so. None means all."
+            ),
+            examples=[["reward/*", "actor/kl"]],
+        ),
+    ] = [],  # noqa: B006 - FastAPI copies it
+    from_step: Annotated[
+        int, Query(ge=0, le=models.MAX_INT64, description="First step wanted.")
+    ] = 0,
+    max_steps: Annotated[int, Query(ge=1, le=1000, description="Most steps sent.")] = 1000,
+    thin: Annotated[
+        bool,
+        BeforeValidator(_read_bool),
+        Query(
+            description=(
+                "With more steps than max_steps, send every n-th one, and always the newest, "
+                "instead of the first ones."
+            )
+        ),
+    ] = False,
+) -> Any:
+    """Sends metrics of steps, in columns."""
+    return to_metrics(await operations.get_metrics(run_id, names, from_step, max_steps, thin=thin))
+
+
+@router.get(
+    "/runs/{run_id}/dataflow",
+    tags=["observation"],
+    operation_id="get_dataflow",
+    response_model=models.Dataflow,
+    responses=_ABOUT_RUN,
+)
+async def get_dataflow(operations: TheOperations, run_id: RunId, step: Step = 0) -> Any:
+    """Sends the graph of a step; without one, that of the step in progress or else the newest."""
+    return to_plain(await operations.get_dataflow(run_id, step))
+
+
+@router.get(
+    "/runs/{run_id}/samples",
+    tags=["observation"],
+    operation_id="list_samples",
+    response_model=models.SampleList,
+    responses=_ABOUT_RUN,
+)
+async def list_samples(operations: TheOperations, run_id: RunId, step: Step = 0) -> Any:
+    """Sends some trajectories of a step with their rewards and log-probs."""
+    return to_plain(await operations.list_samples(run_id, step))
+
+
+@router.get(
+    "/runs/{run_id}/devices",
+    tags=["observation"],
+    operation_id="get_device_use",
+    response_model=models.DeviceUse,
+    responses=_ABOUT_RUN,
+)
+async def get_device_use(
+    operations: TheOperations,
+    run_id: RunId,
+    since: Annotated[
+        str | None,
+        Query(
+            pattern=_TIME_PATTERN,
+            json_schema_extra={"format": "date-time"},
+            description="First time wanted; absent for all that is kept.",
+        ),
+    ] = None,
+) -> Any:
+    """Sends how busy the devices of a run were, over time."""
+    return to_plain(await operations.get_device_use(run_id, _to_seconds(since)))
+
+
+@router.get(
+    "/runs/{run_id}/alerts",
+    tags=["observation"],
+    operation_id="list_alerts",
+    response_model=models.AlertList,
+    responses=_ABOUT_RUN,
+)
+async def list_alerts(operations: TheOperations, run_id: RunId) -> Any:
+    """Says what deserves an operator's attention, in plain words."""
+    return to_plain(await operations.list_alerts(run_id))
+
+
+@router.get(
+    "/runs/{run_id}/logs/{log}",
+    tags=["observation"],
+    operation_id="read_log",
+    response_model=models.LogPiece,
+    responses=_ABOUT_RUN,
+)
+async def read_log(
+    operations: TheOperations,
+    run_id: RunId,
+    log: Annotated[
+        str,
+        Path(
+            pattern=models.NAME_PATTERN,
+            description='Name of the log, e.g. "coordinator", "actor" or "actor-rank-1".',
+            examples=["coordinator"],
+        ),
+    ],
+    offset: Annotated[
+        int,
+        Query(
+            ge=-models.MAX_INT64,
+            le=models.MAX_INT64,
+            description="First byte wanted; negative: so many bytes before the end.",
+        ),
+    ] = 0,
+    max_bytes: Annotated[int, Query(ge=1, le=2**20, description="Most bytes sent.")] = 2**16,
+) -> Any:
+    """Sends a piece of a log of a run."""
+    return to_plain(await operations.read_log(run_id, log, offset, max_bytes))
+
+
+@router.get(
+    "/services",
+    tags=["services"],
+    operation_id="list_services",
+    response_model=models.ServiceList,
+)
+async def list_services(operations: TheOperations) -> Any:
+    """Lists the services that the coordinator knows, with their leases."""
+    return {"services": [to_plain(service) for service in await operations.list_services()]}
+
+
+def _to_seconds(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    try:
+        return datetime.fromisoformat(text.upper()).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"since is {text!r}: give a time as in 2026-01-01T00:00:00Z ({error})"
+        ) from error

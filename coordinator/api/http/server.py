@@ -1,0 +1,115 @@
+"""uvicorn on a loop that is already running, ended by its owner and not by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from rolemesh.coordinator.api.http.events import EventStreams
+
+STOP_S = 5.0
+"""How long requests in progress may take when the server stops."""
+
+STUCK_READER_S = 60.0
+"""After that, a connection whose other end takes nothing is given up."""
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process that serves has its own handlers of signals."""
+        yield
+
+
+class HttpServer:
+    """A server that runs.
+
+    Owner: the loop that serve_http was called on.
+    """
+
+    def __init__(self, server: _Server, serving: asyncio.Task[None], streams: EventStreams) -> None:
+        self._server = server
+        self._serving = serving
+        self._streams = streams
+
+    async def stop(self) -> None:
+        """Ends event streams at once and other requests within STOP_S; idempotent."""
+        self._streams.close()
+        self._server.should_exit = True
+        await self._serving
+        # Those that never took their answer would keep their sockets until the process ends.
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+
+async def serve_http(
+    app: FastAPI, host: str, port: int, *, stuck_reader_s: float = STUCK_READER_S
+) -> tuple[HttpServer, int]:
+    """Starts serving an app of make_app on the running loop.
+
+    Args:
+        app: of make_app.
+        host: address to bind; with an app that has no token, one of loopback.
+        port: port to bind; 0 takes a free one.
+        stuck_reader_s: after that, a connection whose other end takes nothing is given up.
+
+    Returns:
+        The started server, and its port.
+
+    Raises:
+        ValueError: the address cannot be bound, e.g. since the port is in use.
+    """
+    listener = _bind(host, port, stuck_reader_s)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            # Whichever else is installed, the same bytes are answered.
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(STOP_S),
+        )
+    )
+    serving = asyncio.create_task(server.serve([listener]))
+    while not server.started:
+        await asyncio.wait((serving,), timeout=0.005)
+        if serving.done():
+            listener.close()
+            await serving
+            raise AssertionError("uvicorn ended before it was stopped")
+    bound: int = listener.getsockname()[1]
+    return HttpServer(server, serving, app.state.streams), bound
+
+
+def _bind(host: str, port: int, stuck_reader_s: float) -> socket.socket:
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit both from the socket that they are accepted on: a peer that is gone
+        # or reads nothing ends like one that hung up, and with it all that it held here.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stuck_reader_s * 1000)
+            )
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ValueError(
+            f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"
+        ) from error
+    listener.setblocking(False)
+    return listener
