@@ -6,7 +6,7 @@ the name of a function in `coordinator/algorithms`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -265,6 +265,16 @@ class RewardModelSpec(_PairedSpec):
     reward_loss: BradleyTerryLossSpec = BradleyTerryLossSpec()
 
 
+EXTERNAL: Final = "external"
+"""Type of the algorithm that is no function here."""
+
+
+class ExternalSpec(Spec):
+    """Steps that a client of the services makes: the run starts them and holds them for it."""
+
+    type: Literal["external"] = EXTERNAL
+
+
 class CustomSpec(_SampledSpec):
     """A function of yours, with whatever parts it asks for."""
 
@@ -318,6 +328,7 @@ AlgorithmSpec = Annotated[
     | KtoSpec
     | SftSpec
     | RewardModelSpec
-    | CustomSpec,
+    | CustomSpec
+    | ExternalSpec,
     Field(discriminator="type"),
 ]

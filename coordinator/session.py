@@ -15,6 +15,7 @@ from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.errors import RunAbortedError
 from rolemesh.coordinator.files import write_atomically
 from rolemesh.coordinator.launch import (
@@ -175,7 +176,7 @@ class Session:
     @asynccontextmanager
     async def _answering(self, store: StateStore) -> AsyncIterator[None]:
         """Serves CoordinatorService on loopback, and says where in the run's folder."""
-        server, port = await serve_coordinator(store)
+        server, port = await serve_coordinator(StoreOperations(store))
         place = self.directory / COORDINATOR_FILE
         facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": self.run_id}
         write_atomically(place, json.dumps(facts) + "\n")

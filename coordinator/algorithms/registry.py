@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.coordinator.algorithm_specs import CustomSpec
+from rolemesh.coordinator.algorithm_specs import CustomSpec, ExternalSpec
 from rolemesh.coordinator.algorithms.cispo import cispo
 from rolemesh.coordinator.algorithms.dapo import dapo
 from rolemesh.coordinator.algorithms.dpo import dpo
@@ -100,6 +100,8 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         ValueError: There is no such function.
     """
     spec = recipe.algorithm
+    if isinstance(spec, ExternalSpec):
+        raise ValueError(f"algorithm.type is {spec.type!r}: a client makes the steps, no function")
     if not isinstance(spec, CustomSpec):
         return ALGORITHMS[spec.type]
     if ":" in spec.function:
@@ -134,8 +136,9 @@ def roles_in(recipe: Recipe) -> tuple[str, ...]:
     Raises:
         ValueError: The recipe lacks a section that the algorithm needs.
     """
-    algorithm = algorithm_of(recipe)
-    wanted = roles_of(algorithm)
+    if isinstance(recipe.algorithm, ExternalSpec):
+        return recipe.roles
+    wanted = roles_of(algorithm_of(recipe))
     for role in wanted.required:
         recipe.section(role)
     used = [*wanted.required, *(role for role in wanted.optional if role in recipe.roles)]

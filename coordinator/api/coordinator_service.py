@@ -1,178 +1,245 @@
-"""CoordinatorService over grpc.aio: runs and services as the store knows them."""
+"""CoordinatorService over grpc.aio: a thin translation of `Operations`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf import timestamp_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from rolemesh.coordinator.state.store import (
-    RunNotFoundError,
-    RunRecord,
-    RunState,
-    ServiceLease,
-    StateStore,
-    StoreUnavailableError,
-)
+from rolemesh.coordinator.api.messages import to_seconds
+from rolemesh.coordinator.api.operations import Operations
 from rolemesh.rpc.channel import SERVER_OPTIONS
-from rolemesh.rpc.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    RolemeshError,
-    UnavailableError,
-    to_status,
-)
+from rolemesh.rpc.errors import InvalidRequestError, RolemeshError, to_status
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
-
-_STATES = {
-    RunState.STARTING: coordinator_pb2.RUN_STATE_STARTING,
-    RunState.RUNNING: coordinator_pb2.RUN_STATE_RUNNING,
-    RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
-    RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
-    RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
-}
+SERVICE = "rolemesh.v1.CoordinatorService"
 
 _Answer = TypeVar("_Answer")
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Answers from the store alone: it need not be the process that makes the run."""
+    """Every method is the operation of the same name; see coordinator.proto."""
 
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
 
     async def GetRun(
-        self, request: coordinator_pb2.GetRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: coordinator_pb2.GetRunRequest, context: _Context
     ) -> coordinator_pb2.GetRunResponse:
         """See coordinator.proto."""
 
         async def work() -> coordinator_pb2.GetRunResponse:
-            record = await self._store.get_run(request.run_id)
-            return coordinator_pb2.GetRunResponse(run=to_run(record))
-
-        return await _answered(context, work)
-
-    async def ListRuns(
-        self, request: coordinator_pb2.ListRunsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> coordinator_pb2.ListRunsResponse:
-        """See coordinator.proto."""
-
-        async def work() -> coordinator_pb2.ListRunsResponse:
-            if not 0 <= request.page_size <= MAX_PAGE_SIZE:
-                raise InvalidRequestError(
-                    f"page_size is {request.page_size}: give 1 to {MAX_PAGE_SIZE}, or 0 for "
-                    f"{DEFAULT_PAGE_SIZE}"
-                )
-            records = await self._store.list_runs(request.page_size or DEFAULT_PAGE_SIZE)
-            return coordinator_pb2.ListRunsResponse(runs=[to_run(record) for record in records])
+            run = await self._operations.get_run(request.run_id)
+            return coordinator_pb2.GetRunResponse(run=run)
 
         return await _answered(context, work)
 
     async def StopRun(
-        self, request: coordinator_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: coordinator_pb2.StopRunRequest, context: _Context
     ) -> coordinator_pb2.StopRunResponse:
         """See coordinator.proto."""
 
         async def work() -> coordinator_pb2.StopRunResponse:
-            record = await self._store.get_run(request.run_id)
-            if not record.state.is_final:
-                await self._store.update_run(request.run_id, stop_requested=True)
-                record = await self._store.get_run(request.run_id)
-            return coordinator_pb2.StopRunResponse(run=to_run(record))
+            run = await self._operations.stop_run(request.run_id)
+            return coordinator_pb2.StopRunResponse(run=run)
+
+        return await _answered(context, work)
+
+    async def PauseRun(
+        self, request: coordinator_pb2.PauseRunRequest, context: _Context
+    ) -> coordinator_pb2.PauseRunResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.PauseRunResponse:
+            run = await self._operations.pause_run(request.run_id)
+            return coordinator_pb2.PauseRunResponse(run=run)
+
+        return await _answered(context, work)
+
+    async def ResumeRun(
+        self, request: coordinator_pb2.ResumeRunRequest, context: _Context
+    ) -> coordinator_pb2.ResumeRunResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.ResumeRunResponse:
+            run = await self._operations.resume_run(request.run_id)
+            return coordinator_pb2.ResumeRunResponse(run=run)
+
+        return await _answered(context, work)
+
+    async def CheckpointRun(
+        self, request: coordinator_pb2.CheckpointRunRequest, context: _Context
+    ) -> coordinator_pb2.CheckpointRunResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.CheckpointRunResponse:
+            run = await self._operations.checkpoint_run(request.run_id, request.request_id)
+            return coordinator_pb2.CheckpointRunResponse(run=run)
+
+        return await _answered(context, work)
+
+    async def CreateRun(
+        self, request: coordinator_pb2.CreateRunRequest, context: _Context
+    ) -> coordinator_pb2.CreateRunResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.CreateRunResponse:
+            run = await self._operations.create_run(
+                request.run_id, request.recipe, request.overrides
+            )
+            return coordinator_pb2.CreateRunResponse(run=run)
+
+        return await _answered(context, work)
+
+    async def ListRuns(
+        self, request: coordinator_pb2.ListRunsRequest, context: _Context
+    ) -> coordinator_pb2.ListRunsResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.ListRunsResponse:
+            runs = await self._operations.list_runs(request.page_size)
+            return coordinator_pb2.ListRunsResponse(runs=runs)
 
         return await _answered(context, work)
 
     async def ListServices(
-        self,
-        request: coordinator_pb2.ListServicesRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: coordinator_pb2.ListServicesRequest, context: _Context
     ) -> coordinator_pb2.ListServicesResponse:
         """See coordinator.proto."""
 
         async def work() -> coordinator_pb2.ListServicesResponse:
-            leases = await self._store.list_services()
-            return coordinator_pb2.ListServicesResponse(
-                services=[to_registered_service(lease) for lease in leases]
+            services = await self._operations.list_services()
+            return coordinator_pb2.ListServicesResponse(services=services)
+
+        return await _answered(context, work)
+
+    async def GetMetrics(
+        self, request: coordinator_pb2.GetMetricsRequest, context: _Context
+    ) -> coordinator_pb2.GetMetricsResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.GetMetricsResponse:
+            return await self._operations.get_metrics(
+                request.run_id,
+                request.names,
+                request.from_step,
+                request.max_steps,
+                thin=request.thin,
             )
 
         return await _answered(context, work)
 
+    async def GetDataflow(
+        self, request: coordinator_pb2.GetDataflowRequest, context: _Context
+    ) -> coordinator_pb2.GetDataflowResponse:
+        """See coordinator.proto."""
 
-def to_run(record: RunRecord) -> coordinator_pb2.Run:
-    """A record as it travels; a run that is asked to stop and has not ended is STOPPING."""
-    state = _STATES[record.state]
-    if record.stop_requested and not record.state.is_final:
-        state = coordinator_pb2.RUN_STATE_STOPPING
-    return coordinator_pb2.Run(
-        run_id=record.run_id,
-        name=record.name,
-        state=state,
-        step=record.step,
-        num_steps=record.num_steps,
-        created_at=_timestamp(record.created_at),
-        updated_at=_timestamp(record.updated_at),
-        directory=record.directory,
-        failure=record.failure,
-        metrics=record.metrics,
-    )
+        async def work() -> coordinator_pb2.GetDataflowResponse:
+            return await self._operations.get_dataflow(request.run_id, request.step)
 
+        return await _answered(context, work)
 
-def to_registered_service(lease: ServiceLease) -> coordinator_pb2.RegisteredService:
-    """A lease as it travels."""
-    return coordinator_pb2.RegisteredService(
-        role=lease.role,
-        address=lease.address,
-        pid=lease.pid,
-        lease_until=_timestamp(lease.lease_until),
-        status=lease.status,
-    )
+    async def ListSamples(
+        self, request: coordinator_pb2.ListSamplesRequest, context: _Context
+    ) -> coordinator_pb2.ListSamplesResponse:
+        """See coordinator.proto."""
 
+        async def work() -> coordinator_pb2.ListSamplesResponse:
+            return await self._operations.list_samples(request.run_id, request.step)
 
-def _timestamp(seconds: float) -> timestamp_pb2.Timestamp:
-    nanos = round(seconds * 1e9)
-    return timestamp_pb2.Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9)
+        return await _answered(context, work)
 
+    async def GetDeviceUse(
+        self, request: coordinator_pb2.GetDeviceUseRequest, context: _Context
+    ) -> coordinator_pb2.GetDeviceUseResponse:
+        """See coordinator.proto."""
 
-async def _answered(
-    context: grpc.aio.ServicerContext[Any, Any], work: Callable[[], Awaitable[_Answer]]
-) -> _Answer:
-    """The answer, or the status of the catalogue for what went wrong."""
-    error: RolemeshError
-    try:
-        # None: the client set no deadline.
-        if context.time_remaining() is None:
-            raise InvalidRequestError(
-                "the call carries no deadline: set a timeout", reason="DEADLINE_MISSING"
+        async def work() -> coordinator_pb2.GetDeviceUseResponse:
+            since = to_seconds(request.since)
+            return await self._operations.get_device_use(request.run_id, since)
+
+        return await _answered(context, work)
+
+    async def ListAlerts(
+        self, request: coordinator_pb2.ListAlertsRequest, context: _Context
+    ) -> coordinator_pb2.ListAlertsResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.ListAlertsResponse:
+            return await self._operations.list_alerts(request.run_id)
+
+        return await _answered(context, work)
+
+    async def ReadLog(
+        self, request: coordinator_pb2.ReadLogRequest, context: _Context
+    ) -> coordinator_pb2.ReadLogResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.ReadLogResponse:
+            return await self._operations.read_log(
+                request.run_id, request.log, request.offset, request.max_bytes
             )
-        return await work()
-    except RunNotFoundError as missing:
-        error = NotFoundError(
-            str(missing), reason="RUN_NOT_FOUND", metadata={"run_id": missing.run_id}
+
+        return await _answered(context, work)
+
+    async def AttachRun(
+        self, request: coordinator_pb2.AttachRunRequest, context: _Context
+    ) -> coordinator_pb2.AttachRunResponse:
+        """See coordinator.proto."""
+
+        async def work() -> coordinator_pb2.AttachRunResponse:
+            return await self._operations.attach_run(request.run_id)
+
+        return await _answered(context, work)
+
+    async def WatchRun(
+        self, request: coordinator_pb2.WatchRunRequest, context: _Context
+    ) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:
+        """See coordinator.proto."""
+        try:
+            _check_deadline(context)
+            events = self._operations.watch_run(request.run_id, request.after_event_id)
+            async for event in events:
+                yield coordinator_pb2.WatchRunResponse(event=event)
+        except RolemeshError as error:
+            await _refuse(context, error)
+
+
+def _check_deadline(context: _Context) -> None:
+    # None: the client set no deadline.
+    if context.time_remaining() is None:
+        raise InvalidRequestError(
+            "the call carries no deadline: set a timeout", reason="DEADLINE_MISSING"
         )
-    except StoreUnavailableError as unavailable:
-        error = UnavailableError(
-            str(unavailable), reason="STORE_UNAVAILABLE", metadata={"url": unavailable.url}
-        )
-    except RolemeshError as refused:
-        error = refused
+
+
+async def _refuse(context: _Context, error: RolemeshError) -> NoReturn:
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
     raise AssertionError("abort_with_status returns never")
 
 
+async def _answered(context: _Context, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    """The answer, or the status of the catalogue for what went wrong."""
+    try:
+        _check_deadline(context)
+        return await work()
+    except RolemeshError as error:
+        await _refuse(context, error)
+
+
 async def serve_coordinator(
-    store: StateStore, *, host: str = "127.0.0.1", port: int = 0
+    operations: Operations, *, host: str = "127.0.0.1", port: int = 0
 ) -> tuple[grpc.aio.Server, int]:
-    """Starts CoordinatorService on the running loop.
+    """Starts CoordinatorService, health and reflection on the running loop.
 
     Args:
-        store: What it answers from.
-        host: Address to bind; loopback by default, since calls carry no credentials.
+        operations: What it translates.
+        host: Address to bind.
         port: Port to bind; 0 takes a free one.
 
     Returns:
@@ -183,7 +250,14 @@ async def serve_coordinator(
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
-        CoordinatorServicer(store), server
+        CoordinatorServicer(operations), server
+    )
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for name in ("", SERVICE):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection(
+        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     try:
         bound = server.add_insecure_port(f"{host}:{port}")

@@ -59,9 +59,7 @@ class Operations(Protocol):
     ) -> coordinator_pb2.GetMetricsResponse:
         """Metrics of steps, in columns."""
 
-    async def get_dataflow(
-        self, run_id: str, step: int = 0
-    ) -> coordinator_pb2.GetDataflowResponse:
+    async def get_dataflow(self, run_id: str, step: int = 0) -> coordinator_pb2.GetDataflowResponse:
         """The graph of a step; 0 for the step in progress, or else the newest."""
 
     async def list_samples(self, run_id: str, step: int = 0) -> coordinator_pb2.ListSamplesResponse:

@@ -1,9 +1,9 @@
 """What the coordinator keeps outside its own memory, as one small contract.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream, the executed graphs of the newest steps, bounded streams of what else is told of a
-run, and the rollout queue. Implementations
-differ in means, never in behaviour: one contract suite runs over all of them.
+the metric stream, the executed graphs of the newest steps, bounded streams of what else is told of
+a run, and the rollout queue. Implementations differ in means, never in behaviour: one contract
+suite runs over all of them.
 """
 
 from __future__ import annotations

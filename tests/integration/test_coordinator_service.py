@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState, ServiceLease
@@ -37,7 +38,7 @@ async def store() -> MemoryStateStore:
 async def stub(
     store: MemoryStateStore,
 ) -> AsyncIterator[coordinator_pb2_grpc.CoordinatorServiceStub]:
-    server, port = await serve_coordinator(store)
+    server, port = await serve_coordinator(StoreOperations(store))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         yield coordinator_pb2_grpc.CoordinatorServiceStub(channel)
     await server.stop(None)
@@ -112,7 +113,7 @@ async def test_services_are_listed_with_their_leases(
 
 
 async def test_a_call_without_a_deadline_is_refused(store: MemoryStateStore) -> None:
-    server, port = await serve_coordinator(store)
+    server, port = await serve_coordinator(StoreOperations(store))
     # A bare channel: ours would add the deadline.
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
@@ -124,7 +125,7 @@ async def test_a_call_without_a_deadline_is_refused(store: MemoryStateStore) -> 
 
 async def test_an_unreachable_store_reaches_the_client_with_its_url() -> None:
     store = RedisStateStore("redis://127.0.0.1:1/0")
-    server, port = await serve_coordinator(store)
+    server, port = await serve_coordinator(StoreOperations(store))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         with pytest.raises(UnavailableError, match=r"redis://127\.0\.0\.1:1/0") as unavailable:
@@ -135,7 +136,7 @@ async def test_an_unreachable_store_reaches_the_client_with_its_url() -> None:
 
 
 async def test_a_port_in_use_is_named(store: MemoryStateStore) -> None:
-    server, port = await serve_coordinator(store)
+    server, port = await serve_coordinator(StoreOperations(store))
     with pytest.raises(ValueError, match=f"port {port} .* cannot be bound"):
-        await serve_coordinator(store, port=port)
+        await serve_coordinator(StoreOperations(store), port=port)
     await server.stop(None)

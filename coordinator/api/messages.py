@@ -1,0 +1,163 @@
+"""Records of the store as they travel: messages of coordinator.proto."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from google.protobuf import timestamp_pb2
+
+from rolemesh.coordinator.futures import Node, NodeState
+from rolemesh.coordinator.state.store import RunRecord, RunState, ServiceLease
+from rolemesh.coordinator.trace import critical_path
+from rolemesh.v1 import coordinator_pb2
+
+_STATES = {
+    RunState.STARTING: coordinator_pb2.RUN_STATE_STARTING,
+    RunState.RUNNING: coordinator_pb2.RUN_STATE_RUNNING,
+    RunState.PAUSED: coordinator_pb2.RUN_STATE_PAUSED,
+    RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
+    RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
+    RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
+}
+
+FINAL_STATES = frozenset(number for state, number in _STATES.items() if state.is_final)
+"""Nothing follows these."""
+
+
+def to_timestamp(seconds: float) -> timestamp_pb2.Timestamp:
+    """A Unix time in seconds as a message."""
+    nanos = round(seconds * 1e9)
+    return timestamp_pb2.Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9)
+
+
+def to_seconds(timestamp: timestamp_pb2.Timestamp) -> float:
+    """The Unix time in seconds."""
+    return timestamp.seconds + timestamp.nanos * 1e-9
+
+
+def to_state(
+    state: RunState, *, is_stop_wanted: bool = False, is_pause_wanted: bool = False
+) -> coordinator_pb2.RunState.ValueType:
+    """A state as it is shown: with what somebody wants and does not have yet.
+
+    A wish to stop goes before one to pause.
+    """
+    if is_stop_wanted and not state.is_final:
+        return coordinator_pb2.RUN_STATE_STOPPING
+    if is_pause_wanted and state in (RunState.STARTING, RunState.RUNNING):
+        return coordinator_pb2.RUN_STATE_PAUSING
+    return _STATES[state]
+
+
+def to_run(record: RunRecord) -> coordinator_pb2.Run:
+    """A record as it travels."""
+    return coordinator_pb2.Run(
+        run_id=record.run_id,
+        name=record.name,
+        state=to_state(
+            record.state,
+            is_stop_wanted=record.stop_requested,
+            is_pause_wanted=record.pause_requested,
+        ),
+        step=record.step,
+        num_steps=record.num_steps,
+        created_at=to_timestamp(record.created_at),
+        updated_at=to_timestamp(record.updated_at),
+        directory=record.directory,
+        failure=record.failure,
+        metrics=record.metrics,
+        algorithm=record.algorithm,
+        activity=record.activity,
+    )
+
+
+def to_registered_service(lease: ServiceLease) -> coordinator_pb2.RegisteredService:
+    """A lease as it travels."""
+    return coordinator_pb2.RegisteredService(
+        role=lease.role,
+        address=lease.address,
+        pid=lease.pid,
+        lease_until=to_timestamp(lease.lease_until),
+        status=lease.status,
+    )
+
+
+_NODE_STATES = {
+    NodeState.RUNNING: "running",
+    NodeState.DONE: "done",
+    NodeState.FAILED: "failed",
+    NodeState.CANCELLED: "failed",
+}
+
+
+def to_dataflow(
+    step: int, nodes: Sequence[Node], *, is_made: bool
+) -> coordinator_pb2.GetDataflowResponse:
+    """A graph as it travels: times count from when the first of its calls was asked for."""
+    began = min((node.queued_at for node in nodes), default=0.0)
+    critical = {part.node.node_id for part in critical_path(nodes)}
+    names = {node.node_id: _shown_name(node) for node in nodes}
+    return coordinator_pb2.GetDataflowResponse(
+        step=step,
+        is_made=is_made,
+        nodes=[
+            coordinator_pb2.DataflowNode(
+                name=names[node.node_id],
+                service=node.role,
+                kind=node.kind.value.lower(),
+                pool=node.pool,
+                state=_NODE_STATES.get(
+                    node.state, "waiting" if node.ready_at is None else "queued"
+                ),
+                ready_s=_since(began, node.ready_at),
+                started_s=_since(began, node.started_at),
+                ended_s=_since(began, node.ended_at),
+                is_critical=node.node_id in critical,
+                num_tokens=node.num_tokens,
+                num_bytes=node.num_bytes,
+                phases=node.phases,
+                after=[names[known] for known in node.inputs],
+                policy_version=node.policy_version,
+            )
+            for node in nodes
+        ],
+    )
+
+
+def _shown_name(node: Node) -> str:
+    """Tells calls of one name apart: blocks by their number, others by how often it was called."""
+    if node.block is not None:
+        return f"{node.name}[{node.block}]"
+    return node.name if node.sequence == 0 else f"{node.name}#{node.sequence + 1}"
+
+
+def _since(began: float, at: float | None) -> float | None:
+    return None if at is None else at - began
+
+
+def merge_device_use(
+    looks: Iterable[coordinator_pb2.GetDeviceUseResponse], since: float = -math.inf
+) -> coordinator_pb2.GetDeviceUseResponse:
+    """One series a device, ordered by service, rank and device, of single looks in time.
+
+    Args:
+        looks: Each with one value a device.
+        since: Unix time in seconds; earlier looks are left out.
+    """
+    merged: dict[tuple[str, int, str], coordinator_pb2.DeviceUseSeries] = {}
+    for look in looks:
+        for one in look.devices:
+            if to_seconds(one.times[0]) < since:
+                continue
+            series = merged.setdefault(
+                (one.service, one.rank, one.device),
+                coordinator_pb2.DeviceUseSeries(
+                    service=one.service, rank=one.rank, device=one.device
+                ),
+            )
+            series.times.extend(one.times)
+            series.busy.extend(one.busy)
+            series.memory_bytes.extend(one.memory_bytes)
+            series.memory_total_bytes = one.memory_total_bytes
+    return coordinator_pb2.GetDeviceUseResponse(devices=[merged[key] for key in sorted(merged)])

@@ -1,0 +1,107 @@
+"""What the steps of a run left in the store, read once and kept: records in columns, and graphs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, StateStore
+
+_PAGE = 1000
+
+
+class RunHistory:
+    """Records and graphs of one run; `refresh` reads what has come since.
+
+    A step that was made twice counts as it was made last. Owner: one asyncio loop.
+    """
+
+    def __init__(self, store: StateStore, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+        self.steps: list[int] = []
+        """Ascending."""
+        self.columns: dict[str, array[float]] = {}
+        """One value a step by name of the metric; NaN where a step has none."""
+        self.graphs: dict[int, bytes] = {}
+        """Graphs as the store has them, by step, ascending."""
+        self._metrics_id = ""
+        self._graphs_id = ""
+        # What two callers read at once would count twice.
+        self._turn = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Reads the records that came since the last time."""
+        async with self._turn:
+            while True:
+                entries = await self._store.read_metrics(self._run_id, self._metrics_id, _PAGE)
+                for entry in entries:
+                    self._add(entry.values)
+                    self._metrics_id = entry.entry_id
+                if len(entries) < _PAGE:
+                    return
+
+    def _add(self, values: Mapping[str, float]) -> None:
+        step = int(values["step"])
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            for column in self.columns.values():
+                column.pop()
+        place = len(self.steps)
+        self.steps.append(step)
+        for name, value in values.items():
+            if name not in self.columns:
+                self.columns[name] = array("d", [math.nan]) * place
+            self.columns[name].append(value)
+        for column in self.columns.values():
+            if len(column) == place:
+                column.append(math.nan)
+
+    async def refresh_graphs(self) -> None:
+        """Reads the graphs that came since the last time."""
+        async with self._turn:
+            for entry in await self._store.read_graphs(self._run_id, self._graphs_id):
+                self.graphs.pop(entry.step, None)
+                self.graphs[entry.step] = entry.graph
+                self._graphs_id = entry.entry_id
+        for old in list(self.graphs)[:-NUM_GRAPHS_KEPT]:
+            del self.graphs[old]
+
+    def records(self, newest: int) -> list[dict[str, float]]:
+        """The newest records as they were written, oldest first."""
+        return [
+            {
+                name: column[place]
+                for name, column in self.columns.items()
+                if not math.isnan(column[place])
+            }
+            for place in range(max(0, len(self.steps) - newest), len(self.steps))
+        ]
+
+
+class RunHistories:
+    """The histories of the runs that were asked for last."""
+
+    def __init__(self, store: StateStore, keep: int = 8) -> None:
+        self._store = store
+        self._keep = keep
+        self._known: OrderedDict[str, RunHistory] = OrderedDict()
+
+    def of(self, run_id: str) -> RunHistory:
+        """The history of a run."""
+        history = self._known.pop(run_id, None) or RunHistory(self._store, run_id)
+        self._known[run_id] = history
+        while len(self._known) > self._keep:
+            self._known.popitem(last=False)
+        return history
+
+
+def read_graph(graph: bytes) -> tuple[int, Sequence[Node]]:
+    """Step and nodes of a graph as the store has it."""
+    record = json.loads(graph)
+    return record["step"], [Node.from_dict(node) for node in record["nodes"]]

@@ -1,0 +1,429 @@
+"""The operations of a coordinator, answered from the store and the folders of runs alone.
+
+So it need not be the process that makes the run: a coordinator that was started anew answers as
+the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import math
+import os
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rolemesh.coordinator.algorithm_specs import EXTERNAL
+from rolemesh.coordinator.api.messages import (
+    FINAL_STATES,
+    merge_device_use,
+    to_dataflow,
+    to_registered_service,
+    to_run,
+)
+from rolemesh.coordinator.api.run_history import RunHistories, read_graph
+from rolemesh.coordinator.state.store import (
+    EntryExpiredError,
+    RunNotFoundError,
+    RunRecord,
+    RunState,
+    RunStream,
+    StateStore,
+    StoreUnavailableError,
+)
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OutOfRangeError,
+    PreconditionError,
+    UnavailableError,
+)
+from rolemesh.v1 import coordinator_pb2
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+
+MAX_STEPS = 1000
+"""Most steps in one answer of GetMetrics."""
+
+DEFAULT_LOG_BYTES = 64 * 2**10
+MAX_LOG_BYTES = 2**20
+_LONGEST_CHARACTER_BYTES = 4
+
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MAX_REQUEST_ID_CHARACTERS = 128
+_MAX_RECIPE_BYTES = 2**20
+
+_WATCH_PAGE = 256
+_WATCH_PAUSE_S = 0.25
+_LAST_EVENT_GRACE_S = 2.0
+"""How long the event of a final state may come after the record says that state. A coordinator that
+was killed between the two never sends it."""
+
+
+class RunCreator(Protocol):
+    """Starts runs."""
+
+    async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
+        """Starts a run, or finds that it was started; afterwards the store has it.
+
+        Raises:
+            RolemeshError: As coordinator.proto says of CreateRun.
+        """
+
+
+class StoreOperations:
+    """Implements `Operations`. Owner: one asyncio loop; methods may be called concurrently."""
+
+    def __init__(self, store: StateStore, creator: RunCreator | None = None) -> None:
+        """Prepares; nothing is read before the first call.
+
+        Args:
+            store: What answers come from.
+            creator: Starts runs; None where this coordinator makes one run alone.
+        """
+        self._store = store
+        self._creator = creator
+        self._histories = RunHistories(store)
+
+    # --- runs ---
+
+    async def create_run(
+        self, run_id: str, recipe: str, overrides: Sequence[str] = ()
+    ) -> coordinator_pb2.Run:
+        """Starts a run of a recipe, given as YAML or JSON text."""
+        if self._creator is None:
+            raise PreconditionError(
+                "this coordinator makes one run alone: start one that takes recipes with "
+                "`rolemesh coordinator`",
+                reason="CREATION_UNAVAILABLE",
+            )
+        if not _RUN_ID.fullmatch(run_id) or run_id.startswith("."):
+            raise InvalidRequestError(
+                f"run_id is {run_id[:200]!r}: give 1 to 128 letters, digits, dots, dashes and "
+                "underscores, and no dot in front",
+                reason="RUN_ID_INVALID",
+            )
+        num_bytes = len(recipe.encode()) + sum(len(text.encode()) for text in overrides)
+        if num_bytes > _MAX_RECIPE_BYTES:
+            raise InvalidRequestError(
+                f"recipe and overrides have {num_bytes} bytes: give at most {_MAX_RECIPE_BYTES}",
+                reason="RECIPE_INVALID",
+            )
+        with _translated():
+            await self._creator.create_run(run_id, recipe, overrides)
+        return await self.get_run(run_id)
+
+    async def get_run(self, run_id: str) -> coordinator_pb2.Run:
+        """A run."""
+        return to_run(await self._record(run_id))
+
+    async def list_runs(self, page_size: int = 0) -> list[coordinator_pb2.Run]:
+        """Runs, newest first; 0 means 100 of them."""
+        _check_bound("page_size", page_size, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE)
+        with _translated():
+            records = await self._store.list_runs(page_size or DEFAULT_PAGE_SIZE)
+        return [to_run(record) for record in records]
+
+    async def stop_run(self, run_id: str) -> coordinator_pb2.Run:
+        """Asks it to end after the step in progress, with everything saved."""
+        record = await self._record(run_id)
+        if record.state.is_final:
+            return to_run(record)
+        return await self._wish(run_id, stop_requested=True)
+
+    async def pause_run(self, run_id: str) -> coordinator_pb2.Run:
+        """Asks it to make no further step until it is resumed."""
+        self._check_steps_are_ours(await self._going_on(run_id), "paused")
+        return await self._wish(run_id, pause_requested=True)
+
+    async def resume_run(self, run_id: str) -> coordinator_pb2.Run:
+        """Takes the wish to pause back."""
+        await self._going_on(run_id)
+        return await self._wish(run_id, pause_requested=False)
+
+    async def checkpoint_run(self, run_id: str, request_id: str) -> coordinator_pb2.Run:
+        """Asks it to save a checkpoint after the step in progress."""
+        if not 1 <= len(request_id) <= _MAX_REQUEST_ID_CHARACTERS:
+            raise InvalidRequestError(
+                f"request_id has {len(request_id)} characters: give 1 to "
+                f"{_MAX_REQUEST_ID_CHARACTERS}, e.g. a UUID"
+            )
+        record = await self._going_on(run_id)
+        self._check_steps_are_ours(
+            record, "asked for a checkpoint: call SaveCheckpoint of its services instead"
+        )
+        with _translated():
+            await self._store.append_entry(run_id, RunStream.CHECKPOINT_WISHES, request_id.encode())
+        return await self.get_run(run_id)
+
+    async def attach_run(self, run_id: str) -> coordinator_pb2.AttachRunResponse:
+        """Gives a run of algorithm "external" to the caller, who fences off whoever had it."""
+        record = await self._going_on(run_id)
+        if record.algorithm != EXTERNAL:
+            raise PreconditionError(
+                f"run {run_id!r} has the algorithm {record.algorithm!r}, whose steps its "
+                f"coordinator makes: give the recipe `algorithm: {{type: {EXTERNAL}}}` to drive "
+                "its services yourself",
+                reason="RUN_NOT_EXTERNAL",
+                metadata={"run_id": run_id},
+            )
+        if record.state is not RunState.RUNNING or record.stop_requested:
+            raise PreconditionError(
+                f"run {run_id!r} is {'stopping' if record.stop_requested else record.state.value}: "
+                "its services can be had while it is running",
+                reason="RUN_NOT_READY",
+                metadata={"run_id": run_id},
+            )
+        with _translated():
+            epoch = await self._store.next_epoch(run_id)
+        return coordinator_pb2.AttachRunResponse(
+            fencing_epoch=epoch,
+            services=[
+                coordinator_pb2.AttachedService(name=name, **facts)
+                for name, facts in sorted(record.services.items())
+            ],
+            step=record.step,
+        )
+
+    # --- what happens in a run ---
+
+    async def watch_run(
+        self, run_id: str, after_event_id: str = ""
+    ) -> AsyncIterator[coordinator_pb2.RunEvent]:
+        """Events after the given one, those that were and those that come, to the run's end."""
+        await self._record(run_id)
+        after, silent_s = after_event_id, 0.0
+        while True:
+            with _translated():
+                entries = await self._store.read_entries(
+                    run_id, RunStream.EVENTS, after, _WATCH_PAGE
+                )
+            for entry in entries:
+                event = coordinator_pb2.RunEvent.FromString(entry.payload)
+                after = event.event_id = entry.entry_id
+                yield event
+                if event.state.state in FINAL_STATES:
+                    return
+            if entries:
+                silent_s = 0.0
+                continue
+            if (await self._record(run_id)).state.is_final:
+                if silent_s >= _LAST_EVENT_GRACE_S:
+                    return
+                silent_s += _WATCH_PAUSE_S
+            await asyncio.sleep(_WATCH_PAUSE_S)
+
+    async def get_metrics(
+        self,
+        run_id: str,
+        names: Sequence[str] = (),
+        from_step: int = 0,
+        max_steps: int = 0,
+        *,
+        thin: bool = False,
+    ) -> coordinator_pb2.GetMetricsResponse:
+        """Metrics of steps, in columns."""
+        if from_step < 0:
+            raise InvalidRequestError(f"from_step is {from_step}: give 0 or more")
+        _check_bound("max_steps", max_steps, MAX_STEPS, MAX_STEPS)
+        await self._record(run_id)
+        history = self._histories.of(run_id)
+        with _translated():
+            await history.refresh()
+        places = [place for place, step in enumerate(history.steps) if step >= from_step]
+        chosen = (
+            _thinned(places, max_steps or MAX_STEPS) if thin else places[: max_steps or MAX_STEPS]
+        )
+        is_cut = not thin and len(chosen) < len(places)
+        return coordinator_pb2.GetMetricsResponse(
+            steps=[history.steps[place] for place in chosen],
+            series=[
+                coordinator_pb2.MetricSeries(name=name, values=[column[place] for place in chosen])
+                for name, column in sorted(history.columns.items())
+                if name != "step" and _is_wanted(name, names)
+            ],
+            next_step=history.steps[places[len(chosen)]] if is_cut else 0,
+        )
+
+    async def get_dataflow(self, run_id: str, step: int = 0) -> coordinator_pb2.GetDataflowResponse:
+        """The graph of a step; 0 for the step in progress, or else the newest."""
+        _check_step(step)
+        record = await self._record(run_id)
+        history = self._histories.of(run_id)
+        with _translated():
+            flow = await self._store.read_entries(run_id, RunStream.FLOW)
+            await history.refresh_graphs()
+        if flow and not record.state.is_final:
+            in_progress, nodes = read_graph(flow[-1].payload)
+            if in_progress not in history.graphs and step in (0, in_progress):
+                return to_dataflow(in_progress, nodes, is_made=False)
+        wanted = step or max(history.graphs, default=0)
+        if wanted not in history.graphs:
+            raise _no_step(run_id, "graph", step, list(history.graphs))
+        _, nodes = read_graph(history.graphs[wanted])
+        return to_dataflow(wanted, nodes, is_made=True)
+
+    async def list_samples(self, run_id: str, step: int = 0) -> coordinator_pb2.ListSamplesResponse:
+        """Some trajectories of a step; 0 for the newest that has any."""
+        _check_step(step)
+        await self._record(run_id)
+        with _translated():
+            entries = await self._store.read_entries(run_id, RunStream.SAMPLES)
+        kept = {}
+        for entry in entries:
+            found = coordinator_pb2.ListSamplesResponse.FromString(entry.payload)
+            kept[found.step] = found
+        steps = sorted(kept)
+        if step and step not in kept:
+            raise _no_step(run_id, "samples", step, steps)
+        answer = kept[step or steps[-1]] if steps else coordinator_pb2.ListSamplesResponse()
+        answer.steps.extend(steps)
+        return answer
+
+    async def get_device_use(
+        self, run_id: str, since: float = 0.0
+    ) -> coordinator_pb2.GetDeviceUseResponse:
+        """How busy devices were since a Unix time in seconds."""
+        if not math.isfinite(since):
+            raise InvalidRequestError(f"since is {since}: give a Unix time in seconds")
+        await self._record(run_id)
+        with _translated():
+            entries = await self._store.read_entries(
+                run_id, RunStream.DEVICES, limit=RunStream.DEVICES.keep
+            )
+        looks = (coordinator_pb2.GetDeviceUseResponse.FromString(e.payload) for e in entries)
+        return merge_device_use(looks, since)
+
+    async def list_alerts(self, run_id: str) -> coordinator_pb2.ListAlertsResponse:
+        """What deserves attention, the most pressing first."""
+        await self._record(run_id)
+        return coordinator_pb2.ListAlertsResponse()
+
+    async def read_log(
+        self, run_id: str, log: str, offset: int = 0, max_bytes: int = 0
+    ) -> coordinator_pb2.ReadLogResponse:
+        """A piece of a log; a negative offset counts from its end."""
+        _check_bound("max_bytes", max_bytes, MAX_LOG_BYTES, DEFAULT_LOG_BYTES)
+        record = await self._record(run_id)
+        return await asyncio.to_thread(
+            _log_piece, record, log, offset, max_bytes or DEFAULT_LOG_BYTES
+        )
+
+    async def list_services(self) -> list[coordinator_pb2.RegisteredService]:
+        """Services whose lease holds."""
+        with _translated():
+            return [to_registered_service(lease) for lease in await self._store.list_services()]
+
+    # --- what they share ---
+
+    async def _record(self, run_id: str) -> RunRecord:
+        with _translated():
+            return await self._store.get_run(run_id)
+
+    async def _wish(self, run_id: str, **wish: bool) -> coordinator_pb2.Run:
+        with _translated():
+            await self._store.update_run(run_id, **wish)
+        return await self.get_run(run_id)
+
+    async def _going_on(self, run_id: str) -> RunRecord:
+        record = await self._record(run_id)
+        if record.state.is_final:
+            raise PreconditionError(
+                f"run {run_id!r} has ended: it is {record.state.value}",
+                reason="RUN_ENDED",
+                metadata={"run_id": run_id},
+            )
+        return record
+
+    def _check_steps_are_ours(self, record: RunRecord, wish: str) -> None:
+        if record.algorithm == EXTERNAL:
+            raise PreconditionError(
+                f"run {record.run_id!r} is driven by a client, who alone knows its steps: it "
+                f"cannot be {wish}",
+                reason="RUN_EXTERNAL",
+                metadata={"run_id": record.run_id},
+            )
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a store refuses, as an error of the catalogue."""
+    try:
+        yield
+    except RunNotFoundError as missing:
+        raise NotFoundError(
+            str(missing), reason="RUN_NOT_FOUND", metadata={"run_id": missing.run_id}
+        ) from missing
+    except EntryExpiredError as expired:
+        raise OutOfRangeError(
+            str(expired), reason="EVENTS_EXPIRED", metadata={"run_id": expired.run_id}
+        ) from expired
+    except StoreUnavailableError as unavailable:
+        raise UnavailableError(
+            str(unavailable), reason="STORE_UNAVAILABLE", metadata={"url": unavailable.url}
+        ) from unavailable
+
+
+def _check_bound(field: str, value: int, most: int, default: int) -> None:
+    if not 0 <= value <= most:
+        raise InvalidRequestError(f"{field} is {value}: give 1 to {most}, or 0 for {default}")
+
+
+def _check_step(step: int) -> None:
+    if step < 0:
+        raise InvalidRequestError(f"step is {step}: give a step from 1 on, or 0 for the newest")
+
+
+def _no_step(run_id: str, what: str, step: int, known: Sequence[int]) -> NotFoundError:
+    kept = f"steps {min(known)} to {max(known)} are kept" if known else "none is kept yet"
+    named = f" of step {step}" if step else ""
+    return NotFoundError(
+        f"run {run_id!r} has no {what}{named}: {kept}",
+        reason="STEP_NOT_FOUND",
+        metadata={"run_id": run_id, "step": str(step)},
+    )
+
+
+def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
+    return not wanted or any(
+        name.startswith(one[:-1]) if one.endswith("*") else name == one for one in wanted
+    )
+
+
+def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
+    """Every n-th one, counted from the newest back, and at most so many."""
+    every = -(-len(places) // most)
+    return places if every <= 1 else places[::-every][::-1]
+
+
+def _log_piece(
+    record: RunRecord, log: str, offset: int, max_bytes: int
+) -> coordinator_pb2.ReadLogResponse:
+    folder = Path(record.directory) / "logs"
+    logs = sorted(path.stem for path in folder.glob("*.log"))
+    # Only what the folder lists: a name is no path.
+    if log not in logs:
+        raise NotFoundError(
+            f"run {record.run_id!r} has no log {log[:200]!r} in {folder}: there are "
+            f"{', '.join(logs) or 'none'}",
+            reason="LOG_NOT_FOUND",
+            metadata={"run_id": record.run_id, "logs": json.dumps(logs)},
+        )
+    with (folder / f"{log}.log").open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size + offset) if offset < 0 else min(offset, size)
+        file.seek(start)
+        data = file.read(max_bytes)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    # A character that is cut at the end comes with the next piece, where there is one.
+    is_whole = start + len(data) >= size or len(data) < _LONGEST_CHARACTER_BYTES
+    text = decoder.decode(data, final=is_whole)
+    num_pending = len(decoder.getstate()[0])
+    return coordinator_pb2.ReadLogResponse(
+        text=text, offset=start, next_offset=start + len(data) - num_pending, logs=logs
+    )

@@ -1,0 +1,312 @@
+"""What a coordinator answers, from a store alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from support.fake_run import append_step, fill_store
+
+from rolemesh.coordinator.api.operations import Operations
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState, RunStream, StateStore
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OutOfRangeError,
+    PreconditionError,
+    RolemeshError,
+)
+from rolemesh.v1 import coordinator_pb2
+
+NUM_STEPS = 12
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> StateStore:
+    store = MemoryStateStore()
+    await fill_store(store, "made", tmp_path / "made", num_steps=NUM_STEPS)
+    await fill_store(store, "live", tmp_path / "live", num_steps=NUM_STEPS, is_live=True)
+    return store
+
+
+@pytest.fixture
+def operations(store: StateStore) -> Operations:
+    return StoreOperations(store)
+
+
+async def events_of(operations: Operations, run_id: str, after: str = "") -> list[str]:
+    return [event.event_id async for event in operations.watch_run(run_id, after)]
+
+
+async def test_metrics_come_in_columns_as_they_were_written(
+    operations: Operations, tmp_path: Path
+) -> None:
+    lines = [
+        json.loads(line) for line in (tmp_path / "made/metrics.jsonl").read_text().splitlines()
+    ]
+    told = await operations.get_metrics("made")
+    assert list(told.steps) == list(range(1, NUM_STEPS + 1))
+    assert told.next_step == 0
+    names = {name for line in lines for name in line} - {"step"}
+    assert {series.name for series in told.series} == names
+    for series in told.series:
+        for line, value in zip(lines, series.values, strict=True):
+            assert value == line[series.name] if series.name in line else math.isnan(value)
+
+
+async def test_metrics_are_chosen_by_name_and_by_how_a_name_begins(operations: Operations) -> None:
+    told = await operations.get_metrics("made", ["entropy", "reward/*", "ghost"])
+    assert [series.name for series in told.series] == [
+        "entropy",
+        "reward/max",
+        "reward/mean",
+        "reward/min",
+        "reward/standard_error",
+        "reward/std",
+    ]
+
+
+async def test_metrics_are_paged_and_thinned(operations: Operations) -> None:
+    first = await operations.get_metrics("made", ["entropy"], 3, 4)
+    assert (list(first.steps), first.next_step) == ([3, 4, 5, 6], 7)
+    last = await operations.get_metrics("made", ["entropy"], 10, 4)
+    assert (list(last.steps), last.next_step) == ([10, 11, 12], 0)
+    thin = await operations.get_metrics("made", ["entropy"], 0, 5, thin=True)
+    assert (list(thin.steps), thin.next_step) == ([3, 6, 9, 12], 0)
+    assert len(thin.series[0].values) == 4
+
+
+async def test_metrics_go_on_while_the_run_does_and_a_step_made_twice_counts_once(
+    store: StateStore, operations: Operations
+) -> None:
+    await operations.get_metrics("live")
+    record = await store.get_run("live")
+    await append_step(store, record, NUM_STEPS + 1)
+    await append_step(store, record, NUM_STEPS + 1, seed=5)
+    answers = await asyncio.gather(*(operations.get_metrics("live", ["kl/mean"]) for _ in range(3)))
+    for told in answers:
+        assert list(told.steps) == list(range(1, NUM_STEPS + 2))
+    newest = (await store.read_metrics("live"))[-1].values["kl/mean"]
+    assert answers[0].series[0].values[-1] == newest
+
+
+async def test_a_step_in_progress_is_shown_until_it_is_made(
+    store: StateStore, operations: Operations
+) -> None:
+    flow = await operations.get_dataflow("live")
+    assert (flow.step, flow.is_made) == (NUM_STEPS + 1, False)
+    states = {node.name: node.state for node in flow.nodes}
+    assert states["rollout-0.generate"] == "done"
+    assert states["reference.compute_logprobs"] == "running"
+    assert states["actor.update"] == "waiting"
+    assert not next(node for node in flow.nodes if node.name == "actor.update").HasField("ended_s")
+    await append_step(store, await store.get_run("live"), NUM_STEPS + 1)
+    assert (await operations.get_dataflow("live")).is_made
+
+
+async def test_a_graph_has_times_from_its_beginning_and_its_critical_path(
+    operations: Operations,
+) -> None:
+    flow = await operations.get_dataflow("made", 3)
+    assert (flow.step, flow.is_made) == (3, True)
+    nodes = {node.name: node for node in flow.nodes}
+    assert nodes["rollout-0.update_weights"].started_s == pytest.approx(0.01, abs=1e-6)
+    assert list(nodes["actor.publish_weights"].after) == ["actor.update"]
+    assert nodes["critic.compute_values[1]"].kind == "infer"
+    critical = [node.name for node in flow.nodes if node.is_critical]
+    assert critical[0] == "rollout-0.update_weights"
+    assert critical[-2:] == ["actor.update", "actor.publish_weights"]
+    assert "reward.compute_reward" not in critical
+    assert nodes["actor.update"].policy_version == 3
+    with pytest.raises(NotFoundError, match="steps 1 to 12 are kept") as missing:
+        await operations.get_dataflow("made", NUM_STEPS + 1)
+    assert missing.value.reason == "STEP_NOT_FOUND"
+
+
+async def test_samples_are_of_the_step_asked_for(operations: Operations) -> None:
+    newest = await operations.list_samples("made")
+    assert (newest.step, len(newest.samples)) == (NUM_STEPS, 4)
+    assert list(newest.steps) == list(range(1, NUM_STEPS + 1))
+    assert (await operations.list_samples("made", 2)).step == 2
+    with pytest.raises(NotFoundError, match="no samples of step 99"):
+        await operations.list_samples("made", 99)
+
+
+async def test_device_use_is_one_series_a_device(store: StateStore, operations: Operations) -> None:
+    looks = await store.read_entries("made", RunStream.DEVICES)
+    told = await operations.get_device_use("made")
+    assert [(one.service, one.rank) for one in told.devices] == [
+        ("actor", 0),
+        ("actor", 1),
+        ("critic", 0),
+        ("reference", 0),
+        ("reward", 0),
+        ("rollout-0", 0),
+        ("rollout-1", 0),
+    ]
+    assert len(looks) == 6 * len(told.devices[0].times)
+    middle = told.devices[0].times[7]
+    later = await operations.get_device_use("made", middle.seconds)
+    assert list(later.devices[1].busy) == list(told.devices[1].busy)[7:]
+
+
+async def test_a_watch_sends_every_event_once_and_ends_with_the_run(operations: Operations) -> None:
+    events = [event async for event in operations.watch_run("made")]
+    made = [event.step for event in events if event.HasField("step_made")]
+    assert made == list(range(1, NUM_STEPS + 1))
+    assert events[-1].state.state == coordinator_pb2.RUN_STATE_SUCCEEDED
+    ids = [event.event_id for event in events]
+    assert len(set(ids)) == len(ids)
+    # Whichever event was the last that arrived: what follows is the rest.
+    for place in (0, 5, len(ids) - 2):
+        assert await events_of(operations, "made", ids[place]) == ids[place + 1 :]
+
+
+async def test_a_watch_waits_for_what_comes(store: StateStore, operations: Operations) -> None:
+    watch = operations.watch_run("live")
+    known = (await store.read_entries("live", RunStream.EVENTS))[-1].entry_id
+    watch = operations.watch_run("live", known)
+    coming = asyncio.ensure_future(anext(aiter(watch)))
+    await asyncio.sleep(0)
+    await append_step(store, await store.get_run("live"), NUM_STEPS + 1)
+    assert (await coming).step_made.metrics["step"] == NUM_STEPS + 1
+
+
+async def test_a_watch_ends_when_the_last_event_was_never_written(
+    store: StateStore, operations: Operations
+) -> None:
+    await store.update_run("live", state=RunState.FAILED)
+    assert len(await events_of(operations, "live")) > NUM_STEPS
+
+
+async def test_a_watch_after_an_event_that_is_gone_is_refused(operations: Operations) -> None:
+    with pytest.raises(OutOfRangeError, match="begin anew") as refused:
+        await events_of(operations, "live", "0-1")
+    assert refused.value.reason == "EVENTS_EXPIRED"
+
+
+async def test_wishes_show_at_once_and_a_stop_goes_before_a_pause(
+    store: StateStore, operations: Operations
+) -> None:
+    assert (await operations.pause_run("live")).state == coordinator_pb2.RUN_STATE_PAUSING
+    await store.update_run("live", state=RunState.PAUSED)
+    assert (await operations.get_run("live")).state == coordinator_pb2.RUN_STATE_PAUSED
+    assert (await operations.stop_run("live")).state == coordinator_pb2.RUN_STATE_STOPPING
+    await operations.resume_run("live")
+    assert (await store.get_run("live")).pause_requested is False
+
+
+async def test_an_ended_run_takes_no_wishes_but_a_stop(operations: Operations) -> None:
+    wishes: tuple[Callable[[], Awaitable[object]], ...] = (
+        lambda: operations.pause_run("made"),
+        lambda: operations.resume_run("made"),
+        lambda: operations.checkpoint_run("made", "1"),
+        lambda: operations.attach_run("made"),
+    )
+    for wish in wishes:
+        with pytest.raises(PreconditionError, match="has ended: it is succeeded") as refused:
+            await wish()
+        assert refused.value.reason == "RUN_ENDED"
+    assert (await operations.stop_run("made")).state == coordinator_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_only_a_run_of_a_client_can_be_attached_and_not_paused(
+    store: StateStore, operations: Operations
+) -> None:
+    with pytest.raises(PreconditionError) as ours:
+        await operations.attach_run("live")
+    assert ours.value.reason == "RUN_NOT_EXTERNAL"
+    await store.update_run("live", algorithm="external", state=RunState.STARTING)
+    with pytest.raises(PreconditionError) as early:
+        await operations.attach_run("live")
+    assert early.value.reason == "RUN_NOT_READY"
+    await store.update_run("live", state=RunState.RUNNING)
+    first, second = await operations.attach_run("live"), await operations.attach_run("live")
+    assert second.fencing_epoch == first.fencing_epoch + 1
+    assert [service.name for service in first.services][-2:] == ["rollout-0", "rollout-1"]
+    assert first.services[0].address == "127.0.0.1:41000"
+    for wish in (operations.pause_run("live"), operations.checkpoint_run("live", "1")):
+        with pytest.raises(PreconditionError) as refused:
+            await wish
+        assert refused.value.reason == "RUN_EXTERNAL"
+
+
+async def test_a_log_is_read_piece_by_piece_to_the_last_byte(
+    operations: Operations, tmp_path: Path
+) -> None:
+    text = "".join(f"line {number} äöü 🙂\n" for number in range(50))
+    (tmp_path / "live/logs/actor.log").write_text(text, encoding="utf-8")
+    # No piece size is a multiple of the characters' sizes.
+    for max_bytes in (1, 3, 7, 1000):
+        offset, pieces = 0, ""
+        while True:
+            piece = await operations.read_log("live", "actor", offset, max_bytes)
+            if not piece.text:
+                break
+            assert piece.offset == offset
+            offset, pieces = piece.next_offset, pieces + piece.text
+        assert offset == len(text.encode())
+        if max_bytes > 3:
+            assert pieces == text
+    tail = await operations.read_log("live", "actor", -5)
+    assert (tail.text, tail.next_offset) == ("🙂\n", len(text.encode()))
+
+
+async def test_a_log_is_a_name_and_no_path(operations: Operations, tmp_path: Path) -> None:
+    (tmp_path / "secret.log").write_text("secret")
+    for name in ("../../secret", str(tmp_path / "secret"), "", "ghost"):
+        with pytest.raises(NotFoundError, match="there are actor, coordinator") as missing:
+            await operations.read_log("live", name)
+        assert missing.value.reason == "LOG_NOT_FOUND"
+
+
+async def test_numbers_out_of_range_are_refused(operations: Operations) -> None:
+    calls: tuple[Callable[[], Awaitable[object]], ...] = (
+        lambda: operations.list_runs(-1),
+        lambda: operations.get_metrics("made", (), -1),
+        lambda: operations.get_metrics("made", (), 0, 1001),
+        lambda: operations.get_dataflow("made", -1),
+        lambda: operations.list_samples("made", -1),
+        lambda: operations.get_device_use("made", math.nan),
+        lambda: operations.read_log("made", "actor", 0, 2**20 + 1),
+        lambda: operations.checkpoint_run("live", ""),
+        lambda: operations.checkpoint_run("live", "x" * 129),
+    )
+    for call in calls:
+        with pytest.raises(InvalidRequestError, match="give") as refused:
+            await call()
+        assert refused.value.reason == "REQUEST_INVALID"
+
+
+async def test_every_operation_names_an_unknown_run(operations: Operations) -> None:
+    calls: tuple[Awaitable[object], ...] = (
+        operations.get_run("ghost"),
+        operations.stop_run("ghost"),
+        operations.pause_run("ghost"),
+        operations.resume_run("ghost"),
+        operations.checkpoint_run("ghost", "1"),
+        operations.attach_run("ghost"),
+        events_of(operations, "ghost"),
+        operations.get_metrics("ghost"),
+        operations.get_dataflow("ghost"),
+        operations.list_samples("ghost"),
+        operations.get_device_use("ghost"),
+        operations.list_alerts("ghost"),
+        operations.read_log("ghost", "actor"),
+    )
+    for call in calls:
+        with pytest.raises(RolemeshError, match="'ghost'") as missing:
+            await call
+        assert missing.value.reason == "RUN_NOT_FOUND"
+
+
+async def test_a_coordinator_of_one_run_creates_none(operations: Operations) -> None:
+    with pytest.raises(PreconditionError, match="rolemesh coordinator") as refused:
+        await operations.create_run("new", "run: {}")
+    assert refused.value.reason == "CREATION_UNAVAILABLE"
