@@ -1,0 +1,49 @@
+"""Rewards by what was sent for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+
+class RewardCache:
+    """The rewards of the rows that were used last, at most so many. Owner: one loop.
+
+    Example: with `capacity=1`, put(b"a", 1.0) and put(b"b", 2.0) leave get(b"a") missing.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._rewards: OrderedDict[bytes, float | None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Rows remembered."""
+        return len(self._rewards)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it remembers anything."""
+        return self._capacity > 0
+
+    @staticmethod
+    def key(sent: bytes) -> bytes:
+        """Of all that is sent of a row: 32 bytes, however long it is."""
+        return hashlib.sha256(sent).digest()
+
+    def has(self, key: bytes) -> bool:
+        """Whether it knows the reward."""
+        return key in self._rewards
+
+    def get(self, key: bytes) -> float | None:
+        """The reward, None being "does not apply"; KeyError where `has` says no."""
+        self._rewards.move_to_end(key)
+        return self._rewards[key]
+
+    def put(self, key: bytes, reward: float | None) -> None:
+        """Remembers a reward, and forgets the one whose last use is longest ago."""
+        if not self.is_on:
+            return
+        self._rewards[key] = reward
+        self._rewards.move_to_end(key)
+        while len(self._rewards) > self._capacity:
+            self._rewards.popitem(last=False)

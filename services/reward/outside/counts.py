@@ -1,0 +1,68 @@
+"""What asking an outside reward took: scalars of one judgement, and Prometheus over all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class RequestObserver(Protocol):
+    """Is told of every request that has ended."""
+
+    def reward_request(self, name: str, outcome: str, seconds: float) -> None:
+        """A request of the reward `name` ended.
+
+        Args:
+            name: of the reward.
+            outcome: "ok", or the class of the error.
+            seconds: since it was sent.
+        """
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Counts of one judgement. Owner: the loop."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each request that was answered."""
+    errors: int = 0
+    """Requests that were not answered, or answered wrongly."""
+    retries: int = 0
+    hedged: int = 0
+    cache_hits: int = 0
+    waiting: int = 0
+    """Requests that wait for a free place, now."""
+    queue_peak: int = 0
+    """Most of these."""
+
+    def enter_queue(self) -> None:
+        """A request begins to wait."""
+        self.waiting += 1
+        self.queue_peak = max(self.queue_peak, self.waiting)
+
+    def metrics(self) -> dict[str, float]:
+        """As scalars; latencies only where something was answered."""
+        latencies = (
+            {
+                "latency_p50_seconds": quantile(self.seconds, 0.5),
+                "latency_p99_seconds": quantile(self.seconds, 0.99),
+            }
+            if self.seconds
+            else {}
+        )
+        return {
+            **latencies,
+            "errors": float(self.errors),
+            "retries": float(self.retries),
+            "hedged": float(self.hedged),
+            "cache_hits": float(self.cache_hits),
+            "queue_peak": float(self.queue_peak),
+        }
+
+
+def quantile(numbers: Sequence[float], share: float) -> float:
+    """The smallest of the numbers that at least this share of them does not exceed."""
+    ordered = sorted(numbers)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

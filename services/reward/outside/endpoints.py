@@ -1,0 +1,331 @@
+"""What is the same around every reward that is asked over the network.
+
+Batches, bounded concurrency, tries, hedging, replicas with a breaker each, a cache. The protocols
+are `RewardClient`s, which know of none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import tenacity
+
+from rolemesh.engine.specs import EndpointRewardSpec
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    OutsideReward,
+    OutsideRewardError,
+    RewardClient,
+    RewardRow,
+    RewardTimeoutError,
+    RewardUnavailableError,
+)
+from rolemesh.services.reward.outside.breaker import CircuitBreaker
+from rolemesh.services.reward.outside.cache import RewardCache
+from rolemesh.services.reward.outside.counts import RequestCounts, RequestObserver
+
+MAX_REQUEST_BYTES = 3 * 2**20
+"""Rows are sent together up to this: gRPC servers refuse 4 MiB, and web servers often less."""
+
+BACKOFF_S = 0.5
+"""Upper end of the first random wait; it doubles with every further one (full jitter, see
+https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
+
+LONGEST_BACKOFF_S = 30.0
+"""Upper end of the longest one."""
+
+_jitter = tenacity.wait_random_exponential(multiplier=BACKOFF_S, max=LONGEST_BACKOFF_S)
+
+
+class _Replica:
+    """One place that answers."""
+
+    def __init__(self, client: RewardClient, breaker: CircuitBreaker) -> None:
+        self.client = client
+        self.breaker = breaker
+        self.in_flight = 0
+        self.last_error: OutsideRewardError | None = None
+
+
+class EndpointReward(OutsideReward):
+    """Asks replicas of one reward. Owner: the loop on which it is first used.
+
+    Invariant: when `judge` has returned, raised or been cancelled, none of its requests runs.
+
+    Example: 40 rows with batch_size 16 are three requests. The first to fail with 503 is sent
+    again, to the least busy replica; one that is answered by NaN is not, and its rows fail.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: EndpointRewardSpec,
+        clients: Sequence[RewardClient],
+        *,
+        observer: RequestObserver | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Asks nobody yet.
+
+        Args:
+            name: Of the reward, for metrics.
+            spec: How to ask.
+            clients: One a replica.
+            observer: Is told of each request.
+            sleep: Waits between tries.
+            clock: Seconds, for the breakers.
+        """
+        self._name = name
+        self._spec = spec
+        self._observer = observer
+        self._sleep = sleep
+        self._replicas = [
+            _Replica(client, CircuitBreaker(spec.breaker_failures, spec.breaker_pause_s, clock))
+            for client in clients
+        ]
+        self._cache = RewardCache(spec.cache_rows)
+        self._places = asyncio.Semaphore(spec.concurrency)
+
+    async def judge(self, rows: Sequence[RewardRow]) -> Judgement:
+        """Judges rows; see `OutsideReward.judge`."""
+        counts = RequestCounts()
+        rewards: list[float | None] = [None] * len(rows)
+        failures: dict[int, OutsideRewardError] = {}
+        means: dict[str, list[tuple[float, int]]] = {}
+        sent = [self._replicas[0].client.sent(row) for row in rows]
+        keys = [RewardCache.key(content) for content in sent] if self._cache.is_on else []
+        asked = self._unknown(rows, keys, rewards, counts)
+
+        async def one(batch: Sequence[int]) -> None:
+            try:
+                found = await self._with_tries([rows[index] for index in batch], counts)
+            except OutsideRewardError as error:
+                failures.update(dict.fromkeys(batch, error))
+                return
+            for place, index in enumerate(batch):
+                if place in found.failures:
+                    failures[index] = found.failures[place]
+                    continue
+                rewards[index] = found.rewards[place]
+                if keys:
+                    self._cache.put(keys[index], rewards[index])
+            for metric, value in found.metrics.items():
+                means.setdefault(metric, []).append((value, len(batch)))
+
+        async with _all_at_once() as group:
+            for batch in _batches(asked, [len(content) for content in sent], self._spec.batch_size):
+                group.create_task(one(batch))
+        if keys:
+            _copy_to_equal_rows(keys, rewards, failures)
+        return Judgement(
+            rewards=rewards,
+            failures=failures,
+            metrics={
+                **{metric: _mean(parts) for metric, parts in means.items()},
+                **counts.metrics(),
+            },
+        )
+
+    async def close(self) -> None:
+        """Closes every replica's connections."""
+        for replica in self._replicas:
+            await replica.client.close()
+
+    def _unknown(
+        self,
+        rows: Sequence[RewardRow],
+        keys: Sequence[bytes],
+        rewards: list[float | None],
+        counts: RequestCounts,
+    ) -> list[int]:
+        """Rows that have to be asked for; fills in the others. Of equal rows one is asked for."""
+        if not keys:
+            return list(range(len(rows)))
+        asked, seen = [], set()
+        for index, key in enumerate(keys):
+            if self._cache.has(key):
+                rewards[index] = self._cache.get(key)
+                counts.cache_hits += 1
+            elif key not in seen:
+                asked.append(index)
+                seen.add(key)
+        return asked
+
+    async def _with_tries(self, rows: Sequence[RewardRow], counts: RequestCounts) -> Judgement:
+        """One request, sent until it is answered or must not be sent again."""
+        counts.enter_queue()
+        async with self._queue_place(counts):
+            loop = asyncio.get_running_loop()
+            ends_at = loop.time() + self._spec.deadline_s
+            tries = tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception(_may_pass),
+                stop=tenacity.stop_after_attempt(self._spec.tries)
+                | tenacity.stop_before_delay(self._spec.deadline_s),
+                wait=_wait,
+                sleep=self._sleep,
+                reraise=True,
+            )
+            async for attempt in tries:
+                with attempt:
+                    if attempt.retry_state.attempt_number > 1:
+                        counts.retries += 1
+                    left_s = ends_at - loop.time()
+                    judgement = await self._hedged(rows, left_s, counts)
+        return judgement
+
+    @contextlib.asynccontextmanager
+    async def _queue_place(self, counts: RequestCounts) -> AsyncIterator[None]:
+        try:
+            await self._places.acquire()
+        finally:
+            counts.waiting -= 1
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    async def _hedged(
+        self, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
+    ) -> Judgement:
+        """The first answer of a request and, when it takes long, of a second one."""
+        first = self._least_busy()
+        if self._spec.hedge_after_s is None:
+            return await self._ask(first, rows, left_s, counts)
+        pending = {asyncio.create_task(self._ask(first, rows, left_s, counts))}
+        try:
+            done, _ = await asyncio.wait(pending, timeout=self._spec.hedge_after_s)
+            if not done:
+                with contextlib.suppress(RewardUnavailableError):  # nobody else may be asked now
+                    other = self._least_busy(but=first)
+                    pending.add(asyncio.create_task(self._ask(other, rows, left_s, counts)))
+                    counts.hedged += 1
+            while True:
+                done, left = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                answered = [task for task in done if task.exception() is None]
+                if answered or not left:
+                    return (answered or list(done))[0].result()
+                pending = left
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    async def _ask(
+        self, replica: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
+    ) -> Judgement:
+        """Sends it once, to one replica."""
+        replica.in_flight += 1
+        replica.breaker.begin()
+        started = time.monotonic()
+        outcome = "cancelled"
+        timeout_s = max(0.0, min(self._spec.timeout_s, left_s))
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    judgement = await replica.client.ask(rows)
+            except TimeoutError:
+                raise RewardTimeoutError(
+                    replica.client.endpoint,
+                    expected=f"an answer within {timeout_s:.3g} s",
+                    found="none",
+                    remedy="give timeout_s more, batch_size less, or make the reward faster",
+                ) from None
+        except OutsideRewardError as error:
+            outcome = type(error).__name__
+            counts.errors += 1
+            replica.last_error = error
+            # An answer, even a wrong one, is a sign of life.
+            (replica.breaker.failed if error.may_pass else replica.breaker.succeeded)()
+            raise
+        else:
+            outcome = "ok"
+            counts.seconds.append(time.monotonic() - started)
+            replica.breaker.succeeded()
+            return judgement
+        finally:
+            replica.in_flight -= 1
+            if outcome == "cancelled":
+                replica.breaker.given_up()
+            elif self._observer is not None:
+                self._observer.reward_request(self._name, outcome, time.monotonic() - started)
+
+    def _least_busy(self, but: _Replica | None = None) -> _Replica:
+        """The replica to ask: another one than `but` where there are several.
+
+        Raises:
+            RewardUnavailableError: all are left alone for now.
+        """
+        others = [replica for replica in self._replicas if replica is not but] or self._replicas
+        ready = [replica for replica in others if replica.breaker.wait_s == 0]
+        if ready:
+            # One that is tried again must get a request some time, busy or not.
+            return min(ready, key=lambda replica: (not replica.breaker.is_open, replica.in_flight))
+        soonest = min(others, key=lambda replica: replica.breaker.wait_s)
+        raise RewardUnavailableError(
+            soonest.client.endpoint,
+            found=f"{self._spec.breaker_failures} failures in a row, so that it is not asked for "
+            f"breaker_pause_s; the last: {soonest.last_error}",
+            retry_after_s=soonest.breaker.wait_s,
+        )
+
+
+def _mean(parts: Sequence[tuple[float, int]]) -> float:
+    """Of means over so many rows each."""
+    return sum(mean * rows for mean, rows in parts) / sum(rows for _, rows in parts)
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, OutsideRewardError) and error.may_pass
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """A random wait, or longer where the endpoint asks for it."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    asked_s = error.retry_after_s if isinstance(error, RewardUnavailableError) else None
+    return max(_jitter(state), asked_s or 0.0)
+
+
+def _batches(rows: Sequence[int], num_bytes: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Neighbouring rows that go together; a row that is too large goes alone."""
+    batches: list[list[int]] = []
+    held = 0
+    for row in rows:
+        if (
+            not batches
+            or len(batches[-1]) == batch_size
+            or held + num_bytes[row] > MAX_REQUEST_BYTES
+        ):
+            batches.append([])
+            held = 0
+        batches[-1].append(row)
+        held += num_bytes[row]
+    return batches
+
+
+def _copy_to_equal_rows(
+    keys: Sequence[bytes],
+    rewards: list[float | None],
+    failures: dict[int, OutsideRewardError],
+) -> None:
+    """Gives rows that were not asked for what the equal row before them got."""
+    first: dict[bytes, int] = {}
+    for index, key in enumerate(keys):
+        source = first.setdefault(key, index)
+        if source != index:
+            rewards[index] = rewards[source]
+            if source in failures:
+                failures[index] = failures[source]
+
+
+@contextlib.asynccontextmanager
+async def _all_at_once() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error leaves it bare, so that its class is known outside."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

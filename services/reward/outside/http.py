@@ -1,0 +1,214 @@
+"""POST of JSON to a place that is not trusted: bounds on time and size, meaning of a status."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any
+
+import httpx
+
+from rolemesh.engine.specs import EndpointRewardSpec
+from rolemesh.services.reward.outside.base import (
+    SHOWN_CHARACTERS,
+    OutsideRewardError,
+    RewardAnswerInvalidError,
+    RewardRefusedError,
+    RewardTimeoutError,
+    RewardUnavailableError,
+)
+
+TOO_MANY_REQUESTS = 429
+REQUEST_TIMEOUT = 408
+
+IDLE_CONNECTION_S = 30.0
+"""Connections without a request are closed after this."""
+
+
+class JsonEndpoint:
+    """One URL that takes JSON and answers it. Owner: one loop.
+
+    It follows no redirect, takes no cookie, and uses no proxy of the environment, so that rows go
+    where the recipe says and nowhere else. Answers are asked for uncompressed: what is counted is
+    then what comes.
+    """
+
+    def __init__(self, url: str, spec: EndpointRewardSpec) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            url: Where it is.
+            spec: Bounds, and the name of the token's variable.
+
+        Raises:
+            ValueError: that environment variable is not set.
+        """
+        self.url = url
+        self._max_bytes = spec.max_response_bytes
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        token = bearer_token(spec)
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(spec.timeout_s),
+            limits=httpx.Limits(
+                # A hedged request is one more than its place allows.
+                max_connections=2 * spec.concurrency,
+                max_keepalive_connections=spec.concurrency,
+                keepalive_expiry=IDLE_CONNECTION_S,
+            ),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def post(
+        self, content: bytes, *, url: str | None = None, cookies: Mapping[str, str] | None = None
+    ) -> tuple[Any, dict[str, str]]:
+        """Sends JSON; returns the JSON that came, and the cookies that came with it.
+
+        Args:
+            content: The encoded JSON.
+            url: Another place of the same server; None: the URL.
+            cookies: To send along.
+
+        Raises:
+            RewardTimeoutError: no byte came within timeout_s.
+            RewardUnavailableError: no connection, or 408, 429 or 5xx.
+            RewardRefusedError: any other status that is no success.
+            RewardAnswerInvalidError: the answer is too long, compressed, or no JSON.
+        """
+        url = url or self.url
+        headers = {"Content-Type": "application/json"}
+        if cookies:
+            headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        try:
+            async with self._client.stream("POST", url, content=content, headers=headers) as answer:
+                body = await self._read(answer)
+                set_cookies = dict(httpx.Cookies(answer.cookies).items())
+        except httpx.TimeoutException as error:
+            raise RewardTimeoutError(
+                url,
+                found=f"none in time ({type(error).__name__})",
+                remedy="give timeout_s more, batch_size less, or make the reward faster",
+            ) from error
+        except httpx.TransportError as error:
+            raise RewardUnavailableError(
+                url, found=f"{type(error).__name__}: {error}".rstrip(": ")
+            ) from error
+        try:
+            return json.loads(body), set_cookies
+        except (ValueError, RecursionError) as error:
+            raise RewardAnswerInvalidError(
+                url,
+                expected="JSON",
+                found=f"{_text(body)} ({type(error).__name__})",
+                remedy="give the URL of the reward itself; its answer must be JSON",
+            ) from error
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+    async def _read(self, answer: httpx.Response) -> bytes:
+        status = answer.status_code
+        if not answer.is_success:
+            raise await self._refusal(answer)
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise self._invalid(
+                status,
+                "an answer that is not compressed, as Accept-Encoding says",
+                f"Content-Encoding: {encoding[:SHOWN_CHARACTERS]}",
+            )
+        announced = answer.headers.get("Content-Length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise self._invalid(
+                status, f"at most max_response_bytes, {self._max_bytes}", f"{announced} announced"
+            )
+        body = bytearray()
+        async for piece in answer.aiter_raw():
+            body += piece
+            if len(body) > self._max_bytes:
+                raise self._invalid(
+                    status,
+                    f"at most max_response_bytes, {self._max_bytes}",
+                    f"more ({_text(body)})",
+                )
+        return bytes(body)
+
+    async def _refusal(self, answer: httpx.Response) -> OutsideRewardError:
+        """What a status that is no success comes to; reads no more of the answer than it shows."""
+        status, url = answer.status_code, str(answer.request.url)
+        start = bytearray()
+        async for piece in answer.aiter_raw(SHOWN_CHARACTERS):
+            start += piece
+            if len(start) >= SHOWN_CHARACTERS:
+                break
+        found = f"status {status}: {_text(start)}"
+        if status in (REQUEST_TIMEOUT, TOO_MANY_REQUESTS) or answer.is_server_error:
+            return RewardUnavailableError(
+                url,
+                found=found,
+                remedy="look into the log of the reward service",
+                retry_after_s=_retry_after_s(answer.headers.get("Retry-After", "")),
+            )
+        remedy = "look whether the URL and the form (type) are those of this reward"
+        if answer.is_redirect:
+            remedy = f"redirects are not followed: give the URL {answer.headers.get('Location')!r}"
+        elif status in (401, 403):
+            remedy = "put a token into the variable that token_variable names"
+        return RewardRefusedError(url, expected="status 200", found=found, remedy=remedy)
+
+    def _invalid(self, status: int, expected: str, found: str) -> RewardAnswerInvalidError:
+        return RewardAnswerInvalidError(
+            self.url,
+            expected=expected,
+            found=f"{found}, with status {status}",
+            remedy="look whether the URL is that of the reward; raise max_response_bytes if it is",
+        )
+
+
+def bearer_token(spec: EndpointRewardSpec) -> str | None:
+    """The token to send; None where the spec names none.
+
+    Raises:
+        ValueError: the variable is not set.
+    """
+    if spec.token_variable is None:
+        return None
+    token = os.environ.get(spec.token_variable)
+    if not token:
+        raise ValueError(
+            f"token_variable is {spec.token_variable!r}, which is not set in the environment of "
+            "the reward service: set it there, or leave token_variable out"
+        )
+    return token
+
+
+def encoded(payload: Any) -> bytes:
+    """JSON as it is sent: the same bytes for the same payload."""
+    return json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _retry_after_s(header: str) -> float | None:
+    """Seconds that Retry-After asks for (RFC 9110, 10.2.3); None where it says nothing."""
+    if header.isdecimal():
+        return float(header)
+    try:
+        moment = parsedate_to_datetime(header)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+
+
+def _text(body: bytes | bytearray) -> str:
+    cut = bytes(body[:SHOWN_CHARACTERS]).decode("utf-8", "replace")
+    return f"{cut!r}{'...' if len(body) > SHOWN_CHARACTERS else ''}"

@@ -1,0 +1,51 @@
+"""From a spec to the reward that it describes."""
+
+from __future__ import annotations
+
+from rolemesh.engine.specs import (
+    EndpointRewardSpec,
+    JudgeRewardSpec,
+    NemoGymRewardSpec,
+    OpenRlhfRewardSpec,
+    OutsideRewardSpec,
+    SlimeRewardSpec,
+)
+from rolemesh.services.reward.outside.base import OutsideReward, RewardClient
+from rolemesh.services.reward.outside.counts import RequestObserver
+from rolemesh.services.reward.outside.endpoints import EndpointReward
+from rolemesh.services.reward.outside.judge import JudgeClient
+from rolemesh.services.reward.outside.nemo_gym import NemoGymClient
+from rolemesh.services.reward.outside.openrlhf import OpenRlhfClient
+from rolemesh.services.reward.outside.slime import SlimeClient
+
+
+def make_outside_reward(
+    name: str, spec: OutsideRewardSpec, observer: RequestObserver | None = None
+) -> OutsideReward:
+    """The reward that the spec describes; it asks nobody before it is used.
+
+    Args:
+        name: For metrics and messages.
+        spec: Which.
+        observer: Is told of each request.
+
+    Raises:
+        ValueError: no reward is made of this spec, or its token is not there.
+    """
+    if isinstance(spec, EndpointRewardSpec):
+        clients = [make_client(url, spec) for url in spec.urls]
+        return EndpointReward(name, spec, clients, observer=observer)
+    raise ValueError(f"no outside reward is made of {type(spec).__name__}: give another type")
+
+
+def make_client(url: str, spec: EndpointRewardSpec) -> RewardClient:
+    """A client of one replica; see `make_outside_reward`."""
+    if isinstance(spec, OpenRlhfRewardSpec):
+        return OpenRlhfClient(url, spec)
+    if isinstance(spec, SlimeRewardSpec):
+        return SlimeClient(url, spec)
+    if isinstance(spec, NemoGymRewardSpec):
+        return NemoGymClient(url, spec)
+    if isinstance(spec, JudgeRewardSpec):
+        return JudgeClient(url, spec)
+    raise ValueError(f"no client is made of {type(spec).__name__}: give another type")

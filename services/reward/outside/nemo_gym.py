@@ -1,0 +1,103 @@
+"""A NeMo-Gym resources server, asked to verify a trajectory of one turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urljoin
+
+from rolemesh.engine.specs import NemoGymRewardSpec
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    OutsideRewardError,
+    RewardAnswerInvalidError,
+    RewardClient,
+    RewardRow,
+    checked_rewards,
+    shown,
+)
+from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+
+FAILURE_KEY = "_ng_failure_class"
+"""A verifier that could not judge answers reward 0.0 and this key: a failure, not a reward."""
+
+
+class NemoGymClient(RewardClient):
+    """POST /verify {responses_create_params, response, fields of the data row} -> {"reward"}.
+
+    Fields of the data row are its metadata; "answer" is the row's where the metadata has none.
+    """
+
+    def __init__(self, url: str, spec: NemoGymRewardSpec) -> None:
+        self.endpoint = url
+        self._spec = spec
+        self._http = JsonEndpoint(url, spec)
+
+    async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
+        """See `RewardClient.ask`; of one row."""
+        (row,) = rows
+        cookies: dict[str, str] = {}
+        if self._spec.seeds_session:
+            seed = encoded(_fields(row))
+            _, cookies = await self._http.post(seed, url=urljoin(self.endpoint, "seed_session"))
+        answer, _ = await self._http.post(self.sent(row), cookies=cookies)
+        if not isinstance(answer, dict) or "reward" not in answer:
+            raise RewardAnswerInvalidError(
+                self.endpoint,
+                expected='a mapping with "reward"',
+                found=shown(answer),
+                remedy="give the URL of /verify of a resources server",
+            )
+        if answer.get(FAILURE_KEY):
+            raise OutsideRewardError(
+                self.endpoint,
+                expected="a judged row",
+                found=f"{FAILURE_KEY} {shown(answer[FAILURE_KEY])}",
+                remedy="look into the log of the resources server",
+            )
+        reward = checked_rewards(
+            [answer["reward"]],
+            1,
+            self.endpoint,
+            minimum=self._spec.minimum,
+            maximum=self._spec.maximum,
+        )
+        return Judgement(rewards=reward)
+
+    def sent(self, row: RewardRow) -> bytes:
+        """See `RewardClient.sent`."""
+        return encoded({**_fields(row), "response": _response(row.completion)})
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.close()
+
+
+def _fields(row: RewardRow) -> dict[str, Any]:
+    """The data row, with what its prompt would have been asked with."""
+    params = {"input": [{"role": "user", "content": row.prompt}]}
+    answer = {"answer": row.answer} if row.answer else {}
+    return {"responses_create_params": params, **answer, **row.metadata}
+
+
+def _response(completion: str) -> dict[str, Any]:
+    """A completion as the OpenAI Response object that a policy server would have answered."""
+    text = {"type": "output_text", "text": completion, "annotations": []}
+    message = {
+        "id": "msg_0",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [text],
+    }
+    return {
+        "id": "resp_0",
+        "object": "response",
+        "created_at": 0,
+        "model": "policy",
+        "status": "completed",
+        "output": [message],
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
+        "tools": [],
+    }

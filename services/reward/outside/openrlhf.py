@@ -1,0 +1,101 @@
+"""OpenRLHF's remote reward form (0.11): what its trainer posts, and what its servers answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rolemesh.engine.specs import OpenRlhfRewardSpec
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    RewardAnswerInvalidError,
+    RewardClient,
+    RewardRow,
+    checked_rewards,
+    shown,
+)
+from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+
+MAX_EXTRA_LOGS = 32
+"""More names than this are refused: each becomes a curve of the run."""
+
+_METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+class OpenRlhfClient(RewardClient):
+    """POST {"query", "prompts", "labels"} -> {"rewards", "scores"?, "extra_logs"?}.
+
+    Every field is a list with one entry a row. Servers that were written for OpenRLHF, which posts
+    one row at a time, may answer a bare number for a list of one: it is taken as such. `scores`
+    and `extra_logs` become metrics by their means.
+    """
+
+    def __init__(self, url: str, spec: OpenRlhfRewardSpec) -> None:
+        self.endpoint = url
+        self._spec = spec
+        self._http = JsonEndpoint(url, spec)
+
+    async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
+        """See `RewardClient.ask`."""
+        payload = {
+            "query": [row.query for row in rows],
+            "prompts": [row.prompt for row in rows],
+            "labels": [row.answer or None for row in rows],
+        }
+        answer, _ = await self._http.post(encoded(payload))
+        if not isinstance(answer, dict) or "rewards" not in answer:
+            raise self._invalid('a mapping with "rewards"', shown(answer))
+        rewards = checked_rewards(
+            self._listed(answer["rewards"], len(rows)),
+            len(rows),
+            self.endpoint,
+            minimum=self._spec.minimum,
+            maximum=self._spec.maximum,
+        )
+        return Judgement(rewards=rewards, metrics=self._metrics(answer, len(rows)))
+
+    def sent(self, row: RewardRow) -> bytes:
+        """See `RewardClient.sent`."""
+        return encoded([row.query, row.prompt, row.answer])
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.close()
+
+    def _metrics(self, answer: dict[str, Any], num_rows: int) -> dict[str, float]:
+        extra = answer.get("extra_logs") or {}
+        if not isinstance(extra, dict) or len(extra) > MAX_EXTRA_LOGS:
+            raise self._invalid(
+                f'"extra_logs" with at most {MAX_EXTRA_LOGS} named lists', shown(extra)
+            )
+        lists = dict(extra)
+        if answer.get("scores") is not None:
+            lists["scores"] = answer["scores"]
+        metrics = {}
+        for name, values in lists.items():
+            if not _METRIC.fullmatch(name):
+                raise self._invalid(
+                    'names in "extra_logs" of letters, digits, "_", "." and "-"', shown(name)
+                )
+            numbers = checked_rewards(self._listed(values, num_rows), num_rows, self.endpoint)
+            metrics[name] = sum(number or 0.0 for number in numbers) / num_rows
+        return metrics
+
+    def _listed(self, values: Any, num_rows: int) -> Any:
+        """A bare number for a list of one, as a list."""
+        is_bare = isinstance(values, int | float) and not isinstance(values, bool)
+        if not is_bare:
+            return values
+        if num_rows > 1:
+            raise self._invalid(f"a list of {num_rows} numbers", f"one number, {values}")
+        return [values]
+
+    def _invalid(self, expected: str, found: str) -> RewardAnswerInvalidError:
+        return RewardAnswerInvalidError(
+            self.endpoint,
+            expected=expected,
+            found=found,
+            remedy="set batch_size to 1 if the server takes one row at a time; its form is in "
+            "docs/rewards.md",
+        )
