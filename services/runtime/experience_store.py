@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rolemesh.engine.experience import (
@@ -67,6 +68,31 @@ class ExperienceStore:
             CapacityError: it does not fit within the bound.
         """
         num_bytes = experience.num_bytes
+        self._take_room(num_bytes)
+        try:
+            stored, segment = self._place(experience)
+        except BaseException:
+            self._give_room(num_bytes)
+            raise
+        held = Held(uuid.uuid4().hex, run_id, step, stored, num_bytes, segment)
+        with self._lock:
+            self._held[held.experience_id] = held
+        return held
+
+    @contextmanager
+    def room_for(self, num_bytes: int) -> Iterator[None]:
+        """Counts bytes as held while they arrive, until the block ends.
+
+        Raises:
+            CapacityError: they do not fit within the bound.
+        """
+        self._take_room(num_bytes)
+        try:
+            yield
+        finally:
+            self._give_room(num_bytes)
+
+    def _take_room(self, num_bytes: int) -> None:
         with self._lock:
             if self._held_bytes + num_bytes > self.capacity_bytes:
                 raise CapacityError(
@@ -82,16 +108,10 @@ class ExperienceStore:
                     },
                 )
             self._held_bytes += num_bytes
-        try:
-            stored, segment = self._place(experience)
-        except BaseException:
-            with self._lock:
-                self._held_bytes -= num_bytes
-            raise
-        held = Held(uuid.uuid4().hex, run_id, step, stored, num_bytes, segment)
+
+    def _give_room(self, num_bytes: int) -> None:
         with self._lock:
-            self._held[held.experience_id] = held
-        return held
+            self._held_bytes -= num_bytes
 
     def get(self, experience_id: str) -> Held:
         """The experience of that id.

@@ -61,6 +61,8 @@ class ExperienceServicer:
         ledger: OperationLedger,
         host_id: str,
         release_others: Callable[[experience_pb2.ReleaseRequest], Awaitable[int]] | None = None,
+        put: Callable[[AsyncIterator[bytes], Any], Awaitable[experience_pb2.PutResponse]]
+        | None = None,
     ) -> None:
         """Prepares.
 
@@ -70,14 +72,16 @@ class ExperienceServicer:
             host_id: identity of this host; empty when nothing is shared.
             release_others: passes a release on to the service's other ranks and returns the bytes
                 freed there.
+            put: serves Put, from serialized requests; None: nothing is taken from outside.
         """
         self._store = store
         self._ledger = ledger
         self._host_id = host_id
         self._release_others = release_others
+        self._put = put
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers by hand: Fetch writes its own bytes, so it has no response serializer."""
+        """Registers by hand: Fetch writes its own bytes, and Put reads its own."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Fetch": grpc.unary_stream_rpc_method_handler(
                 self.fetch,
@@ -90,6 +94,12 @@ class ExperienceServicer:
                 response_serializer=experience_pb2.ReleaseResponse.SerializeToString,
             ),
         }
+        if self._put is not None:
+            handlers["Put"] = grpc.stream_unary_rpc_method_handler(
+                self._put,
+                request_deserializer=None,
+                response_serializer=experience_pb2.PutResponse.SerializeToString,
+            )
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from google.protobuf.message import Message
 
@@ -23,6 +24,9 @@ MAX_RUN_ID_CHARACTERS = 128
 
 Identity = tuple[str, int, int, str, int]
 """(run_id, fencing_epoch, step, operation, sequence)."""
+
+Payload: TypeAlias = "bytes | memoryview"
+"""Bytes that came beside a request, and belong to it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -167,8 +171,16 @@ class OperationLedger:
         while len(self._highest_epochs) > self._capacity:
             self._highest_epochs.popitem(last=False)
 
-    def find(self, identity: Identity, method: str, request: Message) -> Operation | None:
+    def find(
+        self, identity: Identity, method: str, request: Message, payload: Payload = b""
+    ) -> Operation | None:
         """The running or answered operation of that identity.
+
+        Args:
+            identity: of the key.
+            method: full method name.
+            request: what is asked for.
+            payload: bytes that came with the request.
 
         Raises:
             InvalidRequestError: KEY_REUSED: the key belongs to another request.
@@ -176,7 +188,7 @@ class OperationLedger:
         operation = self._operations.get(identity)
         if operation is None:
             return None
-        if operation.method != method or operation.digest != _digest(request):
+        if operation.method != method or operation.digest != _digest(request, payload):
             raise InvalidRequestError(
                 f"the key of {operation.name!r} was used for another request to "
                 f"{operation.method}: give every operation of a step its own name or sequence",
@@ -190,9 +202,10 @@ class OperationLedger:
         method: str,
         request: Message,
         work: Callable[[Operation], Awaitable[Message]],
+        payload: Payload = b"",
     ) -> Operation:
         """Starts the work of a new operation."""
-        operation = Operation(identity, method, _digest(request))
+        operation = Operation(identity, method, _digest(request, payload))
 
         async def run() -> Message:
             return await work(operation)
@@ -244,5 +257,7 @@ class OperationLedger:
             del self._operations[identity]
 
 
-def _digest(request: Message) -> bytes:
-    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+def _digest(request: Message, payload: Payload) -> bytes:
+    digest = hashlib.sha256(request.SerializeToString(deterministic=True))
+    digest.update(payload)
+    return digest.digest()

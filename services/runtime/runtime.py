@@ -32,7 +32,7 @@ from rolemesh.services.runtime.face import Face, join_answers
 from rolemesh.services.runtime.fetch import fetch_rows, take_rows
 from rolemesh.services.runtime.hold import RunHold
 from rolemesh.services.runtime.meeting import Meeting
-from rolemesh.services.runtime.operations import Operation, OperationLedger, task_of
+from rolemesh.services.runtime.operations import Operation, OperationLedger, Payload, task_of
 from rolemesh.services.runtime.role import Role
 from rolemesh.services.runtime.rows import TOKENS, group_with
 from rolemesh.services.runtime.schema import column_schema, empty_column
@@ -249,12 +249,21 @@ class Runtime:
         context: grpc.aio.ServicerContext[Any, Any],
         work: Callable[[Call], Awaitable[Answer]],
         *,
+        on_all_ranks: bool = True,
         needs_initialized: bool = True,
         needs_awake: bool = True,
+        payload: Payload = b"",
     ) -> Answer:
-        """Serves a unary keyed call: like keyed, without progress."""
+        """Serves a unary keyed call: like keyed, without progress.
+
+        `payload` are bytes that came beside the request: a repeat must bring the same ones.
+        """
         operation = self._begin(
-            request, self._spread(request, work, None), needs_initialized, needs_awake
+            request,
+            self._spread(request, work, None) if on_all_ranks else work,
+            needs_initialized,
+            needs_awake,
+            payload,
         )
         operation.num_listeners += 1
         try:
@@ -321,6 +330,7 @@ class Runtime:
         work: Callable[[Call], Awaitable[Message]],
         needs_initialized: bool,
         needs_awake: bool = True,
+        payload: Payload = b"",
     ) -> Operation:
         message = cast(Message, request)
         method = message.DESCRIPTOR.full_name.removesuffix("Request")
@@ -328,7 +338,7 @@ class Runtime:
         self.hold.hear(request.key.run_id)
         # A face passes each call on once. That it does so again means that it works anew, and all
         # ranks must do the same collective operations.
-        known = self.ledger.find(identity, method, message) if self.is_face else None
+        known = self.ledger.find(identity, method, message, payload) if self.is_face else None
         if known is not None:
             return known
         self.hold.check_accepts_work()
@@ -348,7 +358,7 @@ class Runtime:
             finally:
                 del self.hold.calls[operation]
 
-        return self.ledger.start(identity, method, message, run)
+        return self.ledger.start(identity, method, message, run, payload)
 
     # --- shares ---------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ from rolemesh.services.runtime.log import set_up_logging
 from rolemesh.services.runtime.meeting import Meeting
 from rolemesh.services.runtime.metrics import MetricsPage, ServiceMetrics
 from rolemesh.services.runtime.parent import follow_parent
+from rolemesh.services.runtime.put import put_experience
 from rolemesh.services.runtime.rank_agent import as_rank, run_ranks
 from rolemesh.services.runtime.role import Role
 from rolemesh.services.runtime.runtime import Runtime
@@ -103,7 +105,11 @@ class ServiceServer:
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
         ExperienceServicer(
-            runtime.store, runtime.ledger, runtime.host_id, runtime.release_others
+            runtime.store,
+            runtime.ledger,
+            runtime.host_id,
+            runtime.release_others,
+            functools.partial(put_experience, runtime),
         ).add_to(server)
         runtime.services[:] = [
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name,
