@@ -55,13 +55,6 @@ class OutsideRewardSpec(Spec):
     """Most requests in flight at once, of each rank of the reward service."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Most seconds that one try may take."""
-    deadline_s: float = Field(default=300.0, gt=0)
-    """Most seconds that a request may take with all its tries."""
-    max_response_bytes: int = Field(default=16 * 2**20, ge=1)
-    """An answer that is longer is refused, and not read further."""
-    cache_rows: int = Field(default=0, ge=0)
-    """Rewards remembered by all that is sent of a row, oldest use forgotten first; 0: none. Right
-    only for a judge that gives the same row the same reward."""
     minimum: float | None = None
     """A reward below is refused; None: any is taken."""
     maximum: float | None = None
@@ -87,6 +80,13 @@ class EndpointRewardSpec(OutsideRewardSpec):
 
     urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     """Where it answers; several: replicas, of which the least busy is asked."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """Most seconds that a request may take with all its tries."""
+    max_response_bytes: int = Field(default=16 * 2**20, ge=1)
+    """An answer that is longer is refused, and not read further."""
+    cache_rows: int = Field(default=0, ge=0)
+    """Rewards remembered by all that is sent of a row, oldest use forgotten first; 0: none. Right
+    only for a judge that gives the same row the same reward."""
     tries: int = Field(default=5, ge=1)
     """Times that a request is sent, while what fails may pass: no connection, no answer in time,
     408, 429 or 5xx (gRPC: UNAVAILABLE)."""
@@ -193,9 +193,81 @@ class JudgeRewardSpec(EndpointRewardSpec):
 # --- members: gRPC, KServe, Python ------------------------------------------------------------
 
 
+class GrpcRewardSpec(EndpointRewardSpec):
+    """A server of rolemesh.v1.RewardService, which may leave every other service alone."""
+
+    type: Literal["grpc"] = "grpc"
+
+    @classmethod
+    def schemes(cls) -> tuple[str, ...]:
+        """Without TLS (grpc) and with it (grpcs)."""
+        return ("grpc", "grpcs")
+
+
+class KServeRewardSpec(EndpointRewardSpec):
+    """A model behind the open inference protocol, version 2: ModelInfer over gRPC or HTTP.
+
+    Texts go as BYTES tensors of shape [rows], the reward is a tensor of rows numbers.
+    """
+
+    type: Literal["kserve"] = "kserve"
+    model: str = Field(min_length=1)
+    """Name of the model there."""
+    version: str = ""
+    """Of the model; empty: the server chooses."""
+    prompt_input: str | None = "prompt"
+    """Input tensor that takes prompts; None: prompts are not sent."""
+    completion_input: str = "completion"
+    """Input tensor that takes completions."""
+    answer_input: str | None = None
+    """Input tensor that takes expected answers; None: they are not sent."""
+    output: str = "reward"
+    """Output tensor that is the reward."""
+
+    @classmethod
+    def schemes(cls) -> tuple[str, ...]:
+        """Either of gRPC and HTTP, with TLS or without."""
+        return ("grpc", "grpcs", "http", "https")
+
+
+class PythonRewardSpec(OutsideRewardSpec):
+    """A function of the user's, in worker processes of their own with bounds on what they use.
+
+    It has the rights of the service's user: a recipe is as trusted as a program. What the policy
+    writes is handed to it as text and never run.
+    """
+
+    type: Literal["python"] = "python"
+    function: str = Field(pattern=r"^.+:[A-Za-z_]\w*$")
+    """"path/to/file.py:name" or "module:name", as the reward service finds it."""
+    form: Literal["auto", "trl", "openrlhf"] = "auto"
+    """How it is called; "auto" looks at the names of its parameters."""
+    batch_size: int = Field(default=1024, ge=1)
+    """Most rows of one call. A function that compares completions has to see them together."""
+    concurrency: int = Field(default=1, ge=1)
+    """Worker processes, of each rank of the reward service; each makes one call at a time."""
+    memory_mib: int | None = Field(default=4096, ge=64)
+    """Address space of a worker; None: no bound, as a function on a GPU needs."""
+    cpu_s: float | None = Field(default=None, gt=0)
+    """Processor time of one call, all threads together; None: as many seconds as timeout_s."""
+    max_output_bytes: int = Field(default=1 << 20, ge=1)
+    """What one call may print; more ends it."""
+    environment: tuple[str, ...] = ()
+    """Further environment variables of the service that its workers get, e.g. a token's. Others,
+    and so passwords, are kept from them, but for the usual ones such as PATH."""
+
+
 # --- the union ----------------------------------------------------------------------------
 
-AnyOutsideRewardSpec = OpenRlhfRewardSpec | SlimeRewardSpec | NemoGymRewardSpec | JudgeRewardSpec
+AnyOutsideRewardSpec = (
+    OpenRlhfRewardSpec
+    | SlimeRewardSpec
+    | NemoGymRewardSpec
+    | JudgeRewardSpec
+    | GrpcRewardSpec
+    | KServeRewardSpec
+    | PythonRewardSpec
+)
 """Every outside source; `RewardSourceSpec` has them beside ours."""
 
 _PYTHON = re.compile(r"python:(?P<function>.+:[A-Za-z_]\w*)")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+current_step: ContextVar[int | None] = ContextVar("rolemesh_reward_step", default=None)
+"""Step of the run for which rows are judged, set by whoever asks; None where nobody said."""
 
 SHOWN_CHARACTERS = 200
 """Of a foreign answer, the part that a message shows."""
@@ -106,6 +110,13 @@ class OutsideReward(ABC):
     Owner: the loop on which it is first used. What fails for all rows may be raised; it then stands
     for each of them.
     """
+
+    async def open(self) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Prepares for the first rows, so that what can never work shows before a run's first step.
+
+        Raises:
+            OutsideRewardError: it cannot work.
+        """
 
     @abstractmethod
     async def judge(self, rows: Sequence[RewardRow]) -> Judgement:

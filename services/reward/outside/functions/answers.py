@@ -12,8 +12,14 @@ MAX_FLOAT32 = 3.4028234663852886e38
 _SHOWN_CHARACTERS = 80
 
 
-class AnswerError(ValueError):
-    """A function gave back what is no list of rewards; says where, and what to give instead."""
+class FunctionFaultError(ValueError):
+    """A function cannot be called, or what it gave back is no list of rewards."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        """Takes what is wrong, and what to do."""
+        super().__init__(f"{found}; {remedy}")
+        self.found = found
+        self.remedy = remedy
 
 
 def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[float | None]:
@@ -26,19 +32,19 @@ def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[
         may_be_none: whether None (does not apply to this row) is allowed.
 
     Raises:
-        AnswerError: it is no such list, names row and value.
+        FunctionFaultError: it is no such list, names row and value.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        raise AnswerError(
-            f"{what} is {_shown(value)} of type {type(value).__name__}: give a list with one "
-            "number a completion"
+        raise FunctionFaultError(
+            f"{what} is {_shown(value)} of type {type(value).__name__}",
+            "give a list with one number a completion",
         )
     if len(value) != num_rows:
-        raise AnswerError(
-            f"{what} has {len(value)} entries for {num_rows} completions: give exactly one number "
-            "a completion, in their order"
+        raise FunctionFaultError(
+            f"{what} has {len(value)} entries for {num_rows} completions",
+            "give exactly one number a completion, in their order",
         )
     found: list[float | None] = []
     for row, entry in enumerate(value):
@@ -50,25 +56,26 @@ def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[
 
 
 def number(value: Any, what: str, *, may_be_none: bool = False) -> float:
-    """The finite number that a value is; AnswerError when it is none."""
+    """The finite number that a value is; FunctionFaultError when it is none."""
+    or_none = ", or None where the reward does not apply" if may_be_none else ""
     if hasattr(value, "item"):
         # 0-d tensors, and the scalars of numpy.
         try:
             value = value.item()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise AnswerError(f"{what} is no single number: {error}") from error
+            raise FunctionFaultError(
+                f"{what} is no single number ({error})", "give a number"
+            ) from error
     # bool is an int: True is 1.
     if not isinstance(value, int | float):
-        remedy = "a number, or None where the reward does not apply" if may_be_none else "a number"
-        raise AnswerError(
-            f"{what} is {_shown(value)} of type {type(value).__name__}: give {remedy}"
+        raise FunctionFaultError(
+            f"{what} is {_shown(value)} of type {type(value).__name__}", f"give a number{or_none}"
         )
     if not abs(value) <= MAX_FLOAT32:  # also NaN
         shown = value if isinstance(value, float) and not math.isfinite(value) else "too large"
-        remedy = ", or None where the reward does not apply" if may_be_none else ""
-        raise AnswerError(
-            f"{what} is {shown}: give a finite number of float32{remedy} (a judgement that failed "
-            "must raise)"
+        raise FunctionFaultError(
+            f"{what} is {shown}",
+            f"give a finite float32{or_none} (a judgement that failed must raise)",
         )
     return float(value)
 
@@ -80,14 +87,14 @@ def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, f
     needed, each a list or tensor; older files give the rewards alone. Metrics are means over rows.
 
     Raises:
-        AnswerError: it is something else.
+        FunctionFaultError: it is something else.
     """
     if not isinstance(value, Mapping):
         return numbers(value, num_rows, "what the function gave", may_be_none=False), {}
     if "rewards" not in value:
-        raise AnswerError(
-            f"the function gave an object with the keys {sorted(map(str, value))}: it needs "
-            "'rewards', one number a completion"
+        raise FunctionFaultError(
+            f"the function gave an object with the keys {sorted(map(str, value))}",
+            "it needs 'rewards', one number a completion",
         )
     rewards = numbers(value["rewards"], num_rows, "'rewards'", may_be_none=False)
     metrics = {}
@@ -96,8 +103,8 @@ def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, f
         metrics["scores"] = mean(scores)
     logs = value.get("extra_logs") or {}
     if not isinstance(logs, Mapping):
-        raise AnswerError(
-            f"'extra_logs' is {_shown(logs)}: give an object that holds a list by name"
+        raise FunctionFaultError(
+            f"'extra_logs' is {_shown(logs)}", "give an object that holds a list by name"
         )
     for name, column in logs.items():
         what = f"'extra_logs' {name!r}"

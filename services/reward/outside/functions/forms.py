@@ -7,22 +7,17 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from rolemesh.services.reward.outside.functions import answers
+from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 
 _TRL_NAMES = {"completions", "completion_ids"}
 _OPENRLHF_NAMES = {"queries"}
 _OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 """Columns of a data set that TRL hands over under other names, never as they are."""
-
-
-class FunctionUnfitError(ValueError):
-    """A function cannot be called in any form, or not with these rows."""
 
 
 class Batch:
@@ -33,15 +28,15 @@ class Batch:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> None:
-        """Takes prompt, completion, completion_ids, answer and metadata (a JSON object) of each."""
+        """Takes prompt, completion, query, completion_ids, answer and metadata of each."""
         self.num_rows = len(rows)
         self.step = step
         self.metrics: dict[str, list[float]] = {}
         self._rows = rows
-        self._metadata = [_metadata(row["metadata"]) for row in rows]
+        self._metadata: list[dict[str, Any]] = [row["metadata"] for row in rows]
 
     def texts(self, name: str) -> list[str]:
-        """One of prompt, completion, answer."""
+        """One of prompt, query, answer."""
         return [str(row[name]) for row in self._rows]
 
     def prompts(self) -> list[Any]:
@@ -101,7 +96,7 @@ class Form(Protocol):
         """What the function gives: maybe an awaitable."""
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
-        """Its rewards; metrics go to the batch. AnswerError when there are none."""
+        """Its rewards; metrics go to the batch. FunctionFaultError when there are none."""
 
 
 class TrlForm:
@@ -126,9 +121,9 @@ class TrlForm:
         }
         clashing = sorted(own.keys() & columns.keys())
         if clashing:
-            raise FunctionUnfitError(
-                f"the data has columns {clashing}, which are names of arguments of every reward "
-                "function: rename them, or leave them out of data.metadata"
+            raise FunctionFaultError(
+                f"the data has columns {clashing}, names of arguments of every reward function",
+                "rename them, or leave them out of data.metadata",
             )
         known = {**columns, **own}
         named = {p.name for p in self._parameters if p.kind is not p.VAR_KEYWORD}
@@ -140,9 +135,9 @@ class TrlForm:
             and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         ]
         if lacking:
-            raise FunctionUnfitError(
-                f"the function needs {lacking}, but the data has the columns {sorted(columns)}: "
-                "name them in data.metadata, or give the arguments a default"
+            raise FunctionFaultError(
+                f"the function needs {lacking}, but the data has the columns {sorted(columns)}",
+                "name them in data.metadata, or give the arguments a default",
             )
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters)
         return self._function(**(known if takes_all else {n: known[n] for n in named & {*known}}))
@@ -162,12 +157,8 @@ class OpenRlhfForm:
 
     def call(self, batch: Batch) -> Any:
         """Passes by position: the names of the parameters are the file's own."""
-        prompts = batch.texts("prompt")
-        queries = [
-            prompt + text for prompt, text in zip(prompts, batch.texts("completion"), strict=True)
-        ]
         labels = [answer or None for answer in batch.texts("answer")]
-        return self._function(queries, prompts, labels)
+        return self._function(batch.texts("query"), batch.texts("prompt"), labels)
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
         """The rewards; scores and extra_logs become metrics."""
@@ -181,10 +172,10 @@ def form_of(function: Any, form: str) -> Form:
     """The form of a function: the one that is asked for, or "auto" by its parameters' names.
 
     Raises:
-        FunctionUnfitError: it cannot be called, or the names do not tell.
+        FunctionFaultError: it cannot be called, or the names do not tell.
     """
     if not callable(function):
-        raise FunctionUnfitError(f"it is a {type(function).__name__}, which cannot be called")
+        raise FunctionFaultError(f"a {type(function).__name__}", "name a function")
     if form == "trl":
         return TrlForm(function)
     if form == "openrlhf":
@@ -192,9 +183,9 @@ def form_of(function: Any, form: str) -> Form:
     names = set(_signature(function).parameters)
     is_trl, is_openrlhf = bool(names & _TRL_NAMES), bool(names & _OPENRLHF_NAMES)
     if is_trl == is_openrlhf:
-        raise FunctionUnfitError(
-            f"its parameters {sorted(names)} do not tell how it is called: TRL's have "
-            "'completions', OpenRLHF's have 'queries'; set form to 'trl' or 'openrlhf'"
+        raise FunctionFaultError(
+            f"the parameters {sorted(names)}, which do not tell how it is called",
+            "TRL's have 'completions', OpenRLHF's have 'queries': set form to 'trl' or 'openrlhf'",
         )
     return TrlForm(function) if is_trl else OpenRlhfForm(function)
 
@@ -203,14 +194,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise FunctionUnfitError(
-            f"its parameters are not known ({error}): set form to 'openrlhf', or wrap it"
+        raise FunctionFaultError(
+            f"parameters that are not known ({error})", "set form to 'openrlhf', or wrap it"
         ) from error
-
-
-def _metadata(text: str) -> dict[str, Any]:
-    value = json.loads(text) if text else {}
-    if not isinstance(value, dict):
-        print(f"metadata is {text[:80]!r}, no object: no columns", file=sys.stderr, flush=True)
-        return {}
-    return value

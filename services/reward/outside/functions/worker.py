@@ -22,6 +22,7 @@ from typing import Any
 
 from rolemesh.engine.user_code import UserCodeError, load_named
 from rolemesh.services.reward.outside.functions import answers, forms, frames
+from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 
 MAX_TRACEBACK_CHARACTERS = 8000
 """Of a longer one the end counts."""
@@ -42,8 +43,8 @@ def main(arguments: list[str]) -> int:
     _limit_memory(order["memory_bytes"])
     try:
         form = load(str(order["function"]), str(order["form"]))
-    except (UserCodeError, forms.FunctionUnfitError) as error:
-        _send(connection, {"error": _load_error(error)})
+    except (UserCodeError, FunctionFaultError) as error:
+        _send(connection, {"error": _fault(error)})
         return 1
     _send(connection, {"form": form.name})
     # One loop for all calls: what an async function keeps open belongs to it.
@@ -78,7 +79,7 @@ def load(name: str, form: str) -> forms.Form:
 
     Raises:
         UserCodeError: it cannot be imported.
-        FunctionUnfitError: it cannot be called.
+        FunctionFaultError: it cannot be called.
     """
     place, _, _ = name.rpartition(":")
     if place.endswith(".py"):
@@ -94,8 +95,8 @@ def _answer(form: forms.Form, call: dict[str, Any], runner: asyncio.Runner) -> d
             given = runner.run(_awaited(given))
         rewards = form.read(given, batch)
         metrics = {name: answers.mean([*values]) for name, values in batch.metrics.items()}
-    except (forms.FunctionUnfitError, answers.AnswerError) as error:
-        return {"error": str(error)}
+    except FunctionFaultError as error:
+        return {"error": _fault(error)}
     except MemoryError as error:
         return {"error": _raised(error), "is_spent": True}
     except BaseException as error:  # of the user's code, SystemExit too
@@ -111,20 +112,27 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
         frame = frames.encode(message, frames.MAX_ANSWER_BYTES)
     except frames.FrameError as error:
-        frame = frames.encode(
-            {"error": f"the answer cannot be sent: {error}"}, frames.MAX_ANSWER_BYTES
-        )
+        fault = FunctionFaultError(f"an answer that cannot be sent ({error})", "log less")
+        frame = frames.encode({"error": _fault(fault)}, frames.MAX_ANSWER_BYTES)
     connection.sendall(frame)
 
 
-def _load_error(error: Exception) -> str:
-    if error.__cause__ is None:
-        return str(error)
-    return f"{error}\n{_traceback(error.__cause__)}"
+def _fault(error: FunctionFaultError | UserCodeError) -> dict[str, str]:
+    if isinstance(error, FunctionFaultError):
+        return {"found": error.found, "remedy": error.remedy, "traceback": ""}
+    return {
+        "found": "a function that cannot be imported",
+        "remedy": str(error),
+        "traceback": "" if error.__cause__ is None else _traceback(error.__cause__),
+    }
 
 
-def _raised(error: BaseException) -> str:
-    return f"the function raised {type(error).__name__}: {error}\n{_traceback(error)}"
+def _raised(error: BaseException) -> dict[str, str]:
+    remedy = "the function raised this"
+    if isinstance(error, MemoryError):
+        remedy = "the function wanted more than memory_mib allows"
+    found = "".join(traceback.format_exception_only(error)).strip()
+    return {"found": found, "remedy": remedy, "traceback": _traceback(error)}
 
 
 def _traceback(error: BaseException) -> str:

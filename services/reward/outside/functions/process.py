@@ -1,0 +1,323 @@
+"""One worker process of a reward function, seen from the service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
+from rolemesh.services.reward.outside.functions import frames
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 300.0
+"""Longest import of the user's code: it may load a model."""
+
+MAX_LOGGED_BYTES = 16 << 10
+"""Of what one call prints, this much goes to the service's log."""
+
+PASSED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+)
+"""Environment variables of the service that a worker gets; tokens and passwords are not among
+them. A recipe names further ones."""
+
+_EXIT_GRACE_S = 1.0
+"""A process that closed its connection is about to end: its exit code then tells more."""
+
+_TAIL_BYTES = 2048
+_MODULE = "rolemesh.services.reward.outside.functions.worker"
+
+
+_MESSED = "the function must leave the file descriptors of its process alone"
+
+
+class FunctionFailedError(OutsideRewardError):
+    """The function gave no rewards; says why, with its traceback where it has one."""
+
+    def __init__(self, function: str, *, found: str, remedy: str, traceback: str = "") -> None:
+        """As the base; `traceback` is text of the user's own frames."""
+        super().__init__(
+            f"python:{function}", expected="one number a completion", found=found, remedy=remedy
+        )
+        if traceback:
+            self.args = (f"{self}\n{traceback}",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionLimits:
+    """What a worker process may do."""
+
+    call_s: float
+    """Seconds of one call."""
+    cpu_s: float
+    """Seconds of processor time of one call, all threads together."""
+    memory_bytes: int | None
+    """Address space; None: no limit."""
+    output_bytes: int
+    """What one call may print."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionAnswer:
+    """What a function said about a batch."""
+
+    rewards: tuple[float | None, ...]
+    """One a row; None: does not apply."""
+    metrics: Mapping[str, float]
+
+
+class FunctionProcess:
+    """A process with the function loaded, which makes one call at a time.
+
+    Owner: the loop that started it, whose thread must outlive it: the kernel kills the process when
+    that thread ends. A call that fails in a way that leaves the process in doubt ends it;
+    `is_alive` then is false, and another one is needed.
+    """
+
+    def __init__(
+        self, function: str, form: str, limits: FunctionLimits, variables: Sequence[str]
+    ) -> None:
+        """Takes the function's name, its form, and environment variables to pass along."""
+        self._function = function
+        self._form = form
+        self._limits = limits
+        self._variables = variables
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._output: asyncio.Task[None] | None = None
+        self._printed = 0
+        self._tail = b""
+        self._is_talkative = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes calls."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int:
+        """Of the process; it must be alive."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> str:
+        """Starts the process and imports the function.
+
+        Returns:
+            the form in which the function is called: "trl" or "openrlhf".
+
+        Raises:
+            FunctionFailedError: it cannot be imported or called.
+        """
+        ours, printed = self._spawn()
+        self._output = asyncio.create_task(self._read_output(printed))
+        try:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            await self.end()
+            raise
+        order = {
+            "function": self._function,
+            "form": self._form,
+            "memory_bytes": self._limits.memory_bytes,
+        }
+        answer = await self._exchange(order, LOAD_TIMEOUT_S, "for its import")
+        if "error" in answer:
+            await self.end()
+            raise self._error_of(answer)
+        return str(answer.get("form"))
+
+    async def call(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> FunctionAnswer:
+        """Judges rows, each with prompt, completion, completion_ids, answer and metadata.
+
+        Raises:
+            FunctionFailedError: the function gave no rewards.
+        """
+        message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s}
+        self._printed, self._tail = 0, b""
+        answer = await self._exchange(message, self._limits.call_s, "for a call")
+        if "error" in answer:
+            if answer.get("is_spent"):
+                await self.end()
+            raise self._error_of(answer)
+        try:
+            return _checked(answer, len(rows))
+        except ValueError as error:
+            await self.end()
+            raise self._failed(f"{error} in what its process sent", _MESSED) from error
+
+    async def end(self) -> None:
+        """Kills the process and those that it started, and frees what belongs to them."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # While nobody has waited for it, its number cannot belong to another group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if self._writer is not None:
+            self._writer.close()
+        await asyncio.to_thread(process.wait)
+        if self._output is not None:
+            # A process that left the group may hold the pipe open.
+            self._output.cancel()
+            await asyncio.gather(self._output, return_exceptions=True)
+
+    async def _exchange(
+        self, message: dict[str, Any], timeout_s: float, purpose: str
+    ) -> dict[str, Any]:
+        """Sends a message and waits for the answer; whatever else happens ends the process."""
+        try:
+            frame = frames.encode(message, frames.MAX_CALL_BYTES)
+        except frames.FrameError as error:
+            raise self._failed(str(error), "lower batch_size") from error
+        assert self._writer is not None
+        is_answered = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(frame)
+                await self._writer.drain()
+                header = await self._reader.readexactly(frames.HEADER.size)
+                length = frames.body_length(header, frames.MAX_ANSWER_BYTES)
+                answer = frames.decode(await self._reader.readexactly(length))
+            is_answered = True
+            return answer
+        except TimeoutError:
+            raise RewardTimeoutError(
+                f"python:{self._function}",
+                expected=f"an answer within {timeout_s:g} s {purpose}",
+                found="none, and ended its process",
+                remedy="make the function faster, or raise timeout_s",
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise await self._end_error() from None
+        except frames.FrameError as error:
+            raise self._failed(f"{error} from its process", _MESSED) from error
+        finally:
+            if not is_answered:
+                await self.end()
+
+    async def _end_error(self) -> FunctionFailedError:
+        """Why the process closed its connection."""
+        if self._is_talkative:
+            return self._failed(
+                f"more than {self._limits.output_bytes} bytes printed in one call",
+                "print less, or raise max_output_bytes",
+            )
+        process = self._process
+        assert process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, _EXIT_GRACE_S)
+        code = process.returncode
+        if code is None:
+            found, remedy = "a closed connection", _MESSED
+        elif code >= 0:
+            found, remedy = f"an exit with code {code}", "a function must return or raise"
+        elif code == -signal.SIGXCPU:
+            found = f"more than {self._limits.cpu_s:g} s of processor time used in one call"
+            remedy = "make the function cheaper, or raise cpu_s"
+        else:
+            found = f"its process killed by signal {-code} ({signal.Signals(-code).name})"
+            remedy = "it may have crashed, or used more memory than memory_mib allows"
+        printed = self._tail.decode(errors="replace").strip()
+        return self._failed(found, remedy, f"It printed last:\n{printed}" if printed else "")
+
+    def _failed(self, found: str, remedy: str, traceback: str = "") -> FunctionFailedError:
+        return FunctionFailedError(self._function, found=found, remedy=remedy, traceback=traceback)
+
+    def _error_of(self, answer: Mapping[str, Any]) -> FunctionFailedError:
+        error = answer["error"]
+        if not isinstance(error, dict):
+            return self._failed("an error without a text from its process", _MESSED)
+        return self._failed(*(str(error.get(key)) for key in ("found", "remedy", "traceback")))
+
+    async def _read_output(self, descriptor: int) -> None:
+        """Logs what the process prints, and ends it when that is too much."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+        )
+        try:
+            while part := await reader.read(1 << 16):
+                self._log(part)
+                self._printed += len(part)
+                self._tail = (self._tail + part)[-_TAIL_BYTES:]
+                if self._printed > self._limits.output_bytes and self._process is not None:
+                    self._is_talkative = True
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                    return
+        finally:
+            transport.close()
+
+    def _log(self, part: bytes) -> None:
+        room = MAX_LOGGED_BYTES - self._printed
+        if room <= 0:
+            return
+        for line in part[:room].decode(errors="replace").splitlines():
+            shown = "".join(letter if letter.isprintable() else " " for letter in line)
+            logger.info("%s prints: %s", self._function, shown)
+        if len(part) > room:
+            logger.info("%s prints more in this call, which is not logged", self._function)
+
+    def _spawn(self) -> tuple[socket.socket, int]:
+        """Starts the process: our ends of its connection, and of the pipe into which it prints."""
+        ours, theirs = socket.socketpair()
+        printed, prints = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=prints,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=self._environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(printed)
+            raise self._failed(f"no process ({error})", "free processes or memory") from error
+        finally:
+            theirs.close()
+            os.close(prints)
+        return ours, printed
+
+    def _environment(self) -> dict[str, str]:
+        names = (*PASSED_VARIABLES, *self._variables)
+        return {
+            **{name: os.environ[name] for name in names if name in os.environ},
+            # Neither the current directory nor a script's may shadow a package.
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+            # A crash in native code says where, in the error's text.
+            "PYTHONFAULTHANDLER": "1",
+        }
+
+
+def _checked(answer: Mapping[str, Any], num_rows: int) -> FunctionAnswer:
+    """The answer of a worker; ValueError when it has another shape."""
+    rewards, metrics = answer.get("rewards"), answer.get("metrics")
+    if not isinstance(rewards, list) or len(rewards) != num_rows:
+        raise ValueError(f"no {num_rows} rewards")
+    if not isinstance(metrics, dict):
+        raise ValueError("no metrics")
+    numbers = [value for value in rewards if value is not None] + list(metrics.values())
+    if not all(type(value) is float or type(value) is int for value in numbers):
+        raise ValueError("what is no number")
+    return FunctionAnswer(
+        rewards=tuple(None if value is None else float(value) for value in rewards),
+        metrics={name: float(value) for name, value in metrics.items()},
+    )

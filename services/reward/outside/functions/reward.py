@@ -1,0 +1,155 @@
+"""The reward of a Python function: its batches, and the processes that judge them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rolemesh.engine.specs import PythonRewardSpec
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    OutsideReward,
+    OutsideRewardError,
+    RewardRow,
+    checked_rewards,
+    current_step,
+)
+from rolemesh.services.reward.outside.counts import RequestCounts, RequestObserver
+from rolemesh.services.reward.outside.functions.process import FunctionLimits, FunctionProcess
+
+logger = logging.getLogger(__name__)
+
+
+class FunctionReward(OutsideReward):
+    """Calls a function of the user's in at most `concurrency` processes.
+
+    Owner: one event loop. Invariant: a process is in `_idle` or makes one call; the next call
+    replaces one that was ended. A call is never repeated: the same rows would fail again.
+
+    Example: 40 rows with batch_size 16 and concurrency 1 are three calls, one after another. When
+    the second hangs its rows fail after timeout_s, and a new process makes the third.
+    """
+
+    def __init__(
+        self, name: str, spec: PythonRewardSpec, *, observer: RequestObserver | None = None
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: of the reward, for metrics.
+            spec: which function, and what it may use.
+            observer: is told of each call.
+        """
+        self._name = name
+        self._spec = spec
+        self._observer = observer
+        self._limits = FunctionLimits(
+            call_s=spec.timeout_s,
+            cpu_s=spec.timeout_s if spec.cpu_s is None else spec.cpu_s,
+            memory_bytes=None if spec.memory_mib is None else spec.memory_mib << 20,
+            output_bytes=spec.max_output_bytes,
+        )
+        self._places = asyncio.Semaphore(spec.concurrency)
+        self._idle: list[FunctionProcess] = []
+        self._all: set[FunctionProcess] = set()
+
+    async def open(self) -> None:
+        """Starts a process, so that a function which cannot be imported shows at once."""
+        if not self._all:
+            self._idle.append(await self._start())
+
+    async def judge(self, rows: Sequence[RewardRow]) -> Judgement:
+        """Judges rows; see `OutsideReward.judge`."""
+        counts = RequestCounts()
+        rewards: list[float | None] = []
+        failures: dict[int, OutsideRewardError] = {}
+        sums: dict[str, float] = {}
+        size = self._spec.batch_size
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        found = await asyncio.gather(*(self._judge_batch(batch, counts) for batch in batches))
+        for batch, judgement in zip(batches, found, strict=True):
+            if isinstance(judgement, OutsideRewardError):
+                failures.update(
+                    dict.fromkeys(range(len(rewards), len(rewards) + len(batch)), judgement)
+                )
+                rewards += [None] * len(batch)
+                continue
+            rewards += judgement.rewards
+            for metric, value in judgement.metrics.items():
+                sums[metric] = sums.get(metric, 0.0) + value * len(batch) / len(rows)
+        return Judgement(rewards=rewards, failures=failures, metrics={**sums, **counts.metrics()})
+
+    async def close(self) -> None:
+        """Ends all processes, and so calls in flight."""
+        self._idle.clear()
+        while self._all:
+            await self._all.pop().end()
+
+    async def _judge_batch(
+        self, rows: Sequence[RewardRow], counts: RequestCounts
+    ) -> Judgement | OutsideRewardError:
+        counts.enter_queue()
+        try:
+            await self._places.acquire()
+        finally:
+            counts.waiting -= 1
+        started, outcome = time.monotonic(), "cancelled"
+        try:
+            judgement = await self._call(rows)
+            outcome = "ok"
+            counts.seconds.append(time.monotonic() - started)
+            return judgement
+        except OutsideRewardError as error:
+            outcome = type(error).__name__
+            counts.errors += 1
+            return error
+        finally:
+            self._places.release()
+            if self._observer is not None and outcome != "cancelled":
+                self._observer.reward_request(self._name, outcome, time.monotonic() - started)
+
+    async def _call(self, rows: Sequence[RewardRow]) -> Judgement:
+        process = self._idle.pop() if self._idle else await self._start()
+        try:
+            answer = await process.call([_plain(row) for row in rows], current_step.get())
+        finally:
+            if process.is_alive:
+                self._idle.append(process)
+            else:
+                self._all.discard(process)
+        rewards = checked_rewards(
+            answer.rewards,
+            len(rows),
+            f"python:{self._spec.function}",
+            minimum=self._spec.minimum,
+            maximum=self._spec.maximum,
+            takes_none=True,
+        )
+        return Judgement(rewards=rewards, metrics=answer.metrics)
+
+    async def _start(self) -> FunctionProcess:
+        process = FunctionProcess(
+            self._spec.function, self._spec.form, self._limits, self._spec.environment
+        )
+        self._all.add(process)
+        try:
+            form = await process.start()
+        except BaseException:
+            self._all.discard(process)
+            raise
+        logger.info("%s: process %d, form %s", self._spec.function, process.pid, form)
+        return process
+
+
+def _plain(row: RewardRow) -> dict[str, Any]:
+    return {
+        "prompt": row.prompt,
+        "completion": row.completion,
+        "query": row.query,
+        "completion_ids": row.completion_tokens,
+        "answer": row.answer,
+        "metadata": dict(row.metadata),
+    }
