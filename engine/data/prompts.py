@@ -149,14 +149,19 @@ class PromptSet:
             DataInvalidError: a row is bare text, or the chat template refuses its turns.
             ValueError: the range is not valid, or reaches beyond the held-out split.
         """
-        return [self._render(index, row) for index, row in self.rows(split, start, count)]
+        return [self.render(index, row) for index, row in self.rows(split, start, count)]
 
     def _offset(self, split: Split) -> int:
         if split == "train":
             return 0
         return self.size("train") + (0 if split == "held_out" else self.size("held_out"))
 
-    def _render(self, index: int, row: PromptRow) -> Prompt:
+    def render(self, index: int, row: PromptRow) -> Prompt:
+        """A row as a prompt, under the given id.
+
+        Raises:
+            DataInvalidError: it is bare text, or the chat template refuses its turns.
+        """
         text = self.renderer.prompt_text(row)
         return Prompt(
             prompt_id=index,

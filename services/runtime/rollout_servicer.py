@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from rolemesh.engine.data.prompts import PromptSet, Split, load_prompts
+from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import check_model_folder
@@ -26,19 +26,14 @@ from rolemesh.engine.rollout.sampling import (
 from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.asked_prompts import AskedPrompts, asked_prompts
 from rolemesh.services.runtime.blocks import BlockParts, block_of
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.errors import describe
-from rolemesh.services.runtime.prompt_slices import check_slice
 from rolemesh.services.runtime.role import ProgressCallback
 from rolemesh.services.runtime.rows import merge_parts
 from rolemesh.services.runtime.runtime import Call, Context, Runtime, Share
 from rolemesh.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc
-
-_SPLITS: dict[int, Split] = {
-    rollout_pb2.SPLIT_TRAIN: "train",
-    rollout_pb2.SPLIT_HELD_OUT: "held_out",
-}
 
 
 class PromptSource:
@@ -121,35 +116,28 @@ class SamplingRole(ABC):
 
     def generate(
         self,
-        split: Split,
-        start: int,
-        count: int,
+        asked: AskedPrompts,
         sampling: SamplingSpec,
         step: int,
         progress: ProgressCallback,
         *,
         only: Sequence[int],
-        batch_start: int | None = None,
         block_rows: int = 0,
         on_block: OnBlock | None = None,
     ) -> Experience:
-        """Samples completions for the prompts at start..start+count-1.
+        """Samples completions for prompts.
 
-        Of these the ones numbered in `only`: another generation replica samples the others. They
-        are part of a batch that begins at `batch_start`; None: the whole of it.
+        Of these the ones numbered in `only`: another generation replica samples the others.
         `on_block` is handed rows as soon as a block of `block_rows` is finished.
         """
         # Again: between the two turns on the compute thread an update may have had its own. Where
         # there are several ranks nothing comes between, and none of them has anything to bring.
         self.bring_weights()
         source = self.source
-        earlier: list[int] = []
-        if batch_start is not None and batch_start < start:
-            before = source.prompts.rows(split, batch_start, start - batch_start)
-            earlier = [prompt_id for prompt_id, _ in before]
+        prompts, earlier = asked.of(source.prompts, source.tokenizer)
         return sample_experience(
             self.backend,
-            source.prompts.slice(split, start, count),
+            prompts,
             sampling,
             run_seed=source.run_seed,
             step=step,
@@ -177,33 +165,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         async def work(call: Call) -> Message:
             sampling = _sampling(request)
-            if request.prompts.split not in _SPLITS:
-                raise InvalidRequestError(
-                    "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
-                    reason="SPLIT_INVALID",
-                )
-            check_slice(request.prompts, "prompts", sampling.samples_per_prompt)
+            asked = asked_prompts(request, sampling.samples_per_prompt)
             with call.phase("weight_sync"):
                 received = await call.compute(self._role.bring_weights)
-            prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * request.prompts.count)
+            prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * asked.count)
             published = _PublishedBlocks(
                 self._runtime, request, prompts.times(sampling.samples_per_prompt), call
             )
             try:
                 batch = await call.compute(
                     self._role.generate,
-                    _SPLITS[request.prompts.split],
-                    request.prompts.start,
-                    request.prompts.count,
+                    asked,
                     sampling,
                     request.key.step,
                     call.progress,
                     only=prompts.rows,
-                    batch_start=(
-                        request.prompts.batch_start
-                        if request.prompts.HasField("batch_start")
-                        else None
-                    ),
                     block_rows=request.block_rows if published.share.counts else 0,
                     on_block=published.add,
                 )

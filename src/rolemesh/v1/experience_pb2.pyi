@@ -301,7 +301,7 @@ class PutOpening(_message.Message):
 
     @_builtins.property
     def header(self) -> Global___PayloadHeader:
-        """The payload. Needs the columns tokens and prompt_lengths where others are per token."""
+        """The payload."""
 
     def __init__(
         self,

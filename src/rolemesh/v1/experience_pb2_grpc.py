@@ -77,16 +77,17 @@ class ExperienceServiceServicer(object):
 
     def Put(self, request_iterator, context):
         """Takes columns of rows from somebody who serves none himself, e.g. a client
-        of the SDK, and holds them as if this rank had produced them.
+        of the SDK, and holds them as if this rank had produced them. A column may
+        come alone, to be joined with others over the same rows.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: exactly one opening, then chunks whose bytes concatenated are
         the payload that its header describes, each at most 1 MiB.
         Errors:
         INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
-        INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
-        known to it; or the header names a shared memory segment.
-        RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+        INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
+        INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
+        RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

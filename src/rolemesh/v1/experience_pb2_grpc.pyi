@@ -50,16 +50,17 @@ class ExperienceServiceStub:
     """
     Put: _grpc.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]
     """Takes columns of rows from somebody who serves none himself, e.g. a client
-    of the SDK, and holds them as if this rank had produced them.
+    of the SDK, and holds them as if this rank had produced them. A column may
+    come alone, to be joined with others over the same rows.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: exactly one opening, then chunks whose bytes concatenated are
     the payload that its header describes, each at most 1 MiB.
     Errors:
       INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
-      INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
-        known to it; or the header names a shared memory segment.
-      RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+      INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
+      INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
+      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]
@@ -92,16 +93,17 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
     """
     Put: _aio.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]  # type: ignore[assignment]
     """Takes columns of rows from somebody who serves none himself, e.g. a client
-    of the SDK, and holds them as if this rank had produced them.
+    of the SDK, and holds them as if this rank had produced them. A column may
+    come alone, to be joined with others over the same rows.
 
     Keyed by `key`: a repeat returns the first answer.
     Stream order: exactly one opening, then chunks whose bytes concatenated are
     the payload that its header describes, each at most 1 MiB.
     Errors:
       INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
-      INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
-        known to it; or the header names a shared memory segment.
-      RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+      INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
+      INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
+      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Release: _aio.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -143,16 +145,17 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_pb2.PutResponse, _abc.Awaitable[_experience_pb2.PutResponse]]:
         """Takes columns of rows from somebody who serves none himself, e.g. a client
-        of the SDK, and holds them as if this rank had produced them.
+        of the SDK, and holds them as if this rank had produced them. A column may
+        come alone, to be joined with others over the same rows.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: exactly one opening, then chunks whose bytes concatenated are
         the payload that its header describes, each at most 1 MiB.
         Errors:
           INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
-          INVALID_ARGUMENT (INPUT_UNSUPPORTED): the service has several ranks and the column is not
-            known to it; or the header names a shared memory segment.
-          RESOURCE_EXHAUSTED (CAPACITY_EXCEEDED): the bound on experience held is reached.
+          INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
+          INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
+          RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolemesh.v1 import experience_pb2 as _experience_pb2
 from rolemesh.v1 import operation_pb2 as _operation_pb2
@@ -56,6 +58,7 @@ class GenerateRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCK_ROWS_FIELD_NUMBER: _builtins.int
     block_rows: _builtins.int
@@ -68,7 +71,11 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def prompts(self) -> Global___PromptSlice:
-        """The prompts."""
+        """By position: the service holds the prompts."""
+
+    @_builtins.property
+    def given(self) -> Global___GivenPrompts:
+        """Given with the call, which with all of them has at most 4 MiB."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -79,14 +86,17 @@ class GenerateRequest(_message.Message):
         *,
         key: _operation_pb2.OperationKey | None = ...,
         prompts: Global___PromptSlice | None = ...,
+        given: Global___GivenPrompts | None = ...,
         sampling: Global___Sampling | None = ...,
         block_rows: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "input", b"input", "key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_rows", b"block_rows", "key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_rows", b"block_rows", "given", b"given", "input", b"input", "key", b"key", "prompts", b"prompts", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompts", "given"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -289,6 +299,75 @@ class PromptSlice(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_start) -> _WhichOneofReturnType__batch_start | None: ...
 
 Global___PromptSlice: _TypeAlias = PromptSlice  # noqa: Y015
+
+@_typing.final
+class GivenPrompts(_message.Message):
+    """Prompts that travel with the call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenPrompt]:
+        """The prompts."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___GivenPrompt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivenPrompts: _TypeAlias = GivenPrompts  # noqa: Y015
+
+@_typing.final
+class GivenPrompt(_message.Message):
+    """A prompt of the caller."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    METADATA_JSON_FIELD_NUMBER: _builtins.int
+    prompt_id: _builtins.int
+    """Of the columns prompt_ids, >= 0: rows with equal ones make a group. Two
+    prompts with the same one count on in sample_indexes, so that no two rows
+    of a call are the same draw.
+    """
+    text: _builtins.str
+    """Instead of tokens: what a user says, which the service sets into the chat
+    template of its model.
+    """
+    answer: _builtins.str
+    """The expected answer, of the column answer."""
+    metadata_json: _builtins.str
+    """Of the column metadata, JSON; empty means {}."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the prompt, exactly as the model shall see it."""
+
+    def __init__(
+        self,
+        *,
+        prompt_id: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        answer: _builtins.str = ...,
+        metadata_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "metadata_json", b"metadata_json", "prompt_id", b"prompt_id", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivenPrompt: _TypeAlias = GivenPrompt  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):

@@ -34,7 +34,8 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
-    """Samples completions for a slice of the prompts that the service holds.
+    """Samples completions for a slice of the prompts that the service holds, or
+    for prompts that the caller gives.
 
     Before sampling the service brings the newest weights to its sampler. The
     rows of the result are ordered by prompt, then by sample index, whatever
@@ -45,7 +46,8 @@ class RolloutServiceStub:
                                              distribution (after temperature, top-k, top-p)
       loss_mask         bool,    completion: 1 where the token was sampled
       policy_versions   int64,   completion: policy_version that sampled the token
-      prompt_ids        int64,   row:        index of the prompt in the data set
+      prompt_ids        int64,   row:        index of the prompt in the data set; of given
+                                             prompts, what the caller says
       sample_indexes    int64,   row:        0..samples_per_prompt-1; a prompt that stands
                                              in the batch twice goes on counting
       finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
@@ -64,6 +66,8 @@ class RolloutServiceStub:
     Errors:
       INVALID_ARGUMENT (SPLIT_INVALID): prompts.split is not set.
       INVALID_ARGUMENT (SLICE_INVALID): prompts are none, or more than 1,048,576 trajectories.
+      INVALID_ARGUMENT (PROMPT_INVALID): a given prompt has neither text nor tokens, or both, or a
+        token that the model does not know; names it.
       INVALID_ARGUMENT (DATA_EMPTY): the split has no prompts.
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
       INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
@@ -106,7 +110,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Samples completions for a slice of the prompts that the service holds.
+    """Samples completions for a slice of the prompts that the service holds, or
+    for prompts that the caller gives.
 
     Before sampling the service brings the newest weights to its sampler. The
     rows of the result are ordered by prompt, then by sample index, whatever
@@ -117,7 +122,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
                                              distribution (after temperature, top-k, top-p)
       loss_mask         bool,    completion: 1 where the token was sampled
       policy_versions   int64,   completion: policy_version that sampled the token
-      prompt_ids        int64,   row:        index of the prompt in the data set
+      prompt_ids        int64,   row:        index of the prompt in the data set; of given
+                                             prompts, what the caller says
       sample_indexes    int64,   row:        0..samples_per_prompt-1; a prompt that stands
                                              in the batch twice goes on counting
       finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
@@ -136,6 +142,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors:
       INVALID_ARGUMENT (SPLIT_INVALID): prompts.split is not set.
       INVALID_ARGUMENT (SLICE_INVALID): prompts are none, or more than 1,048,576 trajectories.
+      INVALID_ARGUMENT (PROMPT_INVALID): a given prompt has neither text nor tokens, or both, or a
+        token that the model does not know; names it.
       INVALID_ARGUMENT (DATA_EMPTY): the split has no prompts.
       INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
       INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
@@ -181,7 +189,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
-        """Samples completions for a slice of the prompts that the service holds.
+        """Samples completions for a slice of the prompts that the service holds, or
+        for prompts that the caller gives.
 
         Before sampling the service brings the newest weights to its sampler. The
         rows of the result are ordered by prompt, then by sample index, whatever
@@ -192,7 +201,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
                                                  distribution (after temperature, top-k, top-p)
           loss_mask         bool,    completion: 1 where the token was sampled
           policy_versions   int64,   completion: policy_version that sampled the token
-          prompt_ids        int64,   row:        index of the prompt in the data set
+          prompt_ids        int64,   row:        index of the prompt in the data set; of given
+                                                 prompts, what the caller says
           sample_indexes    int64,   row:        0..samples_per_prompt-1; a prompt that stands
                                                  in the batch twice goes on counting
           finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
@@ -211,6 +221,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (SPLIT_INVALID): prompts.split is not set.
           INVALID_ARGUMENT (SLICE_INVALID): prompts are none, or more than 1,048,576 trajectories.
+          INVALID_ARGUMENT (PROMPT_INVALID): a given prompt has neither text nor tokens, or both, or a
+            token that the model does not know; names it.
           INVALID_ARGUMENT (DATA_EMPTY): the split has no prompts.
           INVALID_ARGUMENT (PROMPT_TOO_LONG): a prompt leaves no room for a completion; names prompt and limit.
           INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; the message names it.
