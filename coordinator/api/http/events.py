@@ -31,6 +31,32 @@ RETRY_MS = 1000
 
 EVENT_STREAM_TYPE = "text/event-stream"
 
+EVENT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "id": {"type": "string"},
+        "event": {
+            "enum": [
+                *(one.name for one in coordinator_pb2.RunEvent.DESCRIPTOR.oneofs[0].fields),
+                "problem",
+            ]
+        },
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {
+                "anyOf": [
+                    {"$ref": "#/components/schemas/RunEvent"},
+                    {"$ref": "#/components/schemas/Problem"},
+                ]
+            },
+        },
+        "retry": {"type": "integer"},
+    },
+}
+"""How the OpenAPI document describes one event."""
+
 
 class EventStreams:
     """The open streams of an app.

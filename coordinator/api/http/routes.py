@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from rolemesh.coordinator.api.http import models
 from rolemesh.coordinator.api.http.conversion import to_metrics, to_plain
-from rolemesh.coordinator.api.http.events import EVENT_STREAM_TYPE, EventStreams
+from rolemesh.coordinator.api.http.events import EVENT_SCHEMA, EVENT_STREAM_TYPE, EventStreams
 from rolemesh.coordinator.api.http.problems import problems
 from rolemesh.coordinator.api.operations import Operations
 from rolemesh.rpc.errors import InvalidRequestError
 
-_TIME_PATTERN = r"^\d{4}-\d{2}-\d{2}[Tt]\d{2}:\d{2}:\d{2}(\.\d{1,9})?([Zz]|[+-]\d{2}:\d{2})$"
+_TIME = re.compile(
+    r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})", re.ASCII | re.IGNORECASE
+)
+"""RFC 3339, section 5.6: of what fromisoformat reads, a part."""
 
 
 def _read_bool(value: object) -> object:
     # pydantic takes "yes", "on" and "1" as well, which the document does not say.
     if value not in ("true", "false", True, False):
-        raise ValueError("give true or false")
+        raise PydanticCustomError("bool", "Input should be true or false")
     return value
 
 
@@ -169,15 +174,15 @@ async def checkpoint_run(
     responses={
         200: {
             "description": (
-                "Events (`id`, `event`, and `data`: a RunEvent), those that were and those that "
-                "come, until after the one of a final state. Between them come comments. An event "
-                "`problem` (`data`: a Problem) tells why a stream ended early."
+                "Events, those that were and those that come, until after the one of a final "
+                "state; `event` says which member of the RunEvent is there. Comments come between "
+                "them. The event `problem` has no id and tells why a stream ended early."
             ),
             "content": {
                 EVENT_STREAM_TYPE: {
-                    "schema": {"type": "string"},
+                    "itemSchema": EVENT_SCHEMA,
                     "example": (
-                        'id: 7-0\nevent: note\ndata: {"event_id":"7-0","time":'
+                        'id: 7\nevent: note\ndata: {"event_id":"7","time":'
                         '"2026-01-01T00:00:00.000000Z","step":3,"note":{"text":"critic is back"}}'
                         "\n\n"
                     ),
@@ -284,7 +289,6 @@ async def get_device_use(
     since: Annotated[
         str | None,
         Query(
-            pattern=_TIME_PATTERN,
             json_schema_extra={"format": "date-time"},
             description="First time wanted; absent for all that is kept.",
         ),
@@ -353,6 +357,8 @@ def _to_seconds(text: str | None) -> float:
     if text is None:
         return 0.0
     try:
+        if not _TIME.fullmatch(text):
+            raise ValueError("that is not RFC 3339")
         return datetime.fromisoformat(text.upper()).timestamp()
     except (ValueError, OverflowError) as error:
         raise InvalidRequestError(
