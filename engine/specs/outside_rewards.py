@@ -207,7 +207,7 @@ class GrpcRewardSpec(EndpointRewardSpec):
 class KServeRewardSpec(EndpointRewardSpec):
     """A model behind the open inference protocol, version 2: ModelInfer over gRPC or HTTP.
 
-    Texts go as BYTES tensors of shape [rows], the reward is a tensor of rows numbers.
+    Texts go as BYTES tensors of shape [rows]; the reward is a tensor with one number a row.
     """
 
     type: Literal["kserve"] = "kserve"
@@ -223,6 +223,19 @@ class KServeRewardSpec(EndpointRewardSpec):
     """Input tensor that takes expected answers; None: they are not sent."""
     output: str = "reward"
     """Output tensor that is the reward."""
+    sends_column: bool = False
+    """Input tensors have the shape [rows, 1], as Triton's models with a batch dimension take."""
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> Self:
+        named = [self.prompt_input, self.completion_input, self.answer_input]
+        given = [name for name in named if name is not None]
+        if len(set(given)) < len(given):
+            raise ValueError(
+                f"prompt_input, completion_input and answer_input are {named}: give each tensor a "
+                "name of its own"
+            )
+        return self
 
     @classmethod
     def schemes(cls) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -14,6 +15,11 @@ current_step: ContextVar[int | None] = ContextVar("rolemesh_reward_step", defaul
 
 SHOWN_CHARACTERS = 200
 """Of a foreign answer, the part that a message shows."""
+
+MAX_METRICS = 32
+"""More scalars of one reward than this are refused."""
+
+_METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +218,28 @@ def checked_rewards(
             )
         rewards.append(number)
     return rewards
+
+
+def checked_metrics(metrics: Mapping[str, float], endpoint: str) -> dict[str, float]:
+    """Foreign scalars by name, if they are few, named plainly and finite: each becomes a curve.
+
+    Raises:
+        RewardAnswerInvalidError: names what is wrong.
+    """
+    if len(metrics) > MAX_METRICS:
+        found = f"{len(metrics)}"
+        raise RewardAnswerInvalidError(
+            endpoint, expected=f"at most {MAX_METRICS} metrics", found=found, remedy="give fewer"
+        )
+    for name, value in metrics.items():
+        if not _METRIC_NAME.fullmatch(name) or not math.isfinite(value):
+            raise RewardAnswerInvalidError(
+                endpoint,
+                expected='finite metrics with names of letters, digits, "_", ".", "-" and "/"',
+                found=f"{shown(name)}: {value}",
+                remedy="mend the reward, or leave the metric out",
+            )
+    return dict(metrics)
 
 
 def _bound(bound: float | None) -> str:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from rolemesh.engine.specs import (
     EndpointRewardSpec,
+    GrpcRewardSpec,
     JudgeRewardSpec,
+    KServeRewardSpec,
     NemoGymRewardSpec,
     OpenRlhfRewardSpec,
     OutsideRewardSpec,
+    PythonRewardSpec,
     SlimeRewardSpec,
 )
 from rolemesh.services.reward.outside.base import OutsideReward, RewardClient
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.endpoints import EndpointReward
+from rolemesh.services.reward.outside.functions.reward import FunctionReward
+from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.judge import JudgeClient
+from rolemesh.services.reward.outside.kserve import make_kserve_client
 from rolemesh.services.reward.outside.nemo_gym import NemoGymClient
 from rolemesh.services.reward.outside.openrlhf import OpenRlhfClient
 from rolemesh.services.reward.outside.slime import SlimeClient
@@ -35,6 +41,8 @@ def make_outside_reward(
     if isinstance(spec, EndpointRewardSpec):
         clients = [make_client(url, spec) for url in spec.urls]
         return EndpointReward(name, spec, clients, observer=observer)
+    if isinstance(spec, PythonRewardSpec):
+        return FunctionReward(name, spec, observer=observer)
     raise ValueError(f"no outside reward is made of {type(spec).__name__}: give another type")
 
 
@@ -48,4 +56,8 @@ def make_client(url: str, spec: EndpointRewardSpec) -> RewardClient:
         return NemoGymClient(url, spec)
     if isinstance(spec, JudgeRewardSpec):
         return JudgeClient(url, spec)
+    if isinstance(spec, GrpcRewardSpec):
+        return GrpcRewardClient(url, spec)
+    if isinstance(spec, KServeRewardSpec):
+        return make_kserve_client(url, spec)
     raise ValueError(f"no client is made of {type(spec).__name__}: give another type")

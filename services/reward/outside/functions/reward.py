@@ -14,6 +14,7 @@ from rolemesh.services.reward.outside.base import (
     OutsideReward,
     OutsideRewardError,
     RewardRow,
+    checked_metrics,
     checked_rewards,
     current_step,
 )
@@ -120,15 +121,16 @@ class FunctionReward(OutsideReward):
                 self._idle.append(process)
             else:
                 self._all.discard(process)
+        endpoint = f"python:{self._spec.function}"
         rewards = checked_rewards(
             answer.rewards,
             len(rows),
-            f"python:{self._spec.function}",
+            endpoint,
             minimum=self._spec.minimum,
             maximum=self._spec.maximum,
             takes_none=True,
         )
-        return Judgement(rewards=rewards, metrics=answer.metrics)
+        return Judgement(rewards=rewards, metrics=checked_metrics(answer.metrics, endpoint))
 
     async def _start(self) -> FunctionProcess:
         process = FunctionProcess(

@@ -1,0 +1,115 @@
+"""A reward service of somebody else's that speaks rolemesh.v1.RewardService."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Sequence
+
+from rolemesh.engine.specs import GrpcRewardSpec
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    RewardAnswerInvalidError,
+    RewardClient,
+    RewardRow,
+    checked_metrics,
+    checked_rewards,
+    current_step,
+)
+from rolemesh.services.reward.outside.grpc_channel import (
+    call_metadata,
+    open_endpoint,
+    reward_error,
+)
+from rolemesh.v1 import operation_pb2, reward_pb2, reward_pb2_grpc
+
+
+class GrpcRewardClient(RewardClient):
+    """ComputeReward with trajectories inline, as an outsider's service takes them.
+
+    The key of a request is made of its content and of the step, under a run of this client's own:
+    a try that is sent again has the same key, so that a service which heeds keys judges it once.
+    """
+
+    def __init__(self, url: str, spec: GrpcRewardSpec) -> None:
+        """Connects to nobody yet; ValueError when the URL or the token's variable is wrong."""
+        self.endpoint = url
+        self._spec = spec
+        self._metadata = call_metadata(spec)
+        self._run_id = f"reward-{uuid.uuid4().hex}"
+        self._channel = open_endpoint(url, spec)
+        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
+        """See `RewardClient.ask`."""
+        batch = reward_pb2.TrajectoryBatch(trajectories=[_trajectory(row) for row in rows])
+        digest = hashlib.sha256(batch.SerializeToString(deterministic=True)).hexdigest()
+        request = reward_pb2.ComputeRewardRequest(
+            key=operation_pb2.OperationKey(
+                run_id=self._run_id,
+                fencing_epoch=1,
+                step=current_step.get() or 0,
+                operation=f"reward.{digest[:32]}",
+            ),
+            trajectories=batch,
+        )
+        found: reward_pb2.Rewards | None = None
+        try:
+            async for message in self._stub.ComputeReward(
+                request, timeout=self._spec.timeout_s, metadata=self._metadata
+            ):
+                event = message.WhichOneof("event")
+                if found is not None:
+                    raise self._invalid(f"a further message, {event}, after the rewards")
+                if event == "rewards":
+                    found = message.rewards
+                elif event != "progress":
+                    raise self._invalid(f"a message with {event or 'nothing in it'}")
+        except RolemeshError as error:
+            raise reward_error(self.endpoint, error) from error
+        if found is None:
+            raise self._invalid("the end of the stream before the rewards")
+        rewards = checked_rewards(
+            list(found.rewards),
+            len(rows),
+            self.endpoint,
+            minimum=self._spec.minimum,
+            maximum=self._spec.maximum,
+        )
+        return Judgement(
+            rewards=rewards, metrics=checked_metrics(dict(found.metrics), self.endpoint)
+        )
+
+    def sent(self, row: RewardRow) -> bytes:
+        """See `RewardClient.sent`."""
+        return _trajectory(row).SerializeToString(deterministic=True)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    def _invalid(self, found: str) -> RewardAnswerInvalidError:
+        return RewardAnswerInvalidError(
+            self.endpoint,
+            expected="any number of progress messages, then one with rewards",
+            found=found,
+            remedy="answer trajectories as protos/rolemesh/v1/reward.proto says",
+        )
+
+
+def _trajectory(row: RewardRow) -> reward_pb2.Trajectory:
+    return reward_pb2.Trajectory(
+        prompt=_utf8(row.prompt),
+        completion=_utf8(row.completion),
+        prompt_tokens=row.prompt_tokens,
+        completion_tokens=row.completion_tokens,
+        answer=_utf8(row.answer),
+        metadata_json=json.dumps(dict(row.metadata)) if row.metadata else "",
+    )
+
+
+def _utf8(text: str) -> str:
+    """The text without halves of characters, which UTF-8 cannot carry."""
+    return text.encode("utf-8", "replace").decode()
