@@ -70,19 +70,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runtime = self._runtime
 
         async def initialize(call: Call) -> worker_pb2.InitializeResult:
-            spec = parse_spec(runtime.role.spec_class, request.spec)
-            if not 0 <= request.run_seed < MAX_SEED:
-                raise InvalidRequestError(
-                    f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
-                    reason="SPEC_INVALID",
-                )
-
-            def load() -> InitializeResult:
+            def load(spec: RoleSpec) -> InitializeResult:
                 mesh = runtime.join_ranks(spec.rank_layout())
                 return runtime.role.initialize(spec, request.run_seed, call.progress, mesh)
 
             try:
-                result = await call.compute(load)
+                spec = parse_spec(runtime.role.spec_class, request.spec)
+                if not 0 <= request.run_seed < MAX_SEED:
+                    raise InvalidRequestError(
+                        f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
+                        reason="SPEC_INVALID",
+                    )
+                result = await call.compute(load, spec)
             except BaseException as error:
                 await runtime.hold.initialization_failed(error)
                 raise
