@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from rolemesh.coordinator import run_files
+from rolemesh.coordinator.commands.compliance import compliance
 from rolemesh.coordinator.console import (
     JsonConsole,
     LiveConsole,
@@ -358,6 +359,9 @@ def doctor(
             )
     if worst is Level.FAIL:
         raise typer.Exit(EXIT_FAILED)
+
+
+app.command()(compliance)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""Commands of `rolemesh`, one module each; cli.py registers them."""

@@ -1,0 +1,170 @@
+"""How a service pulls experience by reference, and what it says when it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from rolemesh.coordinator.compliance.check import (
+    REWARD_ROLES,
+    BrokenContractError,
+    Level,
+    Serves,
+    check,
+)
+from rolemesh.coordinator.compliance.reward_checks import judge
+from rolemesh.coordinator.compliance.samples import ordinary_samples
+from rolemesh.coordinator.compliance.scoring_checks import scores_of
+from rolemesh.coordinator.compliance.subject import (
+    Subject,
+    events_of,
+    expect,
+    experience_in,
+    need,
+    result_in,
+    shorten,
+)
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.v1 import experience_pb2, reward_pb2
+
+CONSUMING_ROLES = (*REWARD_ROLES, "reference", "critic", "actor")
+
+NOBODY = "127.0.0.1:1"
+"""Nothing listens on this port."""
+
+
+def consume(subject: Subject, ref: experience_pb2.ExperienceRef) -> Any:
+    """The call of the role that pulls a given experience."""
+    if subject.role == "actor":
+        need("LogprobService", subject)
+        return subject.logprobs(subject.key(), ref)
+    return subject.work(subject.key(), experience=ref)
+
+
+@check(
+    "experience.column-missing",
+    Level.MUST,
+    "INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.",
+    roles=CONSUMING_ROLES,
+    serves=Serves.RUNS,
+)
+async def column_missing(subject: Subject) -> None:
+    """A reference says which columns there are: nothing need be fetched to know."""
+    without = ("completion_text", "tokens") if subject.role in REWARD_ROLES else ("prompt_lengths",)
+    ref = subject.producer.serve(ordinary_samples(), subject.run_id, without=without)
+    sent = f"an experience without {' and '.join(without)}"
+    remedy = "refuse an experience that lacks a column, and name the column"
+    codes = (grpc.StatusCode.INVALID_ARGUMENT,)
+    error = await subject.refused(
+        events_of(consume(subject, ref)), sent, codes, "COLUMN_MISSING", remedy
+    )
+    expect(
+        any(name in error.message for name in without),
+        sent=sent,
+        came=f"a message without its name: {shorten(error.message)}",
+        remedy=remedy,
+    )
+
+
+@check(
+    "experience.peer-unreachable",
+    Level.MUST,
+    "UNAVAILABLE (PEER_UNREACHABLE): a producer of the experience does not answer.",
+    roles=CONSUMING_ROLES,
+    serves=Serves.RUNS,
+)
+async def peer_unreachable(subject: Subject) -> None:
+    """A dead producer ends the call soon, and not the service."""
+    ref = subject.producer.serve(ordinary_samples(), subject.run_id)
+    for group in ref.groups:
+        for shard in group.shards:
+            shard.address = NOBODY
+    await subject.refused(
+        events_of(consume(subject, ref)),
+        f"an experience at {NOBODY}, where nobody listens",
+        (grpc.StatusCode.UNAVAILABLE,),
+        "PEER_UNREACHABLE",
+        "pass the failure of the fetch on",
+    )
+
+
+@check(
+    "experience.gone",
+    Level.MUST,
+    "NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.",
+    roles=CONSUMING_ROLES,
+    serves=Serves.RUNS,
+)
+async def gone(subject: Subject) -> None:
+    """The producer says so, and the consumer passes it on."""
+    ref = subject.producer.serve(ordinary_samples(), subject.run_id)
+    ref.groups[0].shards[0].experience_id = "compliance-released"
+    await subject.refused(
+        events_of(consume(subject, ref)),
+        "an experience that its producer has released",
+        (grpc.StatusCode.NOT_FOUND,),
+        "EXPERIENCE_NOT_FOUND",
+        "pass the producer's refusal on",
+    )
+
+
+@check(
+    "experience.torn",
+    Level.MUST,
+    "Chunks concatenated are the payload that the header describes: a consumer refuses what is "
+    "shorter.",
+    roles=CONSUMING_ROLES,
+    serves=Serves.RUNS,
+)
+async def torn(subject: Subject) -> None:
+    """The last byte never comes."""
+    ref = subject.producer.serve(ordinary_samples(), subject.run_id, is_torn=True)
+    sent = "an experience whose payload ends one byte early"
+    try:
+        await events_of(consume(subject, ref))
+    except RolemeshError as error:
+        silent = (grpc.StatusCode.DEADLINE_EXCEEDED,)
+        expect(
+            error.code not in silent,
+            sent=sent,
+            came=f"nothing within {subject.timeout_s:g} s",
+            remedy="count the bytes that came, and refuse a payload that is not whole",
+        )
+        return
+    raise BrokenContractError(
+        sent=sent,
+        came="a result",
+        remedy="count the bytes that came, and refuse a payload that is not whole",
+    )
+
+
+@check(
+    "experience.shards",
+    Level.MUST,
+    "Shard.rows: rows of the batch that this shard holds, ascending, when they are not "
+    "consecutive. Every row of the batch is in exactly one shard.",
+    roles=CONSUMING_ROLES,
+    serves=Serves.RUNS,
+)
+async def shards(subject: Subject) -> None:
+    """Producers of several ranks share a batch by length, not by order."""
+    samples = ordinary_samples()
+    spread = ([1, 3, 4], [0, 2, 5, 6])
+    ref = subject.producer.serve(samples, subject.run_id, shards=spread)
+    sent = f"seven rows in two shards, rows {spread[0]} and {spread[1]}"
+    remedy = "put fetched rows into the batch's order: row i of a shard is row Shard.rows[i]"
+    if subject.role in REWARD_ROLES:
+        request = reward_pb2.ComputeRewardRequest(key=subject.key(), experience=ref)
+        call = subject.reward.ComputeReward(request, timeout=subject.timeout_s)
+        made = experience_in(result_in(await events_of(call), sent), sent)
+        columns = await subject.rows(made, [subject.column])
+        came = columns[subject.column].values.tolist()
+        wanted = await judge(subject, samples)
+        again = await judge(subject, samples)
+        is_same = came == wanted or wanted != again
+    else:
+        lengths = [len(row) for row in await scores_of(subject, samples, ref)]
+        wanted = [len(sample.completion_tokens) for sample in samples]
+        came, is_same = lengths, lengths == wanted
+    expect(is_same, sent=sent, came=f"{came} instead of {wanted}", remedy=remedy)

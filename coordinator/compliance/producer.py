@@ -1,0 +1,174 @@
+"""Experience that the suite itself serves to the server under test, and pulls from it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_status import rpc_status
+
+from rolemesh.coordinator.compliance.publisher import Publisher
+from rolemesh.coordinator.compliance.samples import Sample
+from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
+from rolemesh.rpc.column_fetch import fetch_columns
+from rolemesh.rpc.columns import ColumnData, Columns, encode
+from rolemesh.rpc.errors import NotFoundError, RolemeshError, to_status
+from rolemesh.v1 import experience_pb2
+
+ROLE = "compliance"
+SERVICE_NAME = "rolemesh.v1.ExperienceService"
+
+
+class ServeAddressError(ValueError):
+    """The suite cannot serve experience where it was told to."""
+
+
+def columns_of(samples: Sequence[Sample]) -> Columns:
+    """The columns that generation makes, as far as judges and models read them."""
+    return Columns(
+        {
+            "tokens": ColumnData.sequence(
+                [[*one.prompt_tokens, *one.completion_tokens] for one in samples]
+            ),
+            "prompt_lengths": ColumnData.row([len(one.prompt_tokens) for one in samples], np.int64),
+            "prompt_text": ColumnData.text([one.prompt for one in samples]),
+            "completion_text": ColumnData.text([one.completion for one in samples]),
+            "answer": ColumnData.text([one.answer for one in samples]),
+            "metadata": ColumnData.text([one.metadata_json for one in samples]),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    columns: Columns
+    is_torn: bool
+
+
+class Producer:
+    """An ExperienceService with made-up rows, and a consumer of other ones. Owner: the loop."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.publisher = Publisher()
+        self._held: dict[str, _Held] = {}
+        self._server: grpc.aio.Server | None = None
+        self._channels: dict[str, MeshChannel] = {}
+
+    async def start(self, address: str) -> None:
+        """Listens at "host:port"; port 0 takes a free one.
+
+        Raises:
+            ServeAddressError: it cannot.
+        """
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        fetch = grpc.unary_stream_rpc_method_handler(
+            self._fetch,
+            request_deserializer=experience_pb2.FetchRequest.FromString,
+            response_serializer=experience_pb2.FetchResponse.SerializeToString,
+        )
+        experience = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Fetch": fetch})
+        server.add_generic_rpc_handlers((experience, self.publisher.handlers()))
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ServeAddressError(
+                f"--serve-address {address} cannot be listened on ({error}): give host:port of "
+                "this machine with a free port; port 0 takes any"
+            ) from error
+        await server.start()
+        self._server = server
+        self.address = f"{address.rpartition(':')[0]}:{port}"
+
+    async def close(self) -> None:
+        """Ends the server and lets the channels go."""
+        for channel in self._channels.values():
+            await channel.close()
+        if self._server is not None:
+            await self._server.stop(None)
+
+    def serve(
+        self,
+        samples: Sequence[Sample],
+        run_id: str,
+        *,
+        without: Sequence[str] = (),
+        shards: Sequence[Sequence[int]] = (),
+        is_torn: bool = False,
+    ) -> experience_pb2.ExperienceRef:
+        """Holds rows from now on, and names them.
+
+        Args:
+            samples: the rows.
+            run_id: that they belong to.
+            without: columns to leave out.
+            shards: rows of each shard, ascending; none: one shard has all.
+            is_torn: whether a fetch ends before all bytes of the payload were sent.
+        """
+        whole = columns_of(samples)
+        kept = Columns({name: whole[name] for name in whole if name not in without})
+        group = experience_pb2.ColumnGroup(
+            columns=[column.schema for column in encode(kept)[0].columns]
+        )
+        for rows in shards or (range(len(samples)),):
+            part = kept.select(list(rows))
+            experience_id = f"{ROLE}-{uuid.uuid4().hex}"
+            self._held[experience_id] = _Held(part, is_torn)
+            shard = group.shards.add(
+                experience_id=experience_id,
+                row_start=rows[0],
+                num_rows=len(rows),
+                address=self.address,
+                role=ROLE,
+                num_bytes=encode(part)[0].num_bytes,
+            )
+            if shards:
+                shard.rows.extend(rows)
+            if "tokens" in part:
+                shard.row_tokens.extend(part["tokens"].lengths().tolist())
+        return experience_pb2.ExperienceRef(
+            run_id=run_id, step=1, num_rows=len(samples), groups=[group]
+        )
+
+    async def fetch(
+        self, ref: experience_pb2.ExperienceRef, columns: Sequence[str], timeout_s: float
+    ) -> Columns:
+        """Columns of a reference from whoever holds them; none means all.
+
+        Raises:
+            RolemeshError: the holder refuses, does not answer, or sends what does not fit.
+            TimeoutError: it takes longer than timeout_s seconds.
+        """
+        async with asyncio.timeout(timeout_s):
+            return await fetch_columns(self._channel, ref, columns)
+
+    def _channel(self, address: str) -> MeshChannel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    async def _fetch(
+        self, request: experience_pb2.FetchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[experience_pb2.FetchResponse]:
+        held = self._held.get(request.experience_id)
+        missing = (
+            [] if held is None else [one for one in request.columns if one not in held.columns]
+        )
+        if held is None or missing:
+            error: RolemeshError = NotFoundError(
+                f"the suite holds no {missing or request.experience_id}",
+                reason="COLUMN_NOT_FOUND" if missing else "EXPERIENCE_NOT_FOUND",
+            )
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+            return
+        names = list(request.columns) or list(held.columns)
+        rows = list(request.rows) or list(range(request.row_start, request.row_stop))
+        header, chunks = encode(Columns({name: held.columns[name] for name in names}).select(rows))
+        yield experience_pb2.FetchResponse(header=header)
+        for chunk in chunks:
+            yield experience_pb2.FetchResponse(chunk=chunk[:-1] if held.is_torn else chunk)

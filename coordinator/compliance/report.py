@@ -1,0 +1,75 @@
+"""Findings for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rolemesh.coordinator.compliance.check import Check, Finding, Level, Outcome
+
+_COLOURS = {
+    Outcome.HOLDS: "green",
+    Outcome.BROKEN: "red",
+    Outcome.SKIPPED: "dim",
+    Outcome.NOT_RUN: "yellow",
+}
+
+
+def print_findings(console: Console, findings: Sequence[Finding], address: str, role: str) -> None:
+    """A row a check, and beneath it all that is known of those that do not hold."""
+    table = Table(title=f"{role} at {address}", title_justify="left", box=box.SIMPLE)
+    for heading in ("check", "level", "outcome", "s"):
+        table.add_column(heading, justify="right" if heading == "s" else "left", no_wrap=True)
+    table.add_column("why")
+    for finding in findings:
+        table.add_row(
+            finding.check.check_id,
+            finding.check.level.value,
+            Text(finding.outcome.value, _COLOURS[finding.outcome]),
+            f"{finding.seconds:.2f}",
+            Text("see below" if finding.outcome is Outcome.BROKEN else finding.came),
+        )
+    console.print(table)
+    for finding in findings:
+        if finding.outcome is not Outcome.BROKEN:
+            continue
+        colour = "red" if finding.check.level is Level.MUST else "yellow"
+        console.print(Text(f"\n{finding.check.check_id} ({finding.check.level.value})", colour))
+        for heading, text in (
+            ("contract", finding.check.contract),
+            ("sent", finding.sent),
+            ("came", finding.came),
+            ("remedy", finding.remedy),
+        ):
+            console.print(Text(f"  {heading:<9}{text}"), soft_wrap=True)
+    console.print(Text(f"\n{summarise(findings)}"))
+
+
+def summarise(findings: Sequence[Finding]) -> str:
+    """One line: how many of which level came to what."""
+    counts = Counter((finding.check.level, finding.outcome) for finding in findings)
+    parts = []
+    for level in Level:
+        of_level = [
+            f"{counts[level, outcome]} {outcome.value}"
+            for outcome in Outcome
+            if counts[level, outcome]
+        ]
+        parts.append(f"{level.value}: {', '.join(of_level) or 'none'}")
+    verdict = "not all MUST hold" if any(one.is_failure for one in findings) else "all MUST hold"
+    return f"{'; '.join(parts)} - {verdict}"
+
+
+def print_checks(console: Console, checks: Sequence[Check]) -> None:
+    """What there is to check."""
+    table = Table(box=box.SIMPLE)
+    for heading in ("check", "level", "contract"):
+        table.add_column(heading, no_wrap=heading != "contract")
+    for one in checks:
+        table.add_row(one.check_id, one.level.value, Text(one.contract))
+    console.print(table)

@@ -1,0 +1,385 @@
+"""RolloutService: completions with the columns that training reads, drawn from seeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import numpy as np
+
+from rolemesh.coordinator.compliance.check import (
+    SAMPLING_ROLES,
+    BrokenContractError,
+    Level,
+    NotApplicableError,
+    Phase,
+    check,
+)
+from rolemesh.coordinator.compliance.scoring_checks import ABOVE_ZERO
+from rolemesh.coordinator.compliance.subject import (
+    NUM_PROMPTS,
+    SAMPLING,
+    Subject,
+    events_of,
+    expect,
+    experience_in,
+    need,
+    result_in,
+    shorten,
+)
+from rolemesh.coordinator.compliance.worker_checks import expect_progress_then_one_result
+from rolemesh.rpc.columns import Columns
+from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2, weights_pb2, weights_pb2_grpc
+
+NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
+SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} samples each"
+
+WEIGHTS_VERSION = 1
+"""Of the made-up weights that a rollout service gets."""
+
+INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
+
+_ROW = experience_pb2.COLUMN_KIND_ROW
+_SEQUENCE = experience_pb2.COLUMN_KIND_SEQUENCE
+_COMPLETION = experience_pb2.COLUMN_KIND_COMPLETION
+_TEXT = experience_pb2.COLUMN_KIND_TEXT
+_INT64 = tensor_pb2.DATA_TYPE_INT64
+_FLOAT32 = tensor_pb2.DATA_TYPE_FLOAT32
+_BOOL = tensor_pb2.DATA_TYPE_BOOL
+_UINT8 = tensor_pb2.DATA_TYPE_UINT8
+
+COLUMNS = {
+    "tokens": (_SEQUENCE, _INT64),
+    "prompt_lengths": (_ROW, _INT64),
+    "logprobs": (_COMPLETION, _FLOAT32),
+    "loss_mask": (_COMPLETION, _BOOL),
+    "policy_versions": (_COMPLETION, _INT64),
+    "prompt_ids": (_ROW, _INT64),
+    "sample_indexes": (_ROW, _INT64),
+    "finished": (_ROW, _BOOL),
+    "prompt_text": (_TEXT, _UINT8),
+    "completion_text": (_TEXT, _UINT8),
+    "answer": (_TEXT, _UINT8),
+    "metadata": (_TEXT, _UINT8),
+}
+"""What rollout.proto promises, as (kind, dtype)."""
+
+
+async def _sample(subject: Subject, *, step: int = 1, **options: Any) -> Columns:
+    call = subject.generate(subject.key("compliance.sample", step=step), **options)
+    return await subject.rows(experience_in(result_in(await events_of(call), SENT), SENT))
+
+
+async def _usual(subject: Subject) -> Columns:
+    return await subject.rows(experience_in(await subject.usual_result(), SENT))
+
+
+@check(
+    "rollout.no-weights",
+    Level.MUST,
+    "Generate of a rollout service: FAILED_PRECONDITION (WEIGHTS_STALE): no weights came yet.",
+    roles=("rollout",),
+    phase=Phase.INITIALIZE,
+)
+async def no_weights(subject: Subject) -> None:
+    """Nothing is sampled with weights that nobody has sent."""
+    await subject.refused(
+        events_of(subject.generate(subject.key())),
+        "Generate before UpdateWeights",
+        (grpc.StatusCode.FAILED_PRECONDITION,),
+        "WEIGHTS_STALE",
+        "refuse to sample until weights came",
+    )
+
+
+@check(
+    "rollout.update-weights",
+    Level.MUST,
+    "UpdateWeights: any number of progress messages, then one result, whose policy_version is "
+    "that of the weights.",
+    roles=("rollout",),
+    phase=Phase.INITIALIZE,
+)
+async def update_weights(subject: Subject) -> None:
+    """Weights of the server's own manifest, made up and served by the suite."""
+    need("WeightsService", subject)
+    manifest = await weights_pb2_grpc.WeightsServiceStub(subject.channel).GetManifest(
+        weights_pb2.GetManifestRequest(), timeout=subject.timeout_s
+    )
+    sent = f"UpdateWeights of {len(manifest.parameters)} made-up parameters"
+    expect(
+        bool(manifest.parameters),
+        sent="GetManifest",
+        came="no parameters",
+        remedy="answer the parameters that the sampler takes",
+    )
+    ref = subject.producer.publisher.publish(
+        manifest, subject.run_id, subject.producer.address, WEIGHTS_VERSION
+    )
+    request = rollout_pb2.UpdateWeightsRequest(key=subject.key("compliance.weights"), weights=ref)
+    events = await events_of(subject.rollout.UpdateWeights(request, timeout=subject.timeout_s))
+    expect_progress_then_one_result(events, sent)
+    result = result_in(events, sent)
+    version = getattr(result, "policy_version", None)
+    expect(
+        version == WEIGHTS_VERSION,
+        sent=f"{sent}, version {WEIGHTS_VERSION}",
+        came=f"policy_version {version}",
+        remedy="answer the version that the sampler has now",
+    )
+
+
+@check(
+    "rollout.columns",
+    Level.MUST,
+    "Generate: the columns " + ", ".join(COLUMNS) + " with the kinds and types of rollout.proto.",
+    roles=SAMPLING_ROLES,
+)
+async def columns(subject: Subject) -> None:
+    """More are welcome."""
+    ref = experience_in(await subject.usual_result(), SENT)
+    came = {
+        schema.name: (schema.kind, schema.dtype) for group in ref.groups for schema in group.columns
+    }
+    missing = sorted(set(COLUMNS) - set(came))
+    other = [name for name in COLUMNS if name in came and came[name] != COLUMNS[name]]
+    expect(
+        not missing and not other,
+        sent=SENT,
+        came=f"no columns {missing}, other kinds or types in {other}",
+        remedy="make the columns that rollout.proto lists",
+    )
+
+
+@check(
+    "rollout.rows",
+    Level.MUST,
+    "The rows of the result are ordered by prompt, then by sample index, whatever order they "
+    "finished in.",
+    roles=SAMPLING_ROLES,
+)
+async def rows(subject: Subject) -> None:
+    """prompt_ids in runs, sample_indexes from 0 in each."""
+    batch = await _usual(subject)
+    number = SAMPLING.samples_per_prompt
+    prompts = batch["prompt_ids"].values.reshape(-1, number) if batch.num_rows == NUM_ROWS else None
+    fine = (
+        prompts is not None
+        and bool((prompts == prompts[:, :1]).all())
+        and batch["sample_indexes"].values.tolist() == list(range(number)) * NUM_PROMPTS
+    )
+    expect(
+        fine,
+        sent=SENT,
+        came=f"prompt_ids {batch['prompt_ids'].values.tolist()}, sample_indexes "
+        f"{batch['sample_indexes'].values.tolist()}",
+        remedy="sort finished completions by prompt, then by sample, before you answer",
+    )
+
+
+@check(
+    "rollout.lengths",
+    Level.MUST,
+    "prompt_lengths: where the completion begins in tokens; per-token columns run over completion "
+    "tokens; completions have 1 to max_new_tokens tokens.",
+    roles=SAMPLING_ROLES,
+)
+async def lengths(subject: Subject) -> None:
+    """The columns agree with each other, and with what was asked."""
+    batch = await _usual(subject)
+    completion = batch["tokens"].lengths() - batch["prompt_lengths"].values
+    problems = [
+        f"{name} of {batch[name].lengths().tolist()} values"
+        for name in ("logprobs", "loss_mask", "policy_versions")
+        if batch[name].lengths().tolist() != completion.tolist()
+    ]
+    # An episode holds the environment's words besides.
+    is_episode = "environment_rewards" in batch
+    if completion.min() < 1 or (completion.max() > SAMPLING.max_new_tokens and not is_episode):
+        problems.append("completions out of bounds")
+    cut = ~batch["finished"].values
+    if not is_episode and (completion[cut] != SAMPLING.max_new_tokens).any():
+        problems.append("rows that are not finished and shorter than max_new_tokens")
+    if (batch["prompt_lengths"].values < 1).any() or (batch["tokens"].values < 0).any():
+        problems.append("empty prompts or negative token ids")
+    expect(
+        not problems,
+        sent=f"{SENT}, at most {SAMPLING.max_new_tokens} tokens",
+        came=f"completions of {completion.tolist()} tokens, and {'; '.join(problems)}",
+        remedy="pack each column by the same lengths, and stop at max_new_tokens",
+    )
+
+
+@check(
+    "rollout.logprobs",
+    Level.MUST,
+    "logprobs: natural log, under the sampling distribution; policy_versions: policy_version that "
+    "sampled the token.",
+    roles=SAMPLING_ROLES,
+)
+async def logprobs(subject: Subject) -> None:
+    """Finite, at most 0, and of one version where no weights came meanwhile."""
+    batch = await _usual(subject)
+    values, mask = batch["logprobs"].values, batch["loss_mask"].values
+    versions = sorted(set(batch["policy_versions"].values[mask].tolist()))
+    fine = bool(np.isfinite(values).all()) and not (values[mask] > ABOVE_ZERO).any()
+    expect(
+        fine and len(versions) == 1,
+        sent=SENT,
+        came=f"log-probs from {values.min():.4g} to {values.max():.4g}, versions {versions}",
+        remedy="take the log-prob of each token after temperature, top-k and top-p, in float32",
+    )
+
+
+@check(
+    "rollout.texts",
+    Level.MUST,
+    "prompt_text, completion_text, answer, metadata: text, UTF-8 of a row.",
+    roles=SAMPLING_ROLES,
+)
+async def texts(subject: Subject) -> None:
+    """Half a character at the end of a completion is replaced, not sent."""
+    batch = await _usual(subject)
+    for name in ("prompt_text", "completion_text", "answer", "metadata"):
+        try:
+            batch[name].strings()
+        except ValueError as error:
+            raise BrokenContractError(
+                sent=SENT,
+                came=f"{name} that is no UTF-8 ({error})",
+                remedy="replace bytes that are no UTF-8",
+            ) from error
+
+
+def _same_tokens(first: Columns, second: Columns) -> bool:
+    one, other = first["tokens"], second["tokens"]
+    same = one.lengths().tolist() == other.lengths().tolist()
+    return same and bool((one.values == other.values).all())
+
+
+@check(
+    "rollout.seeds",
+    Level.MUST,
+    "Seeds derive from (run seed, step, prompt id, sample index): a repeat yields the same tokens.",
+    roles=SAMPLING_ROLES,
+)
+async def seeds(subject: Subject) -> None:
+    """Under another key of the same step."""
+    first, again = [await _sample(subject) for _ in range(2)]
+    expect(
+        _same_tokens(first, again),
+        sent=f"{SENT}, twice in one step under two keys",
+        came="other tokens the second time",
+        remedy="give each completion a generator of its own, seeded by these four",
+    )
+    elsewhere = await _sample(subject, step=2)
+    expect(
+        not _same_tokens(first, elsewhere),
+        sent=f"{SENT}, in another step",
+        came="the same tokens",
+        remedy="let the seed depend on the step",
+    )
+
+
+@check(
+    "rollout.slices",
+    Level.SHOULD,
+    "PromptSlice: positions in a data set; which slice a prompt stands in does not change its "
+    "completions.",
+    roles=SAMPLING_ROLES,
+)
+async def slices(subject: Subject) -> None:
+    """The last prompts alone."""
+    whole = await _sample(subject)
+    part = await _sample(subject, start=1, count=NUM_PROMPTS - 1)
+    rows_of_part = range(SAMPLING.samples_per_prompt, NUM_ROWS)
+    expect(
+        _same_tokens(whole.select(rows_of_part), part),
+        sent=f"{SENT}, then all prompts but the first one",
+        came="other completions of the same prompts",
+        remedy="let no seed depend on the position within the request",
+    )
+
+
+@check(
+    "rollout.greedy",
+    Level.MUST,
+    "greedy: takes the likeliest token each time.",
+    roles=SAMPLING_ROLES,
+)
+async def greedy(subject: Subject) -> None:
+    """In two steps the same tokens, and in both samples of a prompt."""
+    first, again = [await _sample(subject, step=step, greedy=True) for step in (1, 2)]
+    if "environment_rewards" in first:
+        raise NotApplicableError("an environment may answer differently each time")
+    number = SAMPLING.samples_per_prompt
+    twins = first.select(range(0, NUM_ROWS, number)), first.select(range(1, NUM_ROWS, number))
+    expect(
+        _same_tokens(first, again) and _same_tokens(*twins),
+        sent=f"{SENT}, greedy, in two steps",
+        came="other tokens the second time, or in the second sample",
+        remedy="take the likeliest token, whatever the seed",
+    )
+
+
+@check(
+    "rollout.blocks",
+    Level.MUST,
+    "block_rows: blocks are sent as soon as all their rows are finished, each block once, then one "
+    "result over all rows. Block i holds rows i * block_rows and following of the result.",
+    roles=SAMPLING_ROLES,
+)
+async def blocks(subject: Subject) -> None:
+    """What blocks hold is what the result holds."""
+    size = SAMPLING.samples_per_prompt
+    events = await events_of(subject.generate(subject.key("compliance.blocks"), block_rows=size))
+    sent = f"{SENT}, block_rows {size}"
+    expect_progress_then_one_result(events, sent, ("progress", "block"))
+    found = {event.block.index: event.block for event in events if event.HasField("block")}
+    count = sum(event.HasField("block") for event in events)
+    expect(
+        sorted(found) == list(range(NUM_PROMPTS)) and count == NUM_PROMPTS,
+        sent=sent,
+        came=f"{count} blocks, of the indexes {sorted(found)}",
+        remedy="send each block once, ahead of the result",
+    )
+    whole = await subject.rows(experience_in(result_in(events, sent), sent))
+    for index, block in found.items():
+        part = await subject.rows(block.experience)
+        expect(
+            _same_tokens(part, whole.select(range(index * size, (index + 1) * size))),
+            sent=sent,
+            came=f"block {index} with other rows than the result's",
+            remedy="number the rows of a block from 0, and those of the result as without blocks",
+        )
+
+
+@check(
+    "rollout.refusals",
+    Level.MUST,
+    "INVALID_ARGUMENT (SAMPLING_INVALID): a sampling field is out of range; (SPLIT_INVALID), "
+    "(SLICE_INVALID): prompts are none.",
+    roles=SAMPLING_ROLES,
+)
+async def refusals(subject: Subject) -> None:
+    """Each of them names what is wrong."""
+    for sent, reason, options in (
+        ("temperature 0", "SAMPLING_INVALID", {"temperature": 0.0}),
+        ("top_p 2", "SAMPLING_INVALID", {"top_p": 2.0}),
+        ("max_new_tokens 0", "SAMPLING_INVALID", {"max_new_tokens": 0}),
+        ("no prompts", "SLICE_INVALID", {"count": 0}),
+        ("no split", "SPLIT_INVALID", {"split": rollout_pb2.SPLIT_UNSPECIFIED}),
+    ):
+        error = await subject.refused(
+            events_of(subject.generate(subject.key(), **options)),
+            f"Generate with {sent}",
+            INVALID,
+            reason,
+            "refuse it and name the field",
+        )
+        expect(
+            bool(error.message),
+            sent=f"Generate with {sent}",
+            came=f"a refusal without words: {shorten(error)}",
+            remedy="name the field in the message",
+        )

@@ -1,0 +1,364 @@
+"""The server under test: how checks call it, and what they know of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import json_format, struct_pb2
+from google.protobuf.message import Message
+
+from rolemesh.coordinator.compliance.check import (
+    REWARD_ROLES,
+    BrokenContractError,
+    NotApplicableError,
+)
+from rolemesh.coordinator.compliance.producer import Producer
+from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
+from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
+from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.v1 import (
+    experience_pb2,
+    experience_pb2_grpc,
+    logprob_pb2,
+    logprob_pb2_grpc,
+    operation_pb2,
+    reward_pb2,
+    reward_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    value_pb2,
+    value_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+EPOCH = 2
+"""Of the suite's run: there is an older one to be refused."""
+
+RUN_SEED = 7
+
+SAMPLING = rollout_pb2.Sampling(
+    samples_per_prompt=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=8
+)
+NUM_PROMPTS = 3
+
+INITIALIZE_PATIENCE = 10
+"""Initialize loads models: it may take so many times longer than another call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A refusal that the contract names, and the one that came."""
+
+    sent: str
+    reason: str
+    error: RolemeshError
+
+
+class Subject:
+    """One server, called under a run of the suite's own. Owner: the loop.
+
+    Every call has a deadline of timeout_s seconds, so that a server that hangs ends in a finding.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        run_id: str,
+        spec: Mapping[str, Any],
+        producer: Producer,
+        timeout_s: float,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self.run_id = run_id
+        self.spec = spec
+        """Of Initialize."""
+        self.producer = producer
+        self.timeout_s = timeout_s
+        self.capabilities: worker_pb2.GetCapabilitiesResponse | None = None
+        """None where the server has no WorkerService."""
+        self.capabilities_error: RolemeshError | None = None
+        """Why there are none, where it has WorkerService and failed."""
+        self.is_held = False
+        """Whether the suite's run may hold the server."""
+        self.refusals: list[Refusal] = []
+        """What was refused as it should be; whether it was said why is judged at the end."""
+        self._sequence = 0
+        self._usual: list[Any] = []
+        self._ordinary: experience_pb2.ExperienceRef | None = None
+        self.initialize_key = self.key("compliance.initialize", step=0)
+        self.initialized: worker_pb2.InitializeResult | None = None
+        self.channel: MeshChannel = open_channel(address, traffic=ChannelTraffic())
+        # Without our rules: a call can go out without a deadline, and a payload as raw bytes.
+        self.bare = grpc.aio.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
+        self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.experience = experience_pb2_grpc.ExperienceServiceStub(self.channel)
+        self.reward = reward_pb2_grpc.RewardServiceStub(self.channel)
+        self.logprob = logprob_pb2_grpc.LogprobServiceStub(self.channel)
+        self.value = value_pb2_grpc.ValueServiceStub(self.channel)
+        self.rollout = rollout_pb2_grpc.RolloutServiceStub(self.channel)
+
+    async def close(self) -> None:
+        """Lets the channels go."""
+        await self.channel.close()
+        await self.bare.close()
+
+    @property
+    def takes_part_in_runs(self) -> bool:
+        """Whether it has WorkerService and pulls by reference, as every role but a reward must."""
+        known = self.capabilities
+        return known is not None and (self.role not in REWARD_ROLES or known.accepts_references)
+
+    @property
+    def column(self) -> str:
+        """The column that a reward makes."""
+        return "costs" if self.role == "cost" else "rewards"
+
+    def serves(self, service: str) -> bool:
+        """Whether it says so, e.g. "LogprobService"."""
+        known = self.capabilities
+        return known is not None and f"rolemesh.v1.{service}" in known.services
+
+    def key(
+        self, operation: str = "compliance.call", *, step: int = 1, epoch: int = EPOCH
+    ) -> operation_pb2.OperationKey:
+        """A key that was not used before."""
+        self._sequence += 1
+        return operation_pb2.OperationKey(
+            run_id=self.run_id,
+            fencing_epoch=epoch,
+            step=step,
+            operation=operation,
+            sequence=self._sequence,
+        )
+
+    def initialize(
+        self,
+        *,
+        key: operation_pb2.OperationKey | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Initialize with the spec, and some more fields."""
+        request = worker_pb2.InitializeRequest(
+            key=self.initialize_key if key is None else key,
+            spec=json_format.ParseDict({**self.spec, **(more or {})}, struct_pb2.Struct()),
+            run_seed=RUN_SEED,
+        )
+        self.is_held = True
+        return self.worker.Initialize(request, timeout=INITIALIZE_PATIENCE * self.timeout_s)
+
+    # --- the call that makes the role what it is ---------------------------------------------
+
+    def work(
+        self,
+        key: operation_pb2.OperationKey,
+        samples: Sequence[Sample] | None = None,
+        experience: experience_pb2.ExperienceRef | None = None,
+    ) -> Any:
+        """ComputeReward, ComputeLogprobs, ComputeValues or Generate.
+
+        Args:
+            key: of the operation.
+            samples: what to judge; None: the ordinary ones.
+            experience: the same by reference, for a service that pulls; None: the samples are
+                served.
+        """
+        if self.role in ("rollout", "actor"):
+            return self.generate(key)
+        chosen = ordinary_samples() if samples is None else samples
+        if self.role in REWARD_ROLES and not self.takes_part_in_runs:
+            batch = reward_pb2.TrajectoryBatch(trajectories=[one.inline() for one in chosen])
+            return self.reward.ComputeReward(
+                reward_pb2.ComputeRewardRequest(key=key, trajectories=batch),
+                timeout=self.timeout_s,
+            )
+        ref = self._reference(samples) if experience is None else experience
+        if self.role in REWARD_ROLES:
+            return self.reward.ComputeReward(
+                reward_pb2.ComputeRewardRequest(key=key, experience=ref), timeout=self.timeout_s
+            )
+        if self.role == "critic":
+            return self.value.ComputeValues(
+                value_pb2.ComputeValuesRequest(key=key, experience=ref), timeout=self.timeout_s
+            )
+        return self.logprobs(key, ref)
+
+    def _reference(self, samples: Sequence[Sample] | None) -> experience_pb2.ExperienceRef:
+        """Samples by reference; the ordinary ones by the same each time, as a repeat needs it."""
+        if samples is not None:
+            return self.producer.serve(samples, self.run_id)
+        if self._ordinary is None:
+            self._ordinary = self.producer.serve(ordinary_samples(), self.run_id)
+        return self._ordinary
+
+    def logprobs(
+        self,
+        key: operation_pb2.OperationKey,
+        ref: experience_pb2.ExperienceRef,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Any:
+        """ComputeLogprobs into the column "scores"."""
+        request = logprob_pb2.ComputeLogprobsRequest(
+            key=key,
+            experience=ref,
+            column="scores",
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        return self.logprob.ComputeLogprobs(request, timeout=self.timeout_s)
+
+    def generate(
+        self,
+        key: operation_pb2.OperationKey,
+        *,
+        start: int = 0,
+        count: int = NUM_PROMPTS,
+        split: rollout_pb2.Split.ValueType = rollout_pb2.SPLIT_TRAIN,
+        block_rows: int = 0,
+        **sampling: Any,
+    ) -> Any:
+        """Generate, with some fields of the sampling changed."""
+        chosen = rollout_pb2.Sampling()
+        chosen.CopyFrom(SAMPLING)
+        for name, value in sampling.items():
+            setattr(chosen, name, value)
+        request = rollout_pb2.GenerateRequest(
+            key=key,
+            prompts=rollout_pb2.PromptSlice(split=split, start=start, count=count),
+            sampling=chosen,
+            block_rows=block_rows,
+        )
+        return self.rollout.Generate(request, timeout=self.timeout_s)
+
+    async def usual_answer(self) -> list[Any]:
+        """All messages of one ordinary call, which is made once."""
+        if not self._usual:
+            self._usual = await events_of(self.work(self.key("compliance.usual")))
+        return self._usual
+
+    async def usual_result(self) -> Message:
+        """The result of that call."""
+        return result_in(await self.usual_answer(), "an ordinary call")
+
+    # --- what came ---------------------------------------------------------------------------
+
+    async def refused(
+        self,
+        answer: Awaitable[Any],
+        sent: str,
+        codes: Sequence[grpc.StatusCode],
+        reason: str,
+        why: str,
+    ) -> RolemeshError:
+        """Returns the refusal that a call has to get.
+
+        Args:
+            answer: of the call; events_of a stream.
+            sent: what was asked, for people.
+            codes: status codes of which one has to come.
+            reason: of the ErrorInfo, judged at the end by one check.
+            why: what the server has to do, for people.
+
+        Raises:
+            BrokenContractError: it was answered, or refused with another code.
+        """
+        try:
+            came = await answer
+        except RolemeshError as error:
+            if error.code in codes:
+                self.refusals.append(Refusal(sent, reason, error))
+                return error
+            raise BrokenContractError(
+                sent=sent, came=describe_error(error), remedy=f"{why}: {_one_of(codes)} ({reason})"
+            ) from error
+        raise BrokenContractError(
+            sent=sent,
+            came=f"an answer: {shorten(came)}",
+            remedy=f"{why}: {_one_of(codes)} ({reason})",
+        )
+
+    async def rows(self, ref: experience_pb2.ExperienceRef, columns: Sequence[str] = ()) -> Columns:
+        """Columns of a reference, fetched from whoever holds them; none means all."""
+        return await self.producer.fetch(ref, columns, self.timeout_s)
+
+    def schema(self) -> Mapping[str, Any]:
+        """JSON Schema of the spec; empty when it takes none."""
+        text = "" if self.capabilities is None else self.capabilities.spec_schema_json
+        known = json.loads(text) if text else {}
+        return known if isinstance(known, dict) else {}
+
+
+async def events_of(call: Any) -> list[Any]:
+    """All messages of a stream."""
+    return [message async for message in call]
+
+
+def result_in(events: Sequence[Any], sent: str) -> Message:
+    """The result among the messages of a stream, wherever it stands.
+
+    Raises:
+        BrokenContractError: there is none.
+    """
+    for event in events:
+        field = event.WhichOneof("event")
+        if field in ("result", "rewards"):
+            found: Message = getattr(event, field)
+            return found
+    raise BrokenContractError(
+        sent=sent,
+        came=f"{len(events)} messages, none of them a result",
+        remedy="end the stream with one message whose result is set",
+    )
+
+
+def experience_in(result: Message, sent: str) -> experience_pb2.ExperienceRef:
+    """The reference in a result.
+
+    Raises:
+        BrokenContractError: the result is of another kind.
+    """
+    if isinstance(result, experience_pb2.ExperienceResult):
+        return result.experience
+    raise BrokenContractError(
+        sent=sent,
+        came=f"a {type(result).__name__}",
+        remedy="answer an experience with an ExperienceResult in the field result",
+    )
+
+
+def need(service: str, subject: Subject) -> None:
+    """Skips the check where the server has no such service."""
+    if not subject.serves(service):
+        raise NotApplicableError(f"the server has no {service}")
+
+
+def expect(holds: bool, *, sent: str, came: Callable[[], str] | str, remedy: str) -> None:
+    """Raises BrokenContractError unless it holds; `came` may be costly to say."""
+    if not holds:
+        raise BrokenContractError(
+            sent=sent, came=came if isinstance(came, str) else came(), remedy=remedy
+        )
+
+
+def describe_error(error: RolemeshError) -> str:
+    """Code, reason and message of an error."""
+    return f"{error.code.name} ({error.reason}): {shorten(error.message)}"
+
+
+def shorten(value: object, most: int = 300) -> str:
+    """One line of at most so many characters."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _one_of(codes: Sequence[grpc.StatusCode]) -> str:
+    return " or ".join(code.name for code in codes)

@@ -1,0 +1,402 @@
+"""WorkerService: who the server is, and its life within a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from rolemesh.coordinator.compliance.check import (
+    REWARD_ROLES,
+    BrokenContractError,
+    Level,
+    NotApplicableError,
+    Phase,
+    Serves,
+    check,
+)
+from rolemesh.coordinator.compliance.subject import (
+    EPOCH,
+    Subject,
+    events_of,
+    expect,
+    result_in,
+    shorten,
+)
+from rolemesh.coordinator.connection import REQUIRED_SERVICES
+from rolemesh.rpc.channel import CHUNK_BYTES
+from rolemesh.v1 import operation_pb2, worker_pb2
+
+INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
+PRECONDITION = (grpc.StatusCode.FAILED_PRECONDITION,)
+
+UNKNOWN_FIELD = "compliance_no_such_field"
+
+
+async def _status(subject: Subject) -> worker_pb2.GetStatusResponse:
+    status: worker_pb2.GetStatusResponse = await subject.worker.GetStatus(
+        worker_pb2.GetStatusRequest(run_id=subject.run_id), timeout=subject.timeout_s
+    )
+    return status
+
+
+def _known(subject: Subject) -> worker_pb2.GetCapabilitiesResponse:
+    if subject.capabilities is None:
+        raise NotApplicableError("the server has no WorkerService")
+    return subject.capabilities
+
+
+@check(
+    "worker.served",
+    Level.MUST,
+    "WorkerService: what every role serves. A reward alone may leave it out.",
+    phase=Phase.BEFORE,
+)
+async def served(subject: Subject) -> None:
+    """Without it the coordinator cannot give the server its part of a run."""
+    if subject.capabilities_error is not None:
+        raise subject.capabilities_error
+    if subject.role in REWARD_ROLES:
+        _known(subject)
+    expect(
+        subject.capabilities is not None,
+        sent="GetCapabilities",
+        came="UNIMPLEMENTED",
+        remedy="serve rolemesh.v1.WorkerService",
+    )
+
+
+@check(
+    "worker.role",
+    Level.MUST,
+    'GetCapabilities.role: the role, e.g. "actor".',
+    phase=Phase.BEFORE,
+)
+async def role(subject: Subject) -> None:
+    """The coordinator refuses another one."""
+    known = _known(subject)
+    expect(
+        known.role == subject.role,
+        sent="GetCapabilities",
+        came=f"role {known.role!r}",
+        remedy=f"answer role {subject.role!r}, or run the suite with --role {known.role}",
+    )
+
+
+@check(
+    "worker.services",
+    Level.MUST,
+    "To stand in for a role a server has to serve all families of calls that the role needs.",
+    phase=Phase.BEFORE,
+)
+async def services(subject: Subject) -> None:
+    """The same list that the coordinator goes by."""
+    known = _known(subject)
+    missing = sorted(set(REQUIRED_SERVICES[subject.role]) - set(known.services))
+    expect(
+        not missing,
+        sent="GetCapabilities",
+        came=f"services without {missing}",
+        remedy="serve them and name them in GetCapabilities.services",
+    )
+
+
+@check(
+    "worker.capabilities",
+    Level.MUST,
+    "world_size >= 1 and rank below it; chunk_bytes at most 1 MiB where experience is served; "
+    "spec_schema_json is a JSON Schema or empty.",
+    phase=Phase.BEFORE,
+)
+async def capabilities(subject: Subject) -> None:
+    """Numbers that callers reckon with."""
+    known = _known(subject)
+    problems = []
+    if known.world_size < 1 or not 0 <= known.rank < known.world_size:
+        problems.append(f"rank {known.rank} of world_size {known.world_size}")
+    if "rolemesh.v1.ExperienceService" in known.services:
+        if not 1 <= known.chunk_bytes <= CHUNK_BYTES:
+            problems.append(f"chunk_bytes {known.chunk_bytes}")
+        if known.experience_capacity_bytes < 1:
+            problems.append(f"experience_capacity_bytes {known.experience_capacity_bytes}")
+    if known.spec_schema_json:
+        try:
+            schema = json.loads(known.spec_schema_json)
+        except ValueError as error:
+            problems.append(f"spec_schema_json that is no JSON ({error})")
+        else:
+            if not isinstance(schema, dict):
+                problems.append("spec_schema_json that is no JSON object")
+    expect(
+        not problems,
+        sent="GetCapabilities",
+        came="; ".join(problems),
+        remedy="fill the fields as worker.proto says",
+    )
+
+
+@check(
+    "worker.references",
+    Level.MUST,
+    "accepts_references: every role but a reward pulls experience by reference.",
+    roles=("reference", "critic", "actor", "rollout"),
+    phase=Phase.BEFORE,
+)
+async def references(subject: Subject) -> None:
+    """Data never passes through the coordinator."""
+    expect(
+        _known(subject).accepts_references,
+        sent="GetCapabilities",
+        came="accepts_references false",
+        remedy="pull rows with ExperienceService.Fetch from the addresses in the reference, and "
+        "set accepts_references",
+    )
+
+
+@check(
+    "worker.idle",
+    Level.MUST,
+    "GetStatus: WORKER_STATE_IDLE serves and holds no run; run_id is empty when none does.",
+    phase=Phase.BEFORE,
+    serves=Serves.RUNS,
+)
+async def idle(subject: Subject) -> None:
+    """Before Initialize."""
+    status = await _status(subject)
+    # After an Initialize that failed before the suite came, a service may still say so.
+    fine = (worker_pb2.WORKER_STATE_IDLE, worker_pb2.WORKER_STATE_FAILED)
+    expect(
+        status.state in fine and not status.run_id,
+        sent="GetStatus before Initialize",
+        came=_told(status),
+        remedy="answer WORKER_STATE_IDLE and an empty run_id while no run holds the service",
+    )
+
+
+def _told(status: worker_pb2.GetStatusResponse) -> str:
+    return f"{worker_pb2.WorkerState.Name(status.state)} with run_id {status.run_id!r}"
+
+
+@check(
+    "worker.not-initialized",
+    Level.SHOULD,
+    "FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.",
+    phase=Phase.BEFORE,
+    serves=Serves.RUNS,
+)
+async def not_initialized(subject: Subject) -> None:
+    """Work of a run that the service does not hold."""
+    await subject.refused(
+        events_of(subject.work(subject.key())),
+        "work before Initialize",
+        PRECONDITION,
+        "NOT_INITIALIZED",
+        "refuse work until Initialize",
+    )
+
+
+@check(
+    "worker.spec-invalid",
+    Level.MUST,
+    "Initialize: INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; "
+    "the message names it.",
+    phase=Phase.BEFORE,
+    serves=Serves.RUNS,
+)
+async def spec_invalid(subject: Subject) -> None:
+    """A recipe with a typing error ends with the field's name, not with a model half loaded."""
+    if not subject.schema():
+        raise NotApplicableError("the server takes no spec: spec_schema_json is empty")
+    sent = f"Initialize with the unknown field {UNKNOWN_FIELD!r}"
+    remedy = "refuse unknown fields and name them"
+    call = subject.initialize(key=subject.key(step=0), more={UNKNOWN_FIELD: 1})
+    error = await subject.refused(events_of(call), sent, INVALID, "SPEC_INVALID", remedy)
+    expect(
+        UNKNOWN_FIELD in error.message,
+        sent=sent,
+        came=f"a message without the field: {shorten(error.message)}",
+        remedy="name the field in the message of the status",
+    )
+    status = await _status(subject)
+    expect(
+        not status.run_id,
+        sent="GetStatus after an Initialize that was refused",
+        came=_told(status),
+        remedy="let no run hold the service when its Initialize fails",
+    )
+
+
+@check(
+    "worker.initialize",
+    Level.MUST,
+    "Initialize: any number of progress messages, then one result.",
+    phase=Phase.INITIALIZE,
+    serves=Serves.RUNS,
+)
+async def initialize(subject: Subject) -> None:
+    """The run takes the service. What follows needs it."""
+    events = await events_of(subject.initialize())
+    result = result_in(events, "Initialize")
+    assert isinstance(result, worker_pb2.InitializeResult)
+    subject.initialized = result
+    expect_progress_then_one_result(events, "Initialize")
+
+
+def expect_progress_then_one_result(
+    events: Sequence[Any], sent: str, between: tuple[str, ...] = ("progress",)
+) -> None:
+    """Raises BrokenContractError unless the result is one message, the last one."""
+    kinds = [str(event.WhichOneof("event")) for event in events]
+    results = [place for place, kind in enumerate(kinds) if kind not in between]
+    expect(
+        results == [len(kinds) - 1],
+        sent=sent,
+        came=f"the messages {shorten(kinds)}",
+        remedy="send progress as often as once a second, then one result, and end the stream",
+    )
+
+
+@check(
+    "worker.initialize-replay",
+    Level.MUST,
+    "Initialize is keyed by `key`: a repeat returns the first answer.",
+    serves=Serves.RUNS,
+)
+async def initialize_replay(subject: Subject) -> None:
+    """A coordinator that lost its connection asks again."""
+    first = subject.initialized
+    again = result_in(await events_of(subject.initialize()), "Initialize again")
+    expect(
+        again == first,
+        sent="Initialize again, with the same key and spec",
+        came=f"{shorten(again)} instead of {shorten(first)}",
+        remedy="keep the answer of each key, and return it to whoever repeats it",
+    )
+
+
+@check(
+    "worker.ready",
+    Level.MUST,
+    "GetStatus: WORKER_STATE_READY is ready for work; run_id is the run that holds the service.",
+    serves=Serves.RUNS,
+)
+async def ready(subject: Subject) -> None:
+    """After Initialize."""
+    status = await _status(subject)
+    expect(
+        status.state == worker_pb2.WORKER_STATE_READY and status.run_id == subject.run_id,
+        sent="GetStatus after Initialize",
+        came=_told(status),
+        remedy=f"answer WORKER_STATE_READY with run_id {subject.run_id!r}",
+    )
+
+
+@check(
+    "worker.stale-epoch",
+    Level.MUST,
+    "A fencing_epoch lower than the highest one seen is refused with FAILED_PRECONDITION "
+    "(STALE_EPOCH): a newer coordinator has taken over.",
+    serves=Serves.RUNS,
+)
+async def stale_epoch(subject: Subject) -> None:
+    """Two coordinators of one run must not both be heard."""
+    await subject.refused(
+        events_of(subject.work(subject.key(epoch=EPOCH - 1))),
+        f"work of epoch {EPOCH - 1} after epoch {EPOCH} has spoken",
+        PRECONDITION,
+        "STALE_EPOCH",
+        "remember the highest epoch of the run and refuse lower ones",
+    )
+
+
+@check(
+    "worker.held",
+    Level.MUST,
+    "Initialize: FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was "
+    "heard within 30 s.",
+    serves=Serves.RUNS,
+)
+async def held(subject: Subject) -> None:
+    """One service, one run."""
+    key = operation_pb2.OperationKey(
+        run_id=f"{subject.run_id}-other", fencing_epoch=1, operation="compliance.initialize"
+    )
+    await subject.refused(
+        events_of(subject.initialize(key=key)),
+        "Initialize of another run",
+        PRECONDITION,
+        "ALREADY_INITIALIZED",
+        "refuse other runs while one holds the service",
+    )
+
+
+@check(
+    "worker.sleep",
+    Level.SHOULD,
+    "Sleep: until Wake, every keyed call but Sleep, Wake and Initialize is refused with "
+    "FAILED_PRECONDITION (ASLEEP).",
+    serves=Serves.RUNS,
+)
+async def sleep(subject: Subject) -> None:
+    """Asked only of roles that share a device."""
+    request = worker_pb2.SleepRequest(key=subject.key("compliance.sleep"))
+    await subject.worker.Sleep(request, timeout=subject.timeout_s)
+    try:
+        await subject.refused(
+            events_of(subject.work(subject.key())),
+            "work while asleep",
+            PRECONDITION,
+            "ASLEEP",
+            "refuse work until Wake",
+        )
+    finally:
+        wake = worker_pb2.WakeRequest(key=subject.key("compliance.wake"))
+        await subject.worker.Wake(wake, timeout=subject.timeout_s)
+    await events_of(subject.work(subject.key()))
+
+
+@check(
+    "worker.drain-of-others",
+    Level.MUST,
+    "Drain: FAILED_PRECONDITION (STALE_EPOCH) of an older coordinator, (RUN_MISMATCH) of another "
+    "run than the one that holds the service.",
+    phase=Phase.DRAIN,
+    serves=Serves.RUNS,
+)
+async def drain_of_others(subject: Subject) -> None:
+    """Nobody else ends the hold of a run."""
+    for run_id, epoch, reason in (
+        (subject.run_id, EPOCH - 1, "STALE_EPOCH"),
+        (f"{subject.run_id}-other", 1, "RUN_MISMATCH"),
+    ):
+        request = worker_pb2.DrainRequest(run_id=run_id, fencing_epoch=epoch)
+        await subject.refused(
+            subject.worker.Drain(request, timeout=subject.timeout_s),
+            f"Drain of run {run_id} with epoch {epoch}",
+            PRECONDITION,
+            reason,
+            "give the service back to its own run's newest coordinator alone",
+        )
+
+
+@check(
+    "worker.drain",
+    Level.MUST,
+    "Drain finishes what runs, then forgets the run.",
+    phase=Phase.DRAIN,
+    serves=Serves.RUNS,
+)
+async def drain(subject: Subject) -> None:
+    """The service takes part in another run afterwards."""
+    request = worker_pb2.DrainRequest(run_id=subject.run_id, fencing_epoch=EPOCH)
+    await subject.worker.Drain(request, timeout=subject.timeout_s)
+    subject.is_held = False
+    status = await _status(subject)
+    if status.state != worker_pb2.WORKER_STATE_IDLE or status.run_id:
+        raise BrokenContractError(
+            sent="GetStatus after Drain",
+            came=_told(status),
+            remedy="answer WORKER_STATE_IDLE and an empty run_id once the run is forgotten",
+        )
