@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from pathlib import Path
 from rolemesh.coordinator.futures import Node
 from rolemesh.coordinator.recipe import role_of
 from rolemesh.coordinator.state.store import StateStore
-from rolemesh.coordinator.tensorboard import ScalarWriter
 from rolemesh.coordinator.trace import critical_path
+from rolemesh.coordinator.trackers.files import JsonLinesTracker, TensorBoardTracker
+from rolemesh.coordinator.trackers.outside import OutsideTracker
+from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
 
 PHASE_OF_NODE: Mapping[str, str] = {
@@ -174,31 +177,45 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
 class MetricsWriter:
     """Writes what a step was, for people and programs.
 
-    Records go to metrics.jsonl, TensorBoard and the store's metric stream; executed graphs to
-    dataflow.jsonl and the store.
+    Records go to metrics.jsonl, TensorBoard, the store's metric stream and the trackers of the
+    recipe; executed graphs to dataflow.jsonl and the store.
 
-    Invariant: a line of a file is whole once the method that writes it returns.
+    Invariant: a line of a file is whole once the method that writes it returns. A tracker of the
+    recipe is never waited for, but for a bounded time at the end.
     """
 
-    def __init__(self, directory: Path, store: StateStore, run_id: str) -> None:
+    def __init__(
+        self, run: RunFacts, store: StateStore, trackers: Sequence[OutsideTracker] = ()
+    ) -> None:
+        """Opens the files.
+
+        Args:
+            run: Whose steps they are.
+            store: Gets them too.
+            trackers: Of the recipe, started already.
+        """
         self._store = store
-        self._run_id = run_id
-        self._lines = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._graphs = (directory / GRAPHS_FILE).open("a", encoding="utf-8")
-        self._board = ScalarWriter(directory / "tensorboard")
+        self._run_id = run.run_id
+        self._graphs = (Path(run.directory) / GRAPHS_FILE).open("a", encoding="utf-8")
+        self._lines = JsonLinesTracker()
+        self._board = TensorBoardTracker()
+        self._trackers = tuple(trackers)
+        for tracker in (self._lines, self._board):
+            tracker.start(run, {})
 
     async def write_step(self, record: Mapping[str, float]) -> None:
         """Writes a step's record everywhere."""
-        self._lines.write(json.dumps(dict(record)) + "\n")
-        self._lines.flush()
-        self.write_scalars(
-            int(record["step"]), {name: v for name, v in record.items() if name != "step"}
-        )
+        step, scalars = int(record["step"]), dict(record)
+        del scalars["step"]
+        self._lines.log(step, scalars)
+        self.write_scalars(step, scalars)
         await self._store.append_metrics(self._run_id, record)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes scalars to TensorBoard alone."""
-        self._board.write(step, scalars)
+        """Writes what is no record of a step to TensorBoard and to the trackers of the recipe."""
+        self._board.log(step, scalars)
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
 
     async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
         """Writes a step's executed graph to dataflow.jsonl and to the store."""
@@ -207,8 +224,17 @@ class MetricsWriter:
         self._graphs.flush()
         await self._store.append_graph(self._run_id, step, graph.encode())
 
-    def close(self) -> None:
-        """Closes the files."""
-        self._lines.close()
+    async def finish_trackers(self, state: str, deadline_s: float) -> None:
+        """Lets the trackers of the recipe finish, side by side.
+
+        Args:
+            state: How the run ended.
+            deadline_s: Longest wait, in seconds.
+        """
+        await asyncio.gather(*(tracker.finish(state, deadline_s) for tracker in self._trackers))
+
+    def close(self, state: str) -> None:
+        """Closes the files; `state` is how the run ended."""
         self._graphs.close()
-        self._board.close()
+        for tracker in (self._lines, self._board):
+            tracker.finish(state)

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.coordinator.algorithm_specs import AlgorithmSpec
 from rolemesh.coordinator.schedule_specs import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
+from rolemesh.coordinator.trackers.specs import TrackerSpec
 from rolemesh.engine.layout import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,
@@ -187,6 +188,8 @@ class Recipe(Spec):
     services: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Where each role's service is; roles that are left out are started on loopback."""
     store: StoreSpec = EmbeddedStoreSpec()
+    trackers: tuple[TrackerSpec, ...] = ()
+    """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""
 
     @model_validator(mode="before")
     @classmethod

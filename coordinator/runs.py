@@ -31,6 +31,8 @@ from rolemesh.coordinator.summary import (
     mean_rewards,
     traffic_totals,
 )
+from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
+from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.coordinator.training import TrainingLoop
 from rolemesh.coordinator.watcher import Watcher, WatchSettings
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
@@ -46,6 +48,12 @@ The agent of a service of several ranks ends the others first, which takes a few
 
 GIVE_BACK_DEADLINE_S = 5.0
 """Longest wait at the end of a run for a service that outlives it to let the run go."""
+
+TRACKER_DEADLINE_S = 15.0
+"""Longest wait at the end of a run for its trackers to send what they have."""
+
+QUICK_END_S = 2.0
+"""The same when the run has failed or was aborted."""
 
 _OCCUPIED_NAMES = ("metrics.jsonl", "summary.json", "checkpoints")
 
@@ -205,7 +213,7 @@ class TrainingRun:
                 f"the recipe has a section {role}, which algorithm {self.recipe.algorithm.type!r} "
                 "does not use"
             )
-        writer = MetricsWriter(self.directory, self._store, self.run_id)
+        writer = await self._open_writer()
         mesh = Mesh(self._addresses, self._services, journal, self._observer)
         loop = TrainingLoop(
             self.recipe,
@@ -226,6 +234,19 @@ class TrainingRun:
         finally:
             summary = await self._conclude(failure, mesh, loop, journal, writer, started)
         return summary
+
+    async def _open_writer(self) -> MetricsWriter:
+        """Opens the run's files, and starts the trackers of the recipe."""
+        facts = RunFacts(
+            run_id=self.run_id, name=self.recipe.run.name, directory=str(self.directory)
+        )
+        trackers = outside_trackers(
+            self.recipe.trackers, self.directory / "logs", self._observer.on_event
+        )
+        config = without_passwords(self.recipe.model_dump(mode="json"))
+        for tracker in trackers:
+            await tracker.start(facts, config)
+        return MetricsWriter(facts, self._store, trackers)
 
     async def _live(self, mesh: Mesh, loop: TrainingLoop) -> None:
         """Meets, watches and initialises the services, then trains."""
@@ -355,10 +376,12 @@ class TrainingRun:
 
         async def write_files() -> None:
             try:
-                writer.close()
+                writer.close(state)
             finally:
                 summary.write()
 
+        # What is lost is told before the run counts as ended.
+        await writer.finish_trackers(state, TRACKER_DEADLINE_S if failure is None else QUICK_END_S)
         unwritten: StateStoreError | OSError | None = None
         # The record first: the store may be on another disk than the folder.
         for write in (write_record, write_files):

@@ -30,6 +30,7 @@ from rolemesh.coordinator.runs import TrainingRun, check_directory_is_free, make
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
 from rolemesh.coordinator.summary import RunSummary
+from rolemesh.coordinator.trackers.registry import check_trackers
 from rolemesh.engine.specs import (
     ClassifierRewardSpec,
     DataSpec,
@@ -89,6 +90,7 @@ class Session:
                 name: address for name in services if (address := recipe.address(name))
             }
             check_directory_is_free(self.directory)
+            check_trackers(recipe.trackers)
             check_paths(recipe, {role_of(name) for name in self._own})
             for name in self._own:
                 visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,0 +1,107 @@
+"""Which class keeps what a section of `trackers` asks for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from typing import cast
+
+from rolemesh.coordinator.trackers.specs import (
+    CustomTrackerSpec,
+    MlflowSpec,
+    SwanlabSpec,
+    TrackerSpec,
+    TrackioSpec,
+    WandbSpec,
+)
+from rolemesh.coordinator.trackers.to_mlflow import MlflowTracker
+from rolemesh.coordinator.trackers.to_swanlab import SwanlabTracker
+from rolemesh.coordinator.trackers.to_trackio import TrackioTracker
+from rolemesh.coordinator.trackers.to_wandb import WandbTracker
+from rolemesh.coordinator.trackers.tracker import Tracker
+from rolemesh.engine.user_code import load_named
+
+ENTRY_POINTS = "rolemesh.trackers"
+"""Group of entry points under which other packages offer trackers."""
+
+_DISTRIBUTIONS = {
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny", "mlflow"),
+    "trackio": ("trackio",),
+    "swanlab": ("swanlab",),
+}
+"""One of them has to be installed. Not looked for by module: wandb and mlflow leave folders of
+their own name behind, which Python would import."""
+
+_METHODS = ("start", "log", "finish")
+
+
+def check_trackers(specs: Sequence[TrackerSpec]) -> None:
+    """Imports nothing of a package; a user's own class is loaded.
+
+    Raises:
+        ValueError: A tracker's package is not installed, or there is no such class.
+    """
+    for number, spec in enumerate(specs):
+        if isinstance(spec, CustomTrackerSpec):
+            _custom_class(spec, f"trackers.{number}.tracker")
+        elif not any(_is_installed(name) for name in _DISTRIBUTIONS[spec.type]):
+            raise ValueError(
+                f"trackers.{number}.type is {spec.type!r}, but the package is not installed: "
+                f"pip install 'rolemesh[{spec.type}]'"
+            )
+
+
+def make_tracker(spec: TrackerSpec) -> Tracker:
+    """The tracker of a section, not started yet.
+
+    Raises:
+        ValueError: There is no such class.
+    """
+    match spec:
+        case WandbSpec():
+            return WandbTracker(spec)
+        case MlflowSpec():
+            return MlflowTracker(spec)
+        case TrackioSpec():
+            return TrackioTracker(spec)
+        case SwanlabSpec():
+            return SwanlabTracker(spec)
+    made = _custom_class(spec, "tracker")(**spec.options)
+    return cast(Tracker, made)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _custom_class(spec: CustomTrackerSpec, field: str) -> type:
+    found: object = None
+    if ":" in spec.tracker:
+        # The user's own file, named in the user's own recipe.
+        found = load_named(spec.tracker, field)
+    else:
+        for point in importlib.metadata.entry_points(group=ENTRY_POINTS, name=spec.tracker):
+            try:
+                found = point.load()
+            except Exception as error:
+                # Importing runs the package's code: it may raise anything.
+                raise ValueError(
+                    f"{field}: {spec.tracker!r} cannot be loaded: {type(error).__name__}: {error}"
+                ) from error
+    if not isinstance(found, type):
+        raise ValueError(
+            f"{field} is {spec.tracker!r}: there is no such class; give 'path/to/file.py:Class', "
+            f"or the name of an entry point of the group {ENTRY_POINTS}"
+        )
+    lacking = [name for name in _METHODS if not callable(getattr(found, name, None))]
+    if lacking:
+        raise ValueError(
+            f"{field} is {spec.tracker!r}, which lacks {', '.join(lacking)}: a tracker has "
+            f"{', '.join(_METHODS)}"
+        )
+    return found
