@@ -1,0 +1,125 @@
+"""A function's form is told from its parameters, and it gets what its form promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
+from rolemesh.services.reward.outside.functions.forms import Batch, form_of
+
+
+def row(completion: str, answer: str = "", **metadata: Any) -> dict[str, Any]:
+    return {
+        "prompt": "<user>hi",
+        "completion": completion,
+        "query": f"<user>hi{completion}</s>",
+        "completion_ids": [7, 8],
+        "answer": answer,
+        "metadata": metadata,
+    }
+
+
+def seen_by(function: Callable[..., Any], *rows: dict[str, Any], form: str = "auto") -> Any:
+    return form_of(function, form).call(Batch(rows, 5))
+
+
+def test_a_trl_function_gets_all_by_keyword() -> None:
+    def function(**kwargs: Any) -> dict[str, Any]:
+        return kwargs
+
+    seen = seen_by(function, row("a", "4", level=1), row("b"), form="trl")
+    assert seen["prompts"] == ["<user>hi", "<user>hi"]
+    assert seen["completions"] == ["a", "b"]
+    assert seen["completion_ids"] == [[7, 8], [7, 8]]
+    assert seen["level"] == [1, None]
+    assert seen["answer"] == ["4", None]
+    assert seen["trainer_state"].global_step == 5
+    assert callable(seen["log_extra"])
+    assert callable(seen["log_metric"])
+
+
+def test_a_function_without_kwargs_gets_what_it_names() -> None:
+    def function(completions: Any, level: Any, absent: int = 3) -> Any:
+        return completions, level, absent
+
+    assert seen_by(function, row("a", level=1)) == (["a"], [1], 3)
+
+
+def test_messages_of_the_data_make_a_conversation() -> None:
+    def function(prompts: Any, completions: Any) -> Any:
+        return prompts, completions
+
+    messages = [{"role": "user", "content": "hi"}]
+    prompts, completions = seen_by(function, row("a", prompt=messages))
+    assert prompts == [messages]
+    assert completions == [[{"role": "assistant", "content": "a"}]]
+
+
+def test_a_prompt_that_the_data_keeps_as_text_is_handed_over_unrendered() -> None:
+    def function(prompts: Any, completions: Any) -> Any:
+        return prompts, completions
+
+    assert seen_by(function, row("a", prompt="hi")) == (["hi"], ["a"])
+
+
+def test_an_openrlhf_function_gets_three_lists_by_position() -> None:
+    def reward_func(query: Any, prompt: Any, label: Any) -> Any:
+        return query, prompt, label
+
+    seen = seen_by(reward_func, row("a", "4"), row("b"), form="openrlhf")
+    assert seen == (["<user>hia</s>", "<user>hib</s>"], ["<user>hi"] * 2, ["4", None])
+
+
+def test_auto_tells_the_forms_apart() -> None:
+    assert form_of(lambda queries, prompts, labels, **kwargs: None, "auto").name == "openrlhf"
+    assert form_of(lambda completions, **kwargs: None, "auto").name == "trl"
+    assert form_of(lambda completion_ids, **kwargs: None, "auto").name == "trl"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda prompts, **kwargs: None,
+        lambda **kwargs: None,
+        lambda queries, completions: None,
+    ],
+    ids=["neither", "nothing", "both"],
+)
+def test_an_ambiguous_function_needs_the_form_said(function: Any) -> None:
+    with pytest.raises(FunctionFaultError, match="set form to 'trl' or 'openrlhf'"):
+        form_of(function, "auto")
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(FunctionFaultError, match="name a function"):
+        form_of(3, "auto")
+
+
+def test_a_column_that_the_data_lacks_is_named() -> None:
+    with pytest.raises(FunctionFaultError, match=r"needs \['truth'\].*columns \['level'\]"):
+        seen_by(lambda completions, truth: None, row("a", level=1))
+
+
+def test_a_column_named_like_an_argument_is_refused() -> None:
+    with pytest.raises(FunctionFaultError, match=r"\['trainer_state'\]"):
+        seen_by(lambda completions, **kwargs: None, row("a", trainer_state=1))
+
+
+def test_logged_values_become_metrics() -> None:
+    batch = Batch([row("a"), row("b")], None)
+    batch.log_metric("found", 1)
+    batch.log_metric("found", 2)
+    batch.log_extra("length", [3, None])
+    assert batch.metrics == {"found": [1.0, 2.0], "length": [3.0]}
+    with pytest.raises(FunctionFaultError, match="nan"):
+        batch.log_metric("found", float("nan"))
+
+
+def test_a_logged_text_is_said_not_to_be_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = Batch([row("a")], None)
+    batch.log_extra("reason", ["because"])
+    assert batch.metrics == {}
+    assert "'reason' is no column of numbers" in capsys.readouterr().out
