@@ -1,0 +1,183 @@
+// How busy devices were: a heat map, rows are devices, columns are time.
+
+import { byId, el, emptyState, prepared } from "./dom.js";
+import { bytes, clock, percent } from "./format.js";
+import { ticks } from "./series.js";
+import { colour, faded, onThemeChange } from "./theme.js";
+import { hideTip, showTip } from "./tip.js";
+
+const ROW = 22;
+const CELL = 4; // Pixels: narrower columns are mixed, not seen.
+const AXIS = 18;
+const SPANS = [[5, "5 minutes"], [15, "15 minutes"], [60, "1 hour"]];
+const KEPT_MS = 3600e3;
+const GAP_MS = 15e3; // Between two looks; further apart, nobody looked.
+
+export class Devices {
+  constructor() {
+    this.devices = new Map();
+    this.minutes = 15;
+    this.shows = "busy";
+    this.span = el("select", { "aria-label": "Time shown", onchange: () => { this.minutes = Number(this.span.value); this.draw(); } },
+      ...SPANS.map(([minutes, label]) => el("option", { value: minutes, selected: minutes === this.minutes }, label)));
+    this.what = el("select", { "aria-label": "What is shown", onchange: () => { this.shows = this.what.value; this.draw(); } },
+      el("option", { value: "busy" }, "busy"), el("option", { value: "memory" }, "memory"));
+    const scale = el("span", { class: "heat-scale", "aria-hidden": "true" }, "0 %", el("i"), "100 %");
+    byId("devices-tools").append(scale, this.what, this.span);
+    this.empty = emptyState("No service has told of its devices yet.", "They do once they hold a run.");
+    this.names = el("div", { class: "heat-names" });
+    this.canvas = el("canvas", { "aria-hidden": "true" });
+    this.plot = el("div", {
+      class: "heat-plot", tabindex: "0", role: "img",
+      onpointermove: (event) => this.point(event), onpointerleave: hideTip, onblur: hideTip,
+      onkeydown: (event) => this.key(event),
+    }, this.canvas);
+    this.newest = el("div", { class: "heat-newest" });
+    this.box = el("div", { class: "heat" }, this.names, this.plot, this.newest);
+    byId("devices-body").append(this.empty, this.box);
+    onThemeChange(() => this.draw());
+    new ResizeObserver(() => this.draw()).observe(this.plot);
+    this.draw();
+  }
+
+  clear() {
+    this.devices.clear();
+    this.draw();
+  }
+
+  /** The time to ask from, RFC 3339; empty for all that there is. */
+  get since() {
+    const newest = Math.max(0, ...[...this.devices.values()].map((device) => device.times.at(-1) ?? 0));
+    return newest === 0 ? "" : new Date(newest + 1).toISOString();
+  }
+
+  /** The newest look at each device of a service: [{rank, device, busy, memory, total}]. */
+  of(service) {
+    return [...this.devices.values()].filter((device) => device.service === service).map((device) => ({
+      rank: device.rank, device: device.device, busy: device.busy.at(-1),
+      memory: device.memory.at(-1), total: device.total,
+    }));
+  }
+
+  /** Takes an answer of GET .../devices: what came since the last one. */
+  add({ devices }) {
+    for (const use of devices) {
+      const key = `${use.service} ${use.rank} ${use.device}`;
+      if (!this.devices.has(key)) {
+        this.devices.set(key, { service: use.service, rank: use.rank, device: use.device, times: [], busy: [], memory: [], total: 0 });
+      }
+      const kept = this.devices.get(key);
+      kept.total = use.memory_total_bytes;
+      use.times.forEach((time, place) => {
+        const at = Date.parse(time);
+        if (at <= (kept.times.at(-1) ?? 0)) return;
+        kept.times.push(at);
+        kept.busy.push(use.busy[place]);
+        kept.memory.push(use.memory_bytes[place]);
+      });
+      const old = kept.times.findIndex((time) => time > kept.times.at(-1) - KEPT_MS);
+      for (const values of [kept.times, kept.busy, kept.memory]) values.splice(0, Math.max(0, old));
+    }
+    this.draw();
+  }
+
+  rows() {
+    return [...this.devices.values()].sort((a, b) =>
+      a.service.localeCompare(b.service) || a.rank - b.rank || a.device.localeCompare(b.device));
+  }
+
+  draw() {
+    const rows = this.rows();
+    this.empty.hidden = rows.length > 0;
+    this.box.hidden = rows.length === 0;
+    const width = this.plot.clientWidth;
+    if (rows.length === 0 || width === 0) return;
+    const last = Math.max(...rows.map((device) => device.times.at(-1) ?? 0));
+    // A run that is younger than the span fills the width all the same, from half a minute on.
+    const first = Math.max(last - this.minutes * 60e3, Math.min(...rows.map((device) => device.times[0]), last - 30e3));
+    const columns = Math.max(1, Math.floor(width / CELL));
+    this.cells = { rows, first, last, columns, values: rows.map((device) => this.binned(device, first, last, columns)) };
+    const height = rows.length * ROW;
+    const context = prepared(this.canvas, width, height + AXIS);
+    this.cells.values.forEach((cells, row) => cells.forEach((value, column) => {
+      if (Number.isNaN(value)) return;
+      context.fillStyle = faded("heat", 0.06 + 0.94 * Math.min(1, Math.max(0, value)));
+      context.fillRect((column * width) / columns, row * ROW + 1, width / columns, ROW - 2);
+    }));
+    this.drawAxis(context, width, height, first, last);
+    this.names.replaceChildren(...rows.map((device) => el("div", {}, nameOf(device))));
+    this.newest.replaceChildren(...rows.map((device) => el("div", { title: "now" }, percent(this.valueOf(device, device.times.length - 1)))));
+    const told = rows.map((device) => `${nameOf(device)} ${percent(this.valueOf(device, device.times.length - 1))}`);
+    this.plot.setAttribute("aria-label", `Devices over time, ${this.shows}; now: ${told.join("; ")}`);
+  }
+
+  valueOf(device, place) {
+    return this.shows === "busy" ? device.busy[place] : device.memory[place] / device.total;
+  }
+
+  /** Means by column; NaN where nobody looked. */
+  binned(device, first, last, columns) {
+    const sums = new Array(columns).fill(0);
+    const counts = new Array(columns).fill(0);
+    const columnOf = (time) => Math.min(columns - 1, Math.floor(((time - first) / (last - first || 1)) * columns));
+    device.times.forEach((time, place) => {
+      if (time < first) return;
+      // What is told is of the time since the look before.
+      const before = device.times[place - 1];
+      const from = before !== undefined && time - before < GAP_MS ? Math.max(0, columnOf(before) + 1) : columnOf(time);
+      for (let column = Math.min(from, columnOf(time)); column <= columnOf(time); column += 1) {
+        sums[column] += this.valueOf(device, place);
+        counts[column] += 1;
+      }
+    });
+    return sums.map((sum, column) => (counts[column] ? sum / counts[column] : NaN));
+  }
+
+  drawAxis(context, width, height, first, last) {
+    context.font = `11px ${getComputedStyle(this.plot).fontFamily}`;
+    context.fillStyle = colour("quiet");
+    for (const mark of ticks((first - last) / 1000, 0, Math.max(2, Math.floor(width / 110)))) {
+      const text = mark === 0 ? clock(new Date(last)) : clock(new Date(last + mark * 1000));
+      const x = width * (1 - (mark * 1000) / (first - last || -1));
+      const half = context.measureText(text).width / 2;
+      context.textAlign = "center";
+      context.fillText(text, Math.min(Math.max(x, half), width - half), height + 14);
+    }
+  }
+
+  point(event) {
+    const box = this.plot.getBoundingClientRect();
+    const column = Math.floor(((event.clientX - box.left) / box.width) * this.cells.columns);
+    this.tell(Math.floor((event.clientY - box.top) / ROW), column, { x: event.clientX, y: event.clientY });
+  }
+
+  key(event) {
+    const [row, column] = this.at ?? [0, this.cells.columns - 1];
+    const moves = { ArrowLeft: [row, column - 1], ArrowRight: [row, column + 1], ArrowUp: [row - 1, column], ArrowDown: [row + 1, column] };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    const [r, c] = moves[event.key];
+    const at = [Math.min(Math.max(r, 0), this.cells.rows.length - 1), Math.min(Math.max(c, 0), this.cells.columns - 1)];
+    const box = this.plot.getBoundingClientRect();
+    this.tell(...at, { x: box.left + (at[1] / this.cells.columns) * box.width, y: box.top + at[0] * ROW + ROW });
+  }
+
+  tell(row, column, anchor) {
+    const device = this.cells.rows[row];
+    if (device === undefined) return hideTip();
+    this.at = [row, column];
+    const { first, last, columns } = this.cells;
+    const time = first + ((column + 0.5) / columns) * (last - first);
+    const place = device.times.findLastIndex((seen) => seen <= time);
+    const rows = [["time", clock(new Date(time))]];
+    if (place >= 0) {
+      rows.push(["busy", percent(device.busy[place])],
+        ["memory", `${bytes(device.memory[place])} of ${bytes(device.total)}`]);
+    }
+    return showTip(anchor, nameOf(device), rows);
+  }
+}
+
+function nameOf(device) {
+  return `${device.service} ${device.rank} \u00b7 ${device.device}`;
+}

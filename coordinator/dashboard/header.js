@@ -1,0 +1,119 @@
+// The head of the page: which run, how far it is, what it may be told, and whether we hear it.
+
+import { api } from "./api.js";
+import { byId, el, setText } from "./dom.js";
+import { confirmed } from "./dialogs.js";
+import { count } from "./format.js";
+import { isFinal } from "./live.js";
+
+const MOST_COMPARED = 7; // As many as lines have colours, less the chosen run's.
+
+export class Header {
+  /** onRun(id): another run is chosen. onCompare(ids): those beside it. onError(error). */
+  constructor({ onRun, onCompare, onChanged, onError }) {
+    this.run = null;
+    this.compared = [];
+    this.onCompare = onCompare;
+    this.status = { name: "connecting" };
+    const act = (button, what) => byId(button).addEventListener("click", () => {
+      what().then(onChanged).catch(onError);
+    });
+    byId("run").addEventListener("change", (event) => onRun(event.target.value));
+    act("pause", () => this.togglePause());
+    act("checkpoint", () => api.checkpoint(this.run.run_id, crypto.randomUUID()));
+    act("stop", () => this.stop());
+    setInterval(() => this.renderStatus(), 1000);
+  }
+
+  togglePause() {
+    const isHeld = ["paused", "pausing"].includes(this.run.state);
+    return isHeld ? api.resume(this.run.run_id) : api.pause(this.run.run_id);
+  }
+
+  async stop() {
+    const id = this.run.run_id;
+    const isWanted = await confirmed(`Stop run ${id}? It ends after the step in progress, with everything saved.`);
+    return isWanted ? api.stop(id) : null;
+  }
+
+  setRuns(runs, chosen) {
+    const select = byId("run");
+    const shown = runs.map((run) => `${run.run_id} ${run.state}`).join("\n");
+    if (shown !== this.shownRuns) {
+      this.shownRuns = shown;
+      select.replaceChildren(...runs.map((run) => el("option", { value: run.run_id }, `${run.run_id} (${run.state})`)));
+      this.renderCompare(runs, chosen);
+    }
+    if (chosen !== null) select.value = chosen;
+  }
+
+  renderCompare(runs, chosen) {
+    byId("compare").hidden = runs.length < 2;
+    byId("compare-runs").replaceChildren(...runs.filter((run) => run.run_id !== chosen).map((run) => {
+      const box = el("input", {
+        type: "checkbox", value: run.run_id, checked: this.compared.includes(run.run_id),
+        onchange: () => this.toggleCompared(run.run_id, box.checked),
+      });
+      return el("label", {}, box, ` ${run.run_id}`, el("span", { class: "quiet" }, ` ${run.state}, ${count(run.step)} steps`));
+    }));
+  }
+
+  toggleCompared(id, isOn) {
+    this.compared = this.compared.filter((other) => other !== id);
+    if (isOn) this.compared = [...this.compared, id].slice(-MOST_COMPARED);
+    for (const box of byId("compare-runs").querySelectorAll("input")) box.checked = this.compared.includes(box.value);
+    this.onCompare(this.compared);
+  }
+
+  /** Another run: its comparison begins anew. */
+  choose(runs, chosen, compared) {
+    this.compared = compared;
+    this.shownRuns = "";
+    this.setRuns(runs, chosen);
+  }
+
+  show(run) {
+    this.run = run;
+    const state = byId("state");
+    setText(state, run.state);
+    state.dataset.state = run.state;
+    setText(byId("progress-text"), `step ${count(run.step)} of ${count(run.num_steps)}`);
+    setText(byId("activity"), [run.algorithm, run.activity].filter(Boolean).join(" \u00b7 "));
+    const progress = byId("progress");
+    progress.max = Math.max(1, run.num_steps);
+    progress.value = run.step;
+    const hasEnded = isFinal(run.state);
+    const isHeld = ["paused", "pausing"].includes(run.state);
+    for (const id of ["pause", "checkpoint", "stop"]) byId(id).hidden = hasEnded;
+    byId("stop").disabled = run.state === "stopping";
+    setText(byId("pause"), isHeld ? "Resume" : "Pause");
+    document.title = `${run.step}/${run.num_steps} ${run.run_id} \u00b7 rolemesh`;
+    if (run.failure) this.tell(`The run failed: ${run.failure}`);
+  }
+
+  setStatus(status) {
+    this.status = status;
+    this.renderStatus();
+  }
+
+  renderStatus() {
+    const live = byId("live");
+    live.dataset.status = this.status.name;
+    if (this.status.name === "disconnected") {
+      const left = Math.max(0, Math.ceil((this.status.retryAt - Date.now()) / 1000));
+      setText(live, left > 0 ? `disconnected, again in ${left} s` : "disconnected, trying again");
+      live.title = this.status.problem;
+    } else {
+      setText(live, this.status.name);
+      live.title = { live: "Events arrive as they happen.", ended: "The run has ended." }[this.status.name] ?? "";
+    }
+  }
+
+  /** A line under the head; empty takes it away. */
+  tell(text) {
+    const line = byId("failure");
+    line.hidden = text === "";
+    setText(line, text);
+  }
+}
+

@@ -1,0 +1,217 @@
+// Brings panels, coordinator and operator together; keeps which run and which step are looked at.
+
+import { showAlerts } from "./alerts.js";
+import { ApiError, api, onTokenWanted } from "./api.js";
+import { Curves } from "./curves.js";
+import { WANTED } from "./curve_list.js";
+import { Devices } from "./devices.js";
+import { askForToken } from "./dialogs.js";
+import { byId } from "./dom.js";
+import { Events } from "./events.js";
+import { Flow } from "./flow.js";
+import { Header } from "./header.js";
+import { History } from "./history.js";
+import { startKeys } from "./keys.js";
+import { Watch, isFinal } from "./live.js";
+import { Logs } from "./logs.js";
+import { Mesh } from "./mesh.js";
+import { showNumbers } from "./numbers.js";
+import { Rewards } from "./rewards.js";
+import { Samples } from "./samples.js";
+import { nextTheme, startTheme } from "./theme.js";
+
+const EVERY_MS = { flow: 1000, run: 2000, logs: 2000, services: 3000, devices: 5000, runs: 5000, alerts: 10000 };
+
+const page = {
+  runs: [], run: null, chosen: null, history: new History(), compared: new Map(),
+  step: 0, sampleStep: 0, watch: null, wantsAll: false,
+};
+
+startTheme(byId("theme"));
+onTokenWanted(askForToken);
+const header = new Header({
+  onRun: (id) => choose(id).catch(showError), onCompare: (ids) => compare(ids).catch(showError),
+  onChanged: (run) => run && show(run), onError: showError,
+});
+const flow = new Flow({ onStep: (step) => { page.step = step; attempt(refreshFlow); } });
+const mesh = new Mesh();
+const devices = new Devices();
+const curves = new Curves({ onChooseStep: showStep, onWantAll: wantAll });
+const samples = new Samples({ onStep: (step) => { page.sampleStep = step; attempt(refreshSamples); } });
+const rewards = new Rewards();
+const events = new Events();
+const logs = new Logs();
+mesh.devicesOf = (service) => devices.of(service);
+startKeys({
+  p: ["pause or resume", () => byId("pause").click()],
+  c: ["save a checkpoint", () => byId("checkpoint").click()],
+  s: ["stop the run (asks again)", () => byId("stop").click()],
+  r: ["choose a run", () => byId("run").focus()],
+  "[": ["step before", () => flow.move(-1)],
+  "]": ["step after", () => flow.move(1)],
+  f: ["follow the run", () => showStep(0)],
+  t: ["theme: as the system, light, dark", () => nextTheme(byId("theme"))],
+});
+
+function showError(error) {
+  header.tell(error.message);
+  setTimeout(() => header.tell(page.run?.failure ?? ""), 10000);
+}
+
+/** Reads without a fuss: while the coordinator is away, the head says so already. */
+async function attempt(read) {
+  const run = page.chosen;
+  try {
+    await read();
+  } catch (error) {
+    const isAway = error instanceof TypeError || (error instanceof ApiError && error.status === 503);
+    if (run !== page.chosen) return;
+    if (!isAway) showError(error);
+  }
+}
+
+/** Gives what was read to `take`, unless another run was chosen meanwhile. */
+async function reading(read, take) {
+  const run = page.chosen;
+  if (run === null) return;
+  const answer = await read(run);
+  if (run === page.chosen) take(answer);
+}
+
+const refreshRun = () => reading(api.run, show);
+const refreshServices = async () => mesh.setServices((await api.services()).services);
+const refreshAlerts = () => reading(api.alerts, (answer) => showAlerts(answer.alerts));
+const refreshDevices = () => reading((run) => api.devices(run, devices.since), (answer) => {
+  devices.add(answer);
+  mesh.render();
+});
+const refreshSamples = () => reading((run) => orNone(api.samples(run, page.sampleStep)),
+  (answer) => samples.show(answer, page.sampleStep === 0));
+const refreshMetrics = () => reading((run) => api.metrics(run, page.wantsAll ? [] : WANTED), (answer) => {
+  page.history.merge(answer);
+  showHistory();
+});
+
+async function refreshFlow() {
+  const step = page.step;
+  await reading((run) => orNone(api.dataflow(run, step)), (graph) => {
+    if (step !== page.step) return;
+    flow.show(graph, step === 0, step > 0 ? `The graph of step ${step} is not kept.` : "");
+    if (graph !== null) mesh.learn(graph);
+  });
+}
+
+/** null where there is no such step, which panels show as such. */
+async function orNone(answer) {
+  try {
+    return await answer;
+  } catch (error) {
+    if (error instanceof ApiError && error.reason === "STEP_NOT_FOUND") return null;
+    throw error;
+  }
+}
+
+async function refreshRuns() {
+  page.runs = (await api.runs()).runs;
+  byId("empty").hidden = page.runs.length > 0;
+  header.setRuns(page.runs, page.chosen);
+  if (page.chosen === null && page.runs.length > 0) {
+    const asked = new URLSearchParams(location.search);
+    const known = (id) => page.runs.some((run) => run.run_id === id);
+    await choose(known(asked.get("run")) ? asked.get("run") : page.runs[0].run_id, asked.getAll("compare").filter(known));
+  }
+}
+
+async function choose(id, comparedIds = []) {
+  page.watch?.stop();
+  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0 });
+  for (const panel of [mesh, devices, events]) panel.clear();
+  header.tell("");
+  header.choose(page.runs, id, comparedIds);
+  const first = page.runs.find((run) => run.run_id === id);
+  if (first) show(first);
+  await Promise.all([
+    refreshMetrics(), refreshFlow(), refreshServices(), refreshDevices(), refreshSamples(), refreshAlerts(),
+    logs.setRun(id), compare(comparedIds),
+  ]);
+  if (page.chosen !== id) return;
+  // Two frames: the first one draws what was asked for in this one.
+  requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("rolemesh:drawn", { detail: id })));
+  page.watch = new Watch(id, "", { onEvent, onStatus: onStatus, onExpired: () => attempt(refreshMetrics) });
+}
+
+function onStatus(status) {
+  const isBack = status.name === "live" && header.status.name === "disconnected";
+  header.setStatus(status);
+  if (isBack) for (const read of [refreshRun, refreshServices, refreshDevices, refreshAlerts]) attempt(read);
+}
+
+function onEvent(event) {
+  events.add(event);
+  const { kind, event: told } = event;
+  if (kind === "state") attempt(refreshRun);
+  if (kind !== "step_made" && kind !== "evaluated") return;
+  // Those that were before the page was opened are drawn already.
+  const isNew = told.step > (page.history.steps.at(-1) ?? 0);
+  page.history.add(told.step, told[kind].metrics);
+  if (!isNew) return;
+  showHistory();
+  for (const read of [refreshRun, refreshAlerts, refreshSamples, refreshFlow]) attempt(read);
+}
+
+function show(run) {
+  page.run = run;
+  header.show(run);
+}
+
+function showHistory() {
+  showNumbers(page.history);
+  rewards.render(page.history);
+  curves.setRuns([{ id: page.chosen, history: page.history }, ...[...page.compared].map(([id, history]) => ({ id, history }))]);
+}
+
+async function compare(ids) {
+  const compared = new Map();
+  await Promise.all(ids.map(async (id) => {
+    const history = page.compared.get(id) ?? new History();
+    if (!page.compared.has(id)) history.merge(await api.metrics(id, page.wantsAll ? [] : WANTED));
+    compared.set(id, history);
+  }));
+  page.compared = new Map(ids.map((id) => [id, compared.get(id)]));
+  const query = new URLSearchParams([["run", page.chosen], ...ids.map((id) => ["compare", id])]);
+  window.history.replaceState(null, "", `?${query}${location.hash}`);
+  showHistory();
+}
+
+async function wantAll() {
+  if (page.wantsAll) return;
+  page.wantsAll = true;
+  await attempt(refreshMetrics);
+}
+
+/** Shows a step in all panels that show one; 0 follows the run. */
+function showStep(step) {
+  [page.step, page.sampleStep] = [step, step];
+  attempt(refreshFlow);
+  attempt(refreshSamples);
+}
+
+function every(ms, read, isWanted = () => true) {
+  let isReading = false;
+  setInterval(async () => {
+    if (isReading || document.hidden || header.status.name === "disconnected" || !isWanted()) return;
+    isReading = true;
+    await attempt(read);
+    isReading = false;
+  }, ms);
+}
+
+const goesOn = () => page.run !== null && !isFinal(page.run.state);
+every(EVERY_MS.runs, refreshRuns);
+every(EVERY_MS.run, refreshRun, goesOn);
+every(EVERY_MS.flow, refreshFlow, () => goesOn() && page.step === 0);
+every(EVERY_MS.services, refreshServices);
+every(EVERY_MS.devices, refreshDevices, goesOn);
+every(EVERY_MS.alerts, refreshAlerts, goesOn);
+every(EVERY_MS.logs, () => logs.refresh(), goesOn);
+attempt(refreshRuns);

@@ -1,0 +1,100 @@
+// The mesh: who is there, with which devices and weights, and what each does.
+
+import { byId, el, emptyState, keyed, setText } from "./dom.js";
+import { bytes, count, counted, percent, seconds } from "./format.js";
+
+export class Mesh {
+  constructor() {
+    this.services = [];
+    this.places = new Map();
+    this.versions = new Map();
+    this.devicesOf = () => [];
+    this.empty = emptyState("No service holds a lease.", "Services of a run appear while it goes on.");
+    this.body = el("tbody");
+    this.table = el("table", { class: "mesh-table" },
+      el("thead", {}, el("tr", {}, ...["Role", "Pool", "Ranks", "Version", "Does", "Lease"].map((head) => el("th", { scope: "col" }, head)))),
+      this.body);
+    byId("mesh-body").append(this.empty, this.table);
+    this.render();
+  }
+
+  clear() {
+    this.places.clear();
+    this.versions.clear();
+    this.render();
+  }
+
+  setServices(services) {
+    this.services = services;
+    this.render();
+  }
+
+  /** What a graph tells of services: their pools, and the weights that they made or hold. */
+  learn(graph) {
+    for (const node of graph.nodes) {
+      const role = roleOf(node.service);
+      if (!this.places.has(role)) this.places.set(role, new Map());
+      this.places.get(role).set(node.service, node.pool);
+      if (typeof node.policy_version === "number") this.versions.set(role, node.policy_version);
+    }
+    this.render();
+  }
+
+  render() {
+    const rows = this.services.map((service) => this.rowOf(service));
+    this.empty.hidden = rows.length > 0;
+    this.table.hidden = rows.length === 0;
+    setText(byId("mesh-count"), rows.length ? counted(rows.length, "service") : "");
+    keyed(this.body, rows, (row) => row.key, makeRow, fillRow);
+  }
+
+  /** Services of one role stand in the order of their addresses, as their names do. */
+  rowOf(service) {
+    const fellows = this.services.filter((other) => other.role === service.role);
+    const names = [...(this.places.get(service.role) ?? new Map()).keys()].sort();
+    const name = fellows.length === names.length ? names[fellows.indexOf(service)] : service.role;
+    const pools = this.places.get(service.role);
+    return {
+      key: `${service.role} ${service.address}`,
+      name,
+      address: service.address,
+      pid: service.pid,
+      pool: pools?.get(name) ?? [...new Set(pools?.values() ?? [])].join(", "),
+      devices: this.devicesOf(name),
+      version: this.versions.get(service.role),
+      status: service.status,
+      left: (Date.parse(service.lease_until) - Date.now()) / 1000,
+    };
+  }
+}
+
+function roleOf(service) {
+  return service.split("-")[0];
+}
+
+function makeRow() {
+  return el("tr", {}, el("th", { scope: "row" }, el("span"), el("small", { class: "quiet" })),
+    ...["Pool", "Ranks", "Version", "Does", "Lease"].map((label) => el("td", { "data-label": label })));
+}
+
+function fillRow(line, row) {
+  const [head, pool, ranks, version, does, lease] = line.children;
+  setText(head.firstChild, row.name);
+  setText(head.lastChild, row.address);
+  head.title = row.pid ? `process ${row.pid}` : "";
+  setText(pool, row.pool || "\u2013");
+  keyed(ranks, row.devices, (device) => `${device.rank} ${device.device}`, () => {
+    const meter = el("i", { class: "meter" }, el("i"));
+    return el("span", { class: "rank" }, el("span"), meter);
+  }, (chip, device) => {
+    setText(chip.firstChild, `${device.rank} ${device.device}`);
+    chip.lastChild.firstChild.style.width = `${Math.round(100 * (device.busy ?? 0))}%`;
+    chip.title = `rank ${device.rank} on ${device.device}: busy ${percent(device.busy)}, memory ${bytes(device.memory)} of ${bytes(device.total)}`;
+  });
+  setText(version, count(row.version));
+  setText(does, row.status || "\u2013");
+  const isHeld = row.left > 0;
+  setText(lease, isHeld ? `${seconds(Math.max(1, Math.round(row.left)))}` : "lost");
+  lease.className = isHeld ? "lease held" : "lease lost";
+  lease.title = isHeld ? "healthy: the lease holds for that long unless it is renewed" : "nobody has renewed the lease";
+}

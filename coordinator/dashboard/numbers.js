@@ -1,0 +1,40 @@
+// The newest values of what an operator looks at first, with where each comes from.
+
+import { byId, el, keyed, setText } from "./dom.js";
+import { number, percent, seconds } from "./format.js";
+
+const BACK = 10;
+const TILES = [
+  { name: "reward/mean", label: "Reward" },
+  { name: "held_out/score", label: "Held-out score" },
+  { name: "kl/mean", label: "KL", unit: "nats" },
+  { name: "entropy", label: "Entropy", unit: "nats" },
+  { name: "completion_length/mean", label: "Completion", unit: "tokens" },
+  { name: "time/step", label: "Step", format: seconds },
+  { name: "tokens_per_second", label: "Throughput", unit: "tok/s" },
+  { name: "staleness/max", label: "Staleness", unit: "steps" },
+];
+
+/** Shows each newest value, and how it differs from the mean of the ten before. */
+export function showNumbers(history) {
+  const tiles = TILES.filter((tile) => history.newest(tile.name) !== undefined);
+  keyed(byId("numbers"), tiles, (tile) => tile.name,
+    () => el("div", { class: "tile" }, el("span", { class: "quiet" }), el("b", {}, el("span"), el("small")), el("small", { class: "change" })),
+    (box, tile) => {
+      const format = tile.format ?? number;
+      const values = history.values(tile.name).filter((value) => !Number.isNaN(value));
+      const before = values.slice(-1 - BACK, -1);
+      const [label, value, change] = box.children;
+      setText(label, tile.label);
+      setText(value.firstChild, format(values.at(-1)));
+      setText(value.lastChild, tile.unit ? ` ${tile.unit}` : "");
+      setText(change, before.length ? changeOf(values.at(-1), before) : "first value");
+    });
+}
+
+function changeOf(now, before) {
+  const mean = before.reduce((sum, value) => sum + value, 0) / before.length;
+  const by = mean === 0 ? NaN : (now - mean) / Math.abs(mean);
+  if (!Number.isFinite(by) || Math.abs(by) < 0.005) return `as in the last ${before.length}`;
+  return `${by > 0 ? "+" : "\u2212"}${percent(Math.abs(by))} to the last ${before.length}`;
+}

@@ -1,0 +1,117 @@
+// Samples of a step: a list of rows, and one of them with its tokens.
+
+import { byId, el, emptyState, keyed, setText } from "./dom.js";
+import { count, number } from "./format.js";
+import { tokenCells, tokenLegend } from "./tokens.js";
+
+const ORDERS = {
+  row: (a, b) => a.row - b.row,
+  best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
+  worst: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
+};
+
+export class Samples {
+  /** onStep(step): shows samples of that step; 0 follows the run. */
+  constructor({ onStep }) {
+    this.onStep = onStep;
+    this.answer = null;
+    this.row = null;
+    this.colouredBy = "logprob";
+    this.step = el("select", { "aria-label": "Step of the samples", onchange: () => onStep(Number(this.step.value)) });
+    this.order = el("select", { "aria-label": "Order of the samples", onchange: () => this.render() },
+      el("option", { value: "row" }, "by row"), el("option", { value: "best" }, "best first"), el("option", { value: "worst" }, "worst first"));
+    this.colours = el("select", {
+      "aria-label": "Colour of tokens",
+      onchange: () => { this.colouredBy = this.colours.value; this.renderDetail(); },
+    }, el("option", { value: "logprob" }, "tokens by log-prob"), el("option", { value: "advantage" }, "tokens by advantage"));
+    byId("samples-tools").append(this.step, this.order, this.colours);
+    this.empty = emptyState("No samples are kept yet.", "Some of each step's completions appear here once it is made.");
+    this.list = el("div", { class: "sample-list", role: "listbox", "aria-label": "Samples", onkeydown: (event) => this.key(event) });
+    this.detail = el("div", { class: "sample-detail" });
+    this.box = el("div", { class: "samples" }, this.list, this.detail);
+    byId("samples-body").append(this.empty, this.box);
+    this.show(null, true);
+  }
+
+  /** answer: of GET .../samples, or null where there is none. */
+  show(answer, isFollowing) {
+    this.answer = answer;
+    this.isFollowing = isFollowing;
+    const isEmpty = answer === null || answer.samples.length === 0;
+    this.empty.hidden = !isEmpty;
+    this.box.hidden = isEmpty;
+    this.step.disabled = this.order.disabled = this.colours.disabled = isEmpty;
+    if (isEmpty) return;
+    const steps = [...answer.steps].reverse();
+    this.step.replaceChildren(
+      el("option", { value: 0 }, `newest (step ${count(isFollowing ? answer.step : steps[0])})`),
+      ...steps.map((step) => el("option", { value: step }, `step ${count(step)}`)));
+    this.step.value = isFollowing ? "0" : String(answer.step);
+    this.render();
+  }
+
+  render() {
+    const samples = [...this.answer.samples].sort(ORDERS[this.order.value]);
+    if (!samples.some((sample) => sample.row === this.row)) this.row = samples[0].row;
+    const rewards = samples.map((sample) => sample.reward ?? 0);
+    const largest = Math.max(...rewards.map(Math.abs), 1e-9);
+    keyed(this.list, samples, (sample) => sample.row, () => this.makeItem(), (item, sample) => {
+      const [reward, text] = item.children;
+      const isChosen = sample.row === this.row;
+      setText(reward, number(sample.reward));
+      reward.className = `sample-reward ${(sample.reward ?? 0) > 0 ? "good" : "bad"}`;
+      reward.style.setProperty("--share", String(Math.abs(sample.reward ?? 0) / largest));
+      setText(text, sample.prompt.trim().slice(0, 160));
+      item.setAttribute("aria-selected", String(isChosen));
+      item.tabIndex = isChosen ? 0 : -1;
+      item.dataset.row = sample.row;
+    });
+    this.renderDetail();
+  }
+
+  makeItem() {
+    const item = el("div", { role: "option", class: "sample-item" }, el("span"), el("span", { class: "sample-prompt" }));
+    item.addEventListener("click", () => this.choose(Number(item.dataset.row)));
+    return item;
+  }
+
+  choose(row) {
+    this.row = row;
+    this.render();
+    this.list.querySelector("[aria-selected=true]")?.focus();
+  }
+
+  key(event) {
+    const moves = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" };
+    const next = event.key in moves ? event.target[moves[event.key]] : null;
+    if (next === null || next === undefined) return;
+    event.preventDefault();
+    this.choose(Number(next.dataset.row));
+  }
+
+  renderDetail() {
+    const sample = this.answer?.samples.find((one) => one.row === this.row);
+    if (sample === undefined) return;
+    // A refresh without a change must not take the selection of text or the focus away.
+    const key = `${this.answer.step} ${sample.row} ${this.colouredBy}`;
+    if (this.shownKey === key && this.shown === JSON.stringify(sample)) return;
+    [this.shownKey, this.shown] = [key, JSON.stringify(sample)];
+    const own = sample.logprobs.filter((_, place) => sample.loss_mask[place] !== false);
+    const mean = own.reduce((sum, value) => sum + (value ?? 0), 0) / (own.length || 1);
+    const facts = [
+      ["reward", number(sample.reward)], ["row", count(sample.row)],
+      ["version", count(sample.policy_version)], ["tokens", count(sample.token_ids.length)],
+      ["mean log-prob", own.length ? number(mean) : "\u2013"],
+    ];
+    this.detail.replaceChildren(
+      el("dl", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+      block("Prompt", sample.prompt), block("Completion", sample.completion),
+      sample.answer ? block("Expected answer", sample.answer) : el("span"),
+      el("h3", {}, `Tokens by ${this.colouredBy === "advantage" ? "advantage" : "log-prob"}`),
+      tokenCells(sample, this.colouredBy), tokenLegend(this.colouredBy));
+  }
+}
+
+function block(title, text) {
+  return el("div", { class: "text-block" }, el("h3", {}, title), el("pre", { tabindex: "0", "aria-label": title }, text));
+}
