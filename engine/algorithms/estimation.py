@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rolemesh.engine.algorithms.judged import judged_rows, with_absent_rows
 from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.algorithms.lagrange import LagrangeMultiplier
 from rolemesh.engine.experience import Experience
@@ -122,6 +123,8 @@ def estimate_advantages(
     once, with the mean KL per row. A row without unmasked tokens has no place for its reward and
     takes no part; "advantages/rows_without_tokens" counts such rows.
 
+    Rows that the column is_judged, where present, has False for are as if they were not there.
+
     Args:
         experience: with `spec.columns()`. The columns logprobs and reference_logprobs, where
             present, also give KL metrics without a penalty.
@@ -138,8 +141,9 @@ def estimate_advantages(
 
     Raises:
         ColumnMissingError: a column is missing; names it.
-        ValueError: a number that counts is NaN or infinite (names column and row); controllers or
-            baseline do not fit the spec; or nothing is registered for the spec.
+        ValueError: a number that counts is NaN or infinite (names column and row); no row is
+            judged; controllers or baseline do not fit the spec; or nothing is registered for the
+            spec.
     """
     estimator = _ESTIMATORS.get(type(spec))
     if estimator is None:
@@ -148,7 +152,17 @@ def estimate_advantages(
     controllers = Controllers() if controllers is None else controllers
     controllers.check_fit(spec)
     check_baseline(spec, has_baseline=baseline is not None)
-    return estimator(EstimatorInput(experience, controllers, baseline), spec)
+    rows_J = judged_rows(experience)
+    if rows_J is None:
+        return estimator(EstimatorInput(experience, controllers, baseline), spec)
+    if not len(rows_J):
+        raise ValueError(
+            f"is_judged is False in all {experience.num_rows} rows: no reward could be had, and "
+            "nothing is left to learn from; look into the log of the reward service"
+        )
+    judged = experience.select(rows_J)
+    columns, metrics = estimator(EstimatorInput(judged, controllers, baseline), spec)
+    return with_absent_rows(columns, rows_J, experience), metrics
 
 
 def check_baseline(spec: EstimatorPartSpec, *, has_baseline: bool) -> None:

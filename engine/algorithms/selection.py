@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from rolemesh.engine.algorithms.groups import Groups
+from rolemesh.engine.algorithms.judged import judged_rows
 from rolemesh.engine.algorithms.pairs import Pairs
 from rolemesh.engine.algorithms.token_rewards import finite_rows
 from rolemesh.engine.experience import Experience
@@ -21,7 +22,8 @@ def select_groups(
 
     "reward_spread" is the dynamic sampling of DAPO (arXiv 2503.14476, eq. 11): of each group the
     rewards' standard deviation (n - 1) must be above `min_std`. A group of one has none. Kept rows
-    stay in their order.
+    stay in their order. Rows that the column is_judged, where present, has False for are as if they
+    were not there.
 
     "paired" keeps the rows of pairs, by ascending pair id and the chosen one first.
 
@@ -53,11 +55,15 @@ def select_groups(
         rows_P2 = torch.stack((pairs.chosen_P, pairs.rejected_P), dim=1)[:bound]
         num_kept, rows_K = len(rows_P2), rows_P2.flatten().cpu()
     else:
-        groups = Groups.of(experience)
-        is_wanted_G = groups.stds(finite_rows(experience, "rewards").cpu()) > spec.min_std
+        rows_J = judged_rows(experience)
+        if rows_J is None:
+            rows_J = torch.arange(experience.num_rows)
+        judged = experience.select(rows_J)
+        groups = Groups.of(judged)
+        is_wanted_G = groups.stds(finite_rows(judged, "rewards").cpu()) > spec.min_std
         kept_G = is_wanted_G.nonzero().flatten()[:bound]
         num_groups, num_wanted, num_kept = len(groups), int(is_wanted_G.sum()), len(kept_G)
-        rows_K = torch.isin(groups.index_B, kept_G).nonzero().flatten()
+        rows_K = rows_J[torch.isin(groups.index_B, kept_G)]
     return (
         rows_K,
         num_kept,

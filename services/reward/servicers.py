@@ -14,30 +14,27 @@ from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.reward_model import RewardModel
-from rolemesh.engine.rewards.pass_at import pass_at
-from rolemesh.engine.rewards.sources import (
-    ClassifierReward,
-    RewardSource,
-    checked,
-    make_reward,
-    reward_metrics,
-)
-from rolemesh.engine.specs import (
-    ClassifierRewardSpec,
-    OutsideRewardSpec,
-    RewardSpec,
-    WeightedSumSpec,
-)
+from rolemesh.engine.rewards.sources import ClassifierReward, reward_metrics
+from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.reward.judging import Judge, OwnPart
+from rolemesh.services.reward.outcome import (
+    IS_JUDGED,
+    LOSS_MASK,
+    judged_columns,
+    judgement_metrics,
+    make_judge,
+)
+from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.model_role import ModelRole
 from rolemesh.services.runtime.model_servicers import TrainerServicer
 from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.rollout_servicer import PromptSource
-from rolemesh.services.runtime.rows import row_tokens
-from rolemesh.services.runtime.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.rows import names_of, row_tokens
+from rolemesh.services.runtime.runtime import Call, Context, Runtime, Share
 from rolemesh.services.runtime.weights_servicer import WeightsServicer
 from rolemesh.v1 import (
     data_pb2_grpc,
@@ -63,14 +60,15 @@ class RewardRole(ModelRole):
 
     def __init__(self) -> None:
         super().__init__()
-        self._source: RewardSource | None = None
+        self._judge: Judge | None = None
+        self._observer: RequestObserver | None = None
         self._learner: ClassifierReward | None = None
         self._data: PromptSource | None = None
 
     @property
-    def source(self) -> RewardSource:
-        """The reward source; raises NOT_INITIALIZED before Initialize."""
-        return self.initialized(self._source)
+    def judge(self) -> Judge:
+        """What judges; raises NOT_INITIALIZED before Initialize."""
+        return self.initialized(self._judge)
 
     @property
     def trainer(self) -> Trainer:
@@ -88,20 +86,16 @@ class RewardRole(ModelRole):
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
-            if isinstance(spec.source, OutsideRewardSpec | WeightedSumSpec):
-                raise InvalidRequestError(
-                    f"source.type is {spec.source.type!r}, which this service cannot serve yet",
-                    reason="SPEC_INVALID",
-                )
-            self._source = make_reward(spec.source, rank_device(), mesh)
+            self._judge = make_judge(spec.source, rank_device(), mesh, self._observer)
             progress("load reward", 1, 1)
             return InitializeResult(facts=facts)
         self._data = PromptSource(spec.source.model, spec.data, run_seed)
         model = RewardModel(spec.source, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)
-        self._source = self._learner = ClassifierReward(
+        self._learner = ClassifierReward(
             spec.source, rank_device(), mesh, trained=super().trainer.rank_model
         )
+        self._judge = Judge([OwnPart(name=spec.source.type, weight=1.0, source=self._learner)])
         progress("load reward", 1, 1)
         return InitializeResult(
             policy_version=result.policy_version,
@@ -111,6 +105,7 @@ class RewardRole(ModelRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rewards; and training, weights and data, which refuse where nothing is trained."""
+        self._observer = runtime.metrics
         reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
             TrainerServicer(self, runtime), server
@@ -138,13 +133,15 @@ class RewardRole(ModelRole):
         return 0 if self._trainer is None else super().wake()
 
     def close(self) -> None:
-        """Drops source, trainer and data."""
-        self._source = self._learner = self._data = None
+        """Drops sources, trainer and data."""
+        if self._judge is not None:
+            self._judge.close()
+        self._judge = self._learner = self._data = None
         super().close()
 
     def _trained(self, part: T | None) -> T:
         """The part; NOT_INITIALIZED before Initialize, NOT_TRAINABLE where nothing is trained."""
-        self.initialized(self._source)
+        self.initialized(self._judge)
         if part is None:
             raise PreconditionError(
                 f"the {self.name} of this run is not trained: give {self.name} a source of type "
@@ -169,49 +166,64 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """See reward.proto."""
 
         async def by_reference(call: Call) -> Message:
-            source = self._role.source
-            if request.pass_at and source.full_score is None:
+            judge = self._role.judge
+            if request.pass_at and judge.full_score is None:
                 raise InvalidRequestError(
                     f"pass_at is {list(request.pass_at)}, but this {self._role.name} has no full "
                     "score that a row could reach: leave pass_at out, or take a source that has",
                     reason="PASS_AT_INVALID",
                 )
-            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
-            batch = await self._runtime.pull(
-                request.experience, source.columns, call, rows=share.rows
-            )
-            scores = await call.compute(source.score, batch, call.progress)
-            if share.counts:
-                scores = checked(scores, len(batch))
-            column = Experience({self._role.column: Column(ColumnKind.ROW, scores)})
+            share, columns = await self._share(request.experience, call)
+            batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
+            if not share.counts:
+                await judge.take_part(batch, call)
+                return experience_pb2.ExperienceResult(
+                    experience=self._runtime.publish(request.key, batch, share=share),
+                    report=call.report({}, 0),
+                )
+            ids = batch["prompt_ids"].values if judge.may_drop else None
+            judged = await judge.judge(batch, call, ids)
             return experience_pb2.ExperienceResult(
-                experience=self._runtime.publish(request.key, column, share=share),
-                report=call.report({}, 0),
+                experience=self._runtime.publish(
+                    request.key, judged_columns(self._role.column, batch, judged, judge), share
+                ),
+                report=call.report(
+                    {f"{self._role.name}/{name}": v for name, v in judged.metrics.items()}, 0
+                ),
             )
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
-            column = self._role.column
-            judged = await self._runtime.pull(result.experience, [column], call)
-            rewards = judged[column].values
-            result.report.metrics.update(call.finite(metrics(rewards)))
-            full_score = self._role.source.full_score
-            if request.pass_at and full_score is not None:
+            names = names_of(result.experience)
+            columns = await self._runtime.pull(
+                result.experience, [name for name in names if name != LOSS_MASK], call
+            )
+            prompt_ids = None
+            if request.pass_at:
                 prompts = await self._runtime.pull(request.experience, ["prompt_ids"], call)
                 prompt_ids = prompts["prompt_ids"].values
-                found = pass_at(rewards >= full_score, prompt_ids, request.pass_at)
-                result.report.metrics.update(call.finite(found))
-
-        def metrics(rewards: torch.Tensor) -> dict[str, float]:
-            return reward_metrics(rewards, self._role.source.full_score, self._role.name)
+            found = judgement_metrics(
+                columns,
+                self._role.column,
+                self._role.name,
+                self._role.judge.full_score,
+                prompt_ids,
+                request.pass_at,
+            )
+            result.report.metrics.update(call.finite(found))
 
         async def inline(call: Call) -> Message:
-            source = self._role.source
+            mesh, judge = self._runtime.mesh, self._role.judge
             batch = _experience_of(request.trajectories)
-            scores = await call.compute(source.score, batch, call.progress)
-            if not self._runtime.mesh.pp.is_last:
-                return reward_pb2.Rewards()  # a classifier's scores come out of its last stage
-            rewards = checked(scores, len(batch))
-            return reward_pb2.Rewards(rewards=rewards.tolist(), metrics=metrics(rewards))
+            # Ranks agree, and a classifier's scores come out of its last stage: one rank speaks.
+            if not (mesh.pp.is_last and mesh.tp.index == 0 and mesh.dp.index == 0):
+                await judge.take_part(batch, call)
+                return reward_pb2.Rewards()
+            judged = await judge.judge(batch, call, None)
+            rewards = judged.rewards_B
+            return reward_pb2.Rewards(
+                rewards=rewards.tolist(),
+                metrics=reward_metrics(rewards, judge.full_score, self._role.name),
+            )
 
         kind = request.WhichOneof("input")
         if kind is None or (kind == "trajectories" and not request.trajectories.trajectories):
@@ -235,6 +247,26 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         )
         async for response in stream:
             yield response
+
+    async def _share(
+        self, ref: experience_pb2.ExperienceRef, call: Call
+    ) -> tuple[Share, tuple[str, ...]]:
+        """This rank's rows, and what is read of them: whole groups where these may be dropped."""
+        judge, lengths = self._role.judge, row_tokens(ref)
+        if not judge.may_drop:
+            return self._runtime.share("3D_PROTO", lengths), judge.columns
+        ids = (await self._runtime.pull(ref, ["prompt_ids"], call))["prompt_ids"].values
+        _, group_of_row = torch.unique(ids, return_inverse=True)
+        tokens = torch.zeros(int(group_of_row.max()) + 1, dtype=torch.int64)
+        tokens.index_add_(0, group_of_row, torch.tensor(lengths))
+        groups = self._runtime.share("3D_PROTO", tokens.tolist())
+        held = torch.isin(group_of_row, torch.tensor(groups.rows, dtype=torch.int64))
+        share = Share(
+            rows=held.nonzero().flatten().tolist(), num_rows=len(ids), counts=groups.counts
+        )
+        before = (IS_JUDGED,) if IS_JUDGED in names_of(ref) else ()
+        columns = (*judge.columns, "prompt_ids", LOSS_MASK, *before)
+        return share, tuple(dict.fromkeys(columns))
 
 
 def _experience_of(batch: reward_pb2.TrajectoryBatch) -> Experience:

@@ -116,6 +116,23 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.services.runtime.call.MetricNotFiniteError": CatalogueEntry(
             _PRECONDITION, "METRIC_NOT_FINITE"
         ),
+        # outside rewards
+        "rolemesh.services.reward.outside.base.OutsideRewardError": CatalogueEntry(
+            _PRECONDITION, "REWARD_FAILED"
+        ),
+        # FAILED_PRECONDITION too: who asks us reaches us, and all tries have been made.
+        "rolemesh.services.reward.outside.base.RewardUnavailableError": CatalogueEntry(
+            _PRECONDITION, "REWARD_UNAVAILABLE"
+        ),
+        "rolemesh.services.reward.outside.base.RewardTimeoutError": CatalogueEntry(
+            _PRECONDITION, "REWARD_TIMEOUT"
+        ),
+        "rolemesh.services.reward.outside.base.RewardRefusedError": CatalogueEntry(
+            _PRECONDITION, "REWARD_REFUSED"
+        ),
+        "rolemesh.services.reward.outside.base.RewardAnswerInvalidError": CatalogueEntry(
+            _PRECONDITION, "REWARD_ANSWER_INVALID"
+        ),
         # libraries
         "pydantic_core._pydantic_core.ValidationError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "torch.OutOfMemoryError": CatalogueEntry(_EXHAUSTED, "OUT_OF_MEMORY"),

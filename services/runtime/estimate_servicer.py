@@ -19,10 +19,12 @@ from rolemesh.engine.algorithms.estimation import (
     check_baseline,
     estimate_advantages,
 )
+from rolemesh.engine.algorithms.judged import IS_JUDGED
 from rolemesh.engine.algorithms.selection import select_groups
-from rolemesh.engine.specs import EstimatorPartSpec, EstimatorSpec, SelectionSpec
+from rolemesh.engine.specs import EstimatorPartSpec, EstimatorSpec, PartSpec, SelectionSpec
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.runtime.model_role import ModelRole
+from rolemesh.services.runtime.rows import names_of
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
 
@@ -88,14 +90,16 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     reason="SPEC_INVALID",
                 )
             # Few numbers decide; what is not kept is never fetched.
-            numbers = await self._runtime.pull(request.experience, rule.columns(), call)
+            numbers = await self._runtime.pull(
+                request.experience, _columns_of(rule, request.experience), call
+            )
             rows, num_groups, metrics = await call.compute(
                 select_groups, numbers, rule, request.max_groups
             )
             if not num_groups:
                 return trainer_pb2.SelectGroupsResult(report=call.report(metrics, 0))
             kept = await self._runtime.pull(
-                request.experience, _names(request.experience), call, rows=rows.tolist()
+                request.experience, names_of(request.experience), call, rows=rows.tolist()
             )
             return trainer_pb2.SelectGroupsResult(
                 experience=self._runtime.publish(request.key, kept),
@@ -116,13 +120,12 @@ def algorithm_part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:
     return TypeAdapter(spec).validate_python({**parameters, "type": part.type})
 
 
-def _names(ref: experience_pb2.ExperienceRef) -> list[str]:
-    """Columns of a batch, each once."""
-    return list(dict.fromkeys(column.name for group in ref.groups for column in group.columns))
+def _columns_of(spec: PartSpec, ref: experience_pb2.ExperienceRef) -> list[str]:
+    """What is read: optional columns only where the batch has all of them.
 
-
-def _columns_of(spec: EstimatorPartSpec, ref: experience_pb2.ExperienceRef) -> list[str]:
-    """What the estimator reads: the optional columns only where the batch has all of them."""
-    optional = spec.optional_columns()
-    has_optional = set(optional) <= set(_names(ref))
-    return list(dict.fromkeys((*spec.columns(), *(optional if has_optional else ()))))
+    And always which rows are judged, where the batch says so.
+    """
+    there = names_of(ref)
+    optional = spec.optional_columns() if isinstance(spec, EstimatorPartSpec) else ()
+    read = (*spec.columns(), *(optional if set(optional) <= set(there) else ()))
+    return list(dict.fromkeys((*read, *((IS_JUDGED,) if IS_JUDGED in there else ()))))

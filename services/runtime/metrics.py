@@ -40,6 +40,13 @@ class ServiceMetrics:
         self._in_flight = Gauge(
             "rolemesh_calls_in_flight", "Calls being served.", names, registry=self.registry
         )
+        self._reward_seconds = Histogram(
+            "rolemesh_reward_request_seconds",
+            "Wall time of a request to an outside reward, by how it ended.",
+            [*self._labels, "reward", "outcome"],
+            registry=self.registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
         self.experience_bytes = self._gauge("experience_bytes", "Experience held.")
         self.policy_version = self._gauge("policy_version", "Version of the weights held.")
         self.resident_bytes = self._gauge("resident_bytes", "Resident memory of the process.")
@@ -65,6 +72,17 @@ class ServiceMetrics:
             in_flight.dec()
             self._seconds.labels(**labels).observe(time.monotonic() - started)
             self._calls.labels(**labels, code=outcome[0]).inc()
+
+    def reward_request(self, name: str, outcome: str, seconds: float) -> None:
+        """Counts a request to an outside reward; from any thread.
+
+        Args:
+            name: of the reward.
+            outcome: "ok", or the class of the error.
+            seconds: since it was sent.
+        """
+        labels = {**self._labels, "reward": name, "outcome": outcome}
+        self._reward_seconds.labels(**labels).observe(seconds)
 
     async def watch_loop(self) -> None:
         """Measures the loop's lag and the process's memory until cancelled."""

@@ -16,6 +16,11 @@ TOKENS = "tokens"
 """The column whose shards tell how long rows are."""
 
 
+def names_of(ref: experience_pb2.ExperienceRef) -> list[str]:
+    """Columns of a batch, each once."""
+    return list(dict.fromkeys(column.name for group in ref.groups for column in group.columns))
+
+
 def group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
     """Index of the group that holds a column.
 

@@ -32,6 +32,7 @@ from rolemesh.services.runtime.face import Face, join_answers
 from rolemesh.services.runtime.fetch import fetch_rows, take_rows
 from rolemesh.services.runtime.hold import RunHold
 from rolemesh.services.runtime.meeting import Meeting
+from rolemesh.services.runtime.metrics import ServiceMetrics
 from rolemesh.services.runtime.operations import Operation, OperationLedger, Payload, task_of
 from rolemesh.services.runtime.role import Role
 from rolemesh.services.runtime.rows import TOKENS, group_with
@@ -124,6 +125,7 @@ class Runtime:
             self._give_back_others,
         )
         self.traffic = ChannelTraffic()
+        self.metrics = ServiceMetrics(role.name, config.rank)
         self.address = ""
         """host:port under which peers reach this process; set when the server is bound."""
         self.services: list[str] = []

@@ -34,7 +34,7 @@ from rolemesh.services.runtime.fetch import ExperienceServicer
 from rolemesh.services.runtime.interceptor import ServiceInterceptor
 from rolemesh.services.runtime.log import set_up_logging
 from rolemesh.services.runtime.meeting import Meeting
-from rolemesh.services.runtime.metrics import MetricsPage, ServiceMetrics
+from rolemesh.services.runtime.metrics import MetricsPage
 from rolemesh.services.runtime.parent import follow_parent
 from rolemesh.services.runtime.put import put_experience
 from rolemesh.services.runtime.rank_agent import as_rank, run_ranks
@@ -78,7 +78,7 @@ class ServiceServer:
     def __init__(self, role: Role, config: ServiceConfig) -> None:
         self.config = config
         self.runtime = Runtime(role, config)
-        self.metrics = ServiceMetrics(role.name, config.rank)
+        self.metrics = self.runtime.metrics
         self.metrics_page: MetricsPage | None = None
         self._health = health_aio.HealthServicer()
         self._background: list[asyncio.Task[None]] = []

@@ -1,0 +1,260 @@
+"""Makes one reward a row of what all sources say, ours and those from outside.
+
+Shape letters: B rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.rewards.sources import RewardInvalidError, RewardSource, checked
+from rolemesh.engine.specs import DropGroupSpec, FailurePolicySpec, GiveValueSpec
+from rolemesh.services.reward.outside.base import (
+    Judgement,
+    OutsideReward,
+    OutsideRewardError,
+    RewardRow,
+)
+from rolemesh.services.reward.outside.loop import LoopThread
+from rolemesh.services.reward.outside_rows import ROW_COLUMNS, RowReader
+from rolemesh.services.runtime.call import Call
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""How often a call that waits for an outside reward looks whether it is still wanted."""
+
+CLOSE_S = 10.0
+"""Connections and processes of an outside reward may take so long to end."""
+
+ASK = "ask"
+"""Phase of waiting for outside rewards, while nothing of ours computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """A source that judges here."""
+
+    name: str
+    weight: float
+    source: RewardSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutsidePart:
+    """A source that is asked."""
+
+    name: str
+    weight: float
+    reward: OutsideReward
+    reader: RowReader
+    on_failure: FailurePolicySpec
+
+
+Part = OwnPart | OutsidePart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Rewards of a batch."""
+
+    rewards_B: torch.Tensor
+    """float32; NaN for a row that is not judged."""
+    is_judged_B: torch.Tensor
+    """bool; False for all rows of a prompt of which one could not be judged."""
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """float32 [B] by source, before its weight; NaN where it does not apply, or failed."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What asking took, by "<source>/<metric>"."""
+
+
+class Judge:
+    """The sources of one reward. Owner: the service's loop.
+
+    Invariant: outside rewards live on a loop of their own, which `close` ends.
+
+    Example: a source of weight 1 that gives (1, None) and one of weight 0.5 that gives (2, 2) make
+    the rewards (2, 1).
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """Takes the sources; at least one, each under a name of its own."""
+        self._parts = tuple(parts)
+        self._loop = LoopThread()
+        outside = [part for part in parts if isinstance(part, OutsidePart)]
+        self.may_drop = any(isinstance(part.on_failure, DropGroupSpec) for part in outside)
+        """Whether rows may come without a reward."""
+        self.tells_parts = bool(outside) or len(parts) > 1
+        """Whether metrics say what each source gave."""
+        own = [
+            column for part in parts if isinstance(part, OwnPart) for column in part.source.columns
+        ]
+        self.columns: tuple[str, ...] = tuple(
+            dict.fromkeys((*own, *(ROW_COLUMNS if outside else ())))
+        )
+        """Columns of the experience that are read."""
+        first = parts[0]
+        is_alone = len(parts) == 1 and isinstance(first, OwnPart) and first.weight == 1.0
+        self.full_score = (
+            first.source.full_score if is_alone and isinstance(first, OwnPart) else None
+        )
+        """Reward of a trajectory that is right in full; None when there is no such thing."""
+
+    async def judge(self, batch: Experience, call: Call, prompt_ids: torch.Tensor | None) -> Judged:
+        """Asks every source, all at once; ours one after another.
+
+        Args:
+            batch: with `columns`.
+            call: for which it works.
+            prompt_ids: int64 [B], which rows form a group; None: each row is for itself, and none
+                may be dropped.
+
+        Raises:
+            OutsideRewardError: a source whose failures end the step failed; the first such.
+            RewardInvalidError: a reward of ours is wrong, or no source applies to a row.
+        """
+        num_rows = len(batch)
+        tasks: dict[str, asyncio.Task[Judgement]] = {}
+        values: dict[str, torch.Tensor] = {}
+        async with _bare_errors() as group:
+            for part in self._parts:
+                if isinstance(part, OutsidePart):
+                    rows = await call.compute(part.reader.read, batch)
+                    asking = self._loop.run(_judgement(part.reward, rows))
+                    tasks[part.name] = group.create_task(asking)
+            for part in self._parts:
+                if isinstance(part, OwnPart):
+                    scores = await call.compute(part.source.score, batch, call.progress)
+                    values[part.name] = checked(scores, num_rows)
+            with call.phase(ASK):
+                await _all_done(tasks, call)
+        metrics: dict[str, float] = {}
+        failed_B = torch.zeros(num_rows, dtype=torch.bool)
+        for part in self._parts:
+            if not isinstance(part, OutsidePart):
+                continue
+            judgement = tasks[part.name].result()
+            values[part.name], dropped_B = _after_failures(part, judgement, prompt_ids)
+            failed_B |= dropped_B
+            metrics |= {f"{part.name}/{name}": value for name, value in judgement.metrics.items()}
+            metrics[f"{part.name}/failed_rows"] = float(len(judgement.failures))
+            dropped = _whole_groups(dropped_B, prompt_ids)
+            metrics[f"{part.name}/dropped_rows"] = float(dropped.sum())
+        is_judged_B = ~_whole_groups(failed_B, prompt_ids)
+        rewards_B = self._total(values, is_judged_B)
+        return Judged(rewards_B=rewards_B, is_judged_B=is_judged_B, parts=values, metrics=metrics)
+
+    async def take_part(self, batch: Experience, call: Call) -> None:
+        """What a rank does whose output does not count: its share of the models of ours."""
+        for part in self._parts:
+            if isinstance(part, OwnPart):
+                await call.compute(part.source.score, batch, call.progress)
+
+    def close(self) -> None:
+        """Ends all requests, connections and processes. Not on the loop."""
+        for part in self._parts:
+            if isinstance(part, OutsidePart) and self._loop.has_begun:
+                try:
+                    self._loop.run_from_thread(part.reward.close(), CLOSE_S)
+                except TimeoutError:
+                    logger.warning("outside reward %s did not close in time", part.name)
+        self._loop.close()
+
+    def _total(self, values: dict[str, torch.Tensor], is_judged_B: torch.Tensor) -> torch.Tensor:
+        """float32 [B], the weighted sum of what applies; NaN where not judged."""
+        total_B = torch.zeros(len(is_judged_B), dtype=torch.float64)
+        applies_B = torch.zeros(len(is_judged_B), dtype=torch.bool)
+        for part in self._parts:
+            values_B = values[part.name].double()
+            total_B += part.weight * values_B.nan_to_num(0.0)
+            applies_B |= ~values_B.isnan()
+        nothing = (is_judged_B & ~applies_B).nonzero().flatten()
+        if len(nothing):
+            raise RewardInvalidError(
+                f"no reward applies to row {int(nothing[0])} ({len(nothing)} such rows): every "
+                f"source of {[part.name for part in self._parts]} gave None; add one that judges "
+                "every row"
+            )
+        # In float32, as it travels: a number that does not fit is none.
+        checked(total_B[is_judged_B].float(), int(is_judged_B.sum()))
+        return total_B.masked_fill(~is_judged_B, math.nan).float()
+
+
+async def _judgement(reward: OutsideReward, rows: Sequence[RewardRow]) -> Judgement:
+    """What it says; a failure of the whole is one of each row."""
+    if not rows:
+        return Judgement(rewards=[])
+    try:
+        return await reward.judge(rows)
+    except OutsideRewardError as error:
+        return Judgement(
+            rewards=[None] * len(rows), failures=dict.fromkeys(range(len(rows)), error)
+        )
+
+
+def _after_failures(
+    part: OutsidePart, judgement: Judgement, prompt_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a source gave once its policy was applied, float32 [B]; and which rows to drop."""
+    failures = judgement.failures
+    values_B = torch.tensor(
+        [math.nan if reward is None else reward for reward in judgement.rewards],
+        dtype=torch.float32,
+    )
+    dropped_B = torch.zeros(len(values_B), dtype=torch.bool)
+    if not failures:
+        return values_B, dropped_B
+    first: OutsideRewardError = failures[min(failures)]
+    policy = part.on_failure
+    if isinstance(policy, GiveValueSpec):
+        values_B[list(failures)] = policy.value
+    elif isinstance(policy, DropGroupSpec) and prompt_ids is not None:
+        dropped_B[list(failures)] = True
+    else:
+        raise first
+    logger.warning(
+        "reward %s: %d of %d rows could not be judged (%s): %s",
+        part.name,
+        len(failures),
+        len(values_B),
+        policy.type,
+        first,
+    )
+    return values_B, dropped_B
+
+
+def _whole_groups(failed_B: torch.Tensor, prompt_ids: torch.Tensor | None) -> torch.Tensor:
+    """The rows whose prompt has a row that failed, bool [B]."""
+    if prompt_ids is None:
+        return failed_B
+    return torch.isin(prompt_ids, prompt_ids[failed_B])
+
+
+async def _all_done(tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> None:
+    """Waits for outside rewards; raises when the call is no longer wanted."""
+    waiting = set(tasks.values())
+    while waiting:
+        call.progress(f"ask {', '.join(tasks)}", len(tasks) - len(waiting), len(tasks))
+        done, waiting = await asyncio.wait(
+            waiting, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+
+
+@contextlib.asynccontextmanager
+async def _bare_errors() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose first error leaves it bare, so that its class is known outside."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,133 @@
+"""From a spec to a judge, and from what it found to columns and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.rewards.pass_at import pass_at
+from rolemesh.engine.rewards.sources import make_reward, reward_metrics
+from rolemesh.engine.specs import (
+    OutsideRewardSpec,
+    SingleRewardSpec,
+    WeightedRewardSpec,
+    WeightedSumSpec,
+    named_sources,
+)
+from rolemesh.services.reward.judging import Judge, Judged, OutsidePart, OwnPart, Part
+from rolemesh.services.reward.outside.counts import RequestObserver
+from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.reward.outside_rows import RowReader
+
+IS_JUDGED = "is_judged"
+"""Row column, bool: False where a prompt's rows are to be left out of the step."""
+
+LOSS_MASK = "loss_mask"
+"""The mask of a row that is left out becomes False, so that no update counts it."""
+
+PART = "reward/"
+"""Begins the column of what one source gave, before its weight."""
+
+
+def make_judge(
+    source: SingleRewardSpec | WeightedSumSpec,
+    device: torch.device,
+    mesh: RankMesh,
+    observer: RequestObserver | None,
+) -> Judge:
+    """Builds every source of a reward.
+
+    Args:
+        source: which.
+        device: of models of ours.
+        mesh: ranks that such a model is spread over.
+        observer: is told of each request to an outside one.
+    """
+
+    def part(reward: WeightedRewardSpec) -> Part:
+        spec, name = reward.source, str(reward.name)
+        if isinstance(spec, OutsideRewardSpec):
+            return OutsidePart(
+                name=name,
+                weight=reward.weight,
+                reward=make_outside_reward(name, spec, observer),
+                reader=RowReader(getattr(spec, "tokenizer", None)),
+                on_failure=spec.on_failure,
+            )
+        return OwnPart(name=name, weight=reward.weight, source=make_reward(spec, device, mesh))
+
+    return Judge([part(reward) for reward in named_sources(source)])
+
+
+def judged_columns(column: str, batch: Experience, judged: Judged, judge: Judge) -> Experience:
+    """What is published of a judgement.
+
+    Args:
+        column: name of the rewards.
+        batch: what was judged; with prompt_ids and loss_mask where groups may be dropped, and
+            is_judged where a judge before has dropped some.
+        judged: what was found.
+        judge: who found it.
+    """
+    columns = {column: Column(ColumnKind.ROW, judged.rewards_B)}
+    if judge.tells_parts:
+        columns |= {
+            f"{PART}{name}": Column(ColumnKind.ROW, values_B)
+            for name, values_B in judged.parts.items()
+        }
+    if judge.may_drop:
+        is_judged_B = judged.is_judged_B
+        if IS_JUDGED in batch:
+            is_judged_B = is_judged_B & batch[IS_JUDGED].values
+        mask = batch[LOSS_MASK]
+        counts_N = is_judged_B.repeat_interleave(mask.lengths())
+        columns[IS_JUDGED] = Column(ColumnKind.ROW, is_judged_B)
+        columns[LOSS_MASK] = Column(mask.kind, mask.values & counts_N, mask.offsets)
+    return Experience(columns)
+
+
+def judgement_metrics(
+    columns: Experience,
+    column: str,
+    name: str,
+    full_score: float | None,
+    prompt_ids_B: torch.Tensor | None,
+    ks: Sequence[int],
+) -> dict[str, float]:
+    """Scalars over the rows that are judged.
+
+    Args:
+        columns: of `judged_columns`, of all rows; the mask is not needed.
+        column: name of the rewards.
+        name: stands before metrics, e.g. "cost".
+        full_score: of a row that is right in full; None: there is none.
+        prompt_ids_B: int64 [B], for pass@k; None: it is not asked for.
+        ks: the k of pass@k.
+
+    Returns:
+        Those of `reward_metrics`, none where no row is judged; for each source its mean and
+        deviation over the rows that it applies to, and the number of others; and
+        "<name>/dropped_rows" where rows may be dropped.
+    """
+    rewards_B = columns[column].values
+    metrics: dict[str, float] = {}
+    if IS_JUDGED in columns:
+        metrics[f"{name}/dropped_rows"] = float((~columns[IS_JUDGED].values).sum())
+    judged_B = ~rewards_B.isnan()
+    if bool(judged_B.any()):
+        metrics |= reward_metrics(rewards_B[judged_B], full_score, name)
+    if prompt_ids_B is not None and full_score is not None:
+        metrics |= pass_at(rewards_B >= full_score, prompt_ids_B, ks)
+    for part, values in columns.columns.items():
+        if not part.startswith(PART):
+            continue
+        label = f"{name}/{part.removeprefix(PART)}"
+        given = values.values[~values.values.isnan()].double()
+        metrics[f"{label}/rows_without"] = float(len(values.values) - len(given))
+        if len(given):
+            metrics[f"{label}/mean"] = float(given.mean())
+            metrics[f"{label}/std"] = float(given.std(correction=0))
+    return metrics

@@ -1,0 +1,96 @@
+"""Rows of a batch as outside rewards are handed them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.rewards.sources import RewardInvalidError
+from rolemesh.services.reward.outside.base import RewardRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROW_COLUMNS = ("tokens", "prompt_lengths", "prompt_text", "completion_text", "answer", "metadata")
+"""What is read of a batch."""
+
+
+class RowReader:
+    """Makes rows of a batch, on the compute thread.
+
+    Example: prompt "2+2=", completion "4" of the tokens 5 and 2, the last one "</s>": query is
+    "2+2=4</s>" with a tokenizer, else "2+2=4".
+    """
+
+    def __init__(self, tokenizer: str | None) -> None:
+        """Loads the policy's tokenizer from a folder; None: queries have no special tokens.
+
+        Raises:
+            ValueError: there is no tokenizer in the folder.
+        """
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        if tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    tokenizer, local_files_only=True, trust_remote_code=False
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"source.tokenizer is {tokenizer!r}, where no tokenizer can be read "
+                    f"({error}): give the folder of the policy's model"
+                ) from error
+
+    def read(self, batch: Experience) -> list[RewardRow]:
+        """The rows of a batch with the columns ROW_COLUMNS.
+
+        Raises:
+            RewardInvalidError: the metadata of a row is no JSON object; names the row.
+        """
+        tokens = [row.tolist() for row in batch["tokens"].rows()]
+        lengths = batch["prompt_lengths"].values.tolist()
+        texts = zip(
+            batch["prompt_text"].strings(),
+            batch["completion_text"].strings(),
+            batch["answer"].strings(),
+            batch["metadata"].strings(),
+            tokens,
+            lengths,
+            strict=True,
+        )
+        rows = []
+        for index, (prompt, completion, answer, metadata, ids, length) in enumerate(texts):
+            completion_ids = ids[length:]
+            rows.append(
+                RewardRow(
+                    prompt=prompt,
+                    completion=completion,
+                    query=prompt + self._with_special_tokens(completion, completion_ids),
+                    prompt_tokens=tuple(ids[:length]),
+                    completion_tokens=tuple(completion_ids),
+                    answer=answer,
+                    metadata=_metadata(metadata, index),
+                )
+            )
+        return rows
+
+    def _with_special_tokens(self, completion: str, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return completion
+        # The prompt was rendered with its special tokens; of the completion they were left out.
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _metadata(text: str, row: int) -> dict[str, object]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise RewardInvalidError(f"the metadata of row {row} is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise RewardInvalidError(
+            f"the metadata of row {row} is {type(value).__name__}: give a JSON object"
+        )
+    return value
