@@ -85,6 +85,10 @@ class RoleConnection:
         """Lets the channel go."""
         await self._channel.close()
 
+    def facts(self) -> dict[str, Any]:
+        """What the run's record says of it."""
+        return {"role": self.role, "address": self.address, "policy_version": self.policy_version}
+
     def serves(self, service: str) -> bool:
         """Whether the service has this family of calls, by full name."""
         return service in self.capabilities.services

@@ -26,6 +26,7 @@ from rolemesh.engine.specs import (
     RolloutRoleSpec,
     SamplingSpec,
     Spec,
+    may_drop_groups,
 )
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
@@ -79,6 +80,8 @@ class RunSpec(Spec):
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    samples: int = Field(default=4, ge=0, le=64)
+    """Trajectories of each step that are kept for people, of the newest steps; 0 keeps none."""
 
 
 class PoolSpec(Spec):
@@ -224,6 +227,23 @@ class Recipe(Spec):
                     f"pools: role {role!r} stands in {placed.count(role)} pools; "
                     "it must stand in exactly one"
                 )
+        return self
+
+    @property
+    def may_drop(self) -> frozenset[str]:
+        """Roles that judge and may leave rows out of a step (on_failure: drop_group)."""
+        judges = {role: getattr(self, role) for role in ("reward", "cost")}
+        return frozenset(
+            role for role, spec in judges.items() if spec and may_drop_groups(spec.source)
+        )
+
+    @model_validator(mode="after")
+    def _check_dropping(self) -> Self:
+        if self.may_drop and self.algorithm.type == "remax":
+            raise ValueError(
+                f"{min(self.may_drop)}: on_failure is 'drop_group', but algorithm 'remax' needs the "
+                "reward of each prompt's greedy completion: set on_failure to 'fail' or 'value'"
+            )
         return self
 
     @model_validator(mode="after")

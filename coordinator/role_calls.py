@@ -89,8 +89,12 @@ class StepContext:
     """Gets role, stage, units done and units in all."""
     is_evaluation: bool = False
     """Evaluation has nodes and operations of its own, so that training's stay the same."""
+    may_drop: frozenset[str] = frozenset()
+    """Roles that judge and may leave rows out of the step."""
     policy_updates: list[Part] = field(default_factory=list)
     """Updates of the actor that the step asks for."""
+    trained_on: list[ExperienceFuture] = field(default_factory=list)
+    """What the updates of the step were given."""
 
     def part(self, name: str) -> Any:
         """A numeric part of the algorithm, e.g. "policy_loss".

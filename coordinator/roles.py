@@ -63,6 +63,7 @@ class _TrainedRole(RoleHandle):
         self, experience: ExperienceFuture, loss: Any, pretraining: ExperienceFuture | None = None
     ) -> UpdateFuture:
         algorithm = self.context.algorithm
+        self.context.trained_on.append(experience)
         reads = experience.select((*SEQUENCES, *loss.columns()))
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
@@ -335,11 +336,15 @@ class _JudgingRole(_TrainedRole):
             stream = self.connection.reward.ComputeReward(request)
             return await self.experience(stream, on_progress)
 
-        reads = experience.select(
-            (*SEQUENCES, "prompt_text", "completion_text", "answer", "metadata"),
-            uses=("environment_rewards", "prompt_ids"),
-        )
-        return self._future(self.node(NodeKind.INFER, method, call, reads, (column,)))
+        needs = (*SEQUENCES, "prompt_text", "completion_text", "answer", "metadata")
+        produces: tuple[str, ...] = (column,)
+        if self.role in self.context.may_drop:
+            # A row that is left out loses its mask, and so its part in every update.
+            needs = (*needs, "prompt_ids", "loss_mask")
+            produces = (*produces, "is_judged", "loss_mask")
+        uses = ("environment_rewards", "prompt_ids", "is_judged")
+        reads = experience.select(needs, uses=uses)
+        return self._future(self.node(NodeKind.INFER, method, call, reads, produces))
 
 
 class RewardRole(_JudgingRole):

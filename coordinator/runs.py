@@ -7,7 +7,6 @@ summary.json say how it ended.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -15,15 +14,28 @@ from typing import Any
 
 import yaml
 
+from rolemesh.coordinator.algorithm_specs import ExternalSpec
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in, unused_roles
+from rolemesh.coordinator.early_end import EarlyEnd, failed, placed
 from rolemesh.coordinator.errors import NodeFailedError, RunAbortedError, RunError, ServiceLostError
+from rolemesh.coordinator.events import EventLog, NotingObserver
+from rolemesh.coordinator.external import ExternalLoop
 from rolemesh.coordinator.files import write_atomically
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.mesh import Mesh
 from rolemesh.coordinator.metrics import MetricsWriter
 from rolemesh.coordinator.observer import QuietObserver, RunObserver
+from rolemesh.coordinator.pulse import Pulse
 from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore, StateStoreError
+from rolemesh.coordinator.run_records import (
+    check_directory_is_free,
+    end_run,
+    enter_run,
+    make_run_id,
+    planned_steps,
+)
+from rolemesh.coordinator.samples import SampleTaker
+from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
 from rolemesh.coordinator.summary import (
     RunSummary,
     coordinator_versions,
@@ -35,6 +47,7 @@ from rolemesh.coordinator.trackers.outside import outside_trackers, without_pass
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.coordinator.training import TrainingLoop
 from rolemesh.coordinator.watcher import Watcher, WatchSettings
+from rolemesh.coordinator.wishes import Wishes
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 
 START_DEADLINE_S = 300.0
@@ -54,23 +67,6 @@ TRACKER_DEADLINE_S = 15.0
 
 QUICK_END_S = 2.0
 """The same when the run has failed or was aborted."""
-
-_OCCUPIED_NAMES = ("metrics.jsonl", "summary.json", "checkpoints")
-
-
-def make_run_id(name: str) -> str:
-    """A fresh id that sorts by time within a name."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-
-
-def check_directory_is_free(directory: Path) -> None:
-    """Raises ValueError when the folder holds a run already."""
-    for name in _OCCUPIED_NAMES:
-        if (directory / name).exists():
-            raise ValueError(
-                f"run.directory: {directory} holds a run already (there is {name}): "
-                "choose another folder, or remove it"
-            )
 
 
 class TrainingRun:
@@ -119,7 +115,8 @@ class TrainingRun:
         self.recipe = recipe
         self.run_id = run_id or make_run_id(recipe.run.name)
         self.directory = directory.absolute()
-        self._algorithm = algorithm_of(recipe)
+        self._is_external = isinstance(recipe.algorithm, ExternalSpec)
+        self._algorithm = None if self._is_external else algorithm_of(recipe)
         self._services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
         for name in self._services:
             if name not in addresses:
@@ -130,34 +127,25 @@ class TrainingRun:
         check_directory_is_free(self.directory)
         self._addresses = dict(addresses)
         self._store = store
-        self._observer = observer or QuietObserver()
+        self._events = EventLog(store, self.run_id)
+        self._observer = NotingObserver(observer or QuietObserver(), self._events)
+        self.wishes = Wishes(store, self.run_id, self._events, self._observer)
+        """What is asked of the run while it goes on."""
         self._watch_settings = watch or WatchSettings()
         self._start_deadline_s = start_deadline_s
         self._loss_grace_s = loss_grace_s
-        self._loop: TrainingLoop | None = None
-        self._early_end = _EarlyEnd()
-        self._is_stop_requested = False
+        self._loop: TrainingLoop | ExternalLoop | None = None
+        self._early_end = EarlyEnd()
         self._git_commit: str | None = None
 
     # --- wishes and news from outside ---
 
     def request_stop(self) -> None:
         """Ends the run after the step in progress, with everything saved; a repeat aborts it."""
-        if self._is_stop_requested:
+        if self.wishes.is_stop_wanted:
             self.abort()
         else:
-            self._wish_stop()
-
-    def _wish_stop(self) -> None:
-        if self._is_stop_requested:
-            return
-        self._is_stop_requested = True
-        if self._loop is not None:
-            self._loop.is_stop_requested = True
-        self._observer.on_event(
-            "stopping after the step in progress: it is saved and the model exported; "
-            "ask again to abort at once"
-        )
+            self.wishes.stop()
 
     def abort(self) -> None:
         """Ends the run at once; what was saved before stays."""
@@ -196,18 +184,11 @@ class TrainingRun:
         self.directory.mkdir(parents=True, exist_ok=True)
         resolved = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
         write_atomically(self.directory / "config.yaml", resolved)
-        now = time.time()
-        await self._store.create_run(
-            RunRecord(
-                run_id=self.run_id,
-                name=self.recipe.run.name,
-                num_steps=self.recipe.run.steps,
-                directory=str(self.directory),
-                created_at=now,
-                updated_at=now,
-            )
-        )
+        await enter_run(self._store, self.recipe, self.run_id, self.directory)
         journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
+        # A client that drives the services raises the epoch: what is written of the run then
+        # carries none.
+        epoch = self._events.epoch = None if self._is_external else journal.epoch
         for role in unused_roles(self.recipe):
             self._observer.on_event(
                 f"the recipe has a section {role}, which algorithm {self.recipe.algorithm.type!r} "
@@ -215,24 +196,35 @@ class TrainingRun:
             )
         writer = await self._open_writer()
         mesh = Mesh(self._addresses, self._services, journal, self._observer)
-        loop = TrainingLoop(
-            self.recipe,
-            self._algorithm,
-            mesh,
-            journal,
-            self._store,
-            writer,
-            self._observer,
-            self.directory,
+        samples = SampleTaker(
+            self._store, self.run_id, epoch, self._observer, self.recipe.run.samples
         )
+        loop: TrainingLoop | ExternalLoop
+        if self._algorithm is None:
+            loop = ExternalLoop(self._store, self.run_id, self.wishes, self._events)
+        else:
+            loop = TrainingLoop(
+                self.recipe,
+                self._algorithm,
+                mesh,
+                journal,
+                self._store,
+                writer,
+                self._observer,
+                self.directory,
+                wishes=self.wishes,
+                events=self._events,
+                samples=samples,
+            )
         failure: BaseException | None = None
         try:
-            await self._unless_ended(self._live(mesh, loop))
+            await self._unless_ended(self._live(mesh, loop, journal, epoch))
         except BaseException as error:
             failure = error
             raise
         finally:
-            summary = await self._conclude(failure, mesh, loop, journal, writer, started)
+            await samples.close()
+            summary = await self._conclude(failure, mesh, loop, epoch, writer, started)
         return summary
 
     async def _open_writer(self) -> MetricsWriter:
@@ -248,15 +240,27 @@ class TrainingRun:
             await tracker.start(facts, config)
         return MetricsWriter(facts, self._store, trackers)
 
-    async def _live(self, mesh: Mesh, loop: TrainingLoop) -> None:
+    async def _live(
+        self, mesh: Mesh, loop: TrainingLoop | ExternalLoop, journal: Journal, epoch: int | None
+    ) -> None:
         """Meets, watches and initialises the services, then trains."""
+        pulse = Pulse(
+            self._store,
+            self.run_id,
+            epoch,
+            self.wishes,
+            self._events,
+            activity=lambda: loop.activity,
+            flow=lambda: loop.step_in_progress,
+        )
         watcher = Watcher(
             list(mesh.connections.values()),
             self._store,
             self.run_id,
             self._watch_settings,
             on_lost=self.service_lost,
-            on_stop_request=self._wish_stop,
+            on_devices=pulse.on_devices,
+            beat=pulse.beat,
         )
         watching: asyncio.Task[None] | None = None
         started = time.monotonic()
@@ -264,8 +268,10 @@ class TrainingRun:
             await mesh.meet(self._start_deadline_s)
             watching = asyncio.create_task(watcher.run())
             watching.add_done_callback(self._watcher_ended)
-            self._loop, loop.is_stop_requested = loop, self._is_stop_requested
+            self._loop = loop
             await mesh.initialize(self.recipe)
+            services = {name: known.facts() for name, known in mesh.connections.items()}
+            await self._store.update_run(self.run_id, epoch=epoch, services=services)
             loop.seconds["initialize"] = time.monotonic() - started
             await loop.run()
         finally:
@@ -279,6 +285,9 @@ class TrainingRun:
                     # A service that refused this run may hold another one.
                     if self.recipe.address(name) is not None and name in mesh.facts
                 ]
+                if self._is_external and lasting:
+                    # Newer than any driver's, who then can do nothing any more.
+                    journal.epoch = await self._store.next_epoch(self.run_id)
                 await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
             await mesh.close()
 
@@ -315,18 +324,18 @@ class TrainingRun:
         if isinstance(cause, UnavailableError):
             done, _ = await asyncio.wait({ending}, timeout=self._loss_grace_s)
             if done:
-                return _placed(ending.result(), error)
+                return placed(ending.result(), error)
         if isinstance(error, RolemeshError):
             # Outside of a node: initialisation, checkpoint, export.
-            return _failed(error, self._activity)
+            return failed(error, self._activity)
         return error
 
     async def _conclude(
         self,
         failure: BaseException | None,
         mesh: Mesh,
-        loop: TrainingLoop,
-        journal: Journal,
+        loop: TrainingLoop | ExternalLoop,
+        epoch: int | None,
         writer: MetricsWriter,
         started: float,
     ) -> RunSummary:
@@ -336,7 +345,8 @@ class TrainingRun:
         one to tell, and a full disk or a lost store may be what it was.
         """
         if failure is None:
-            state = RunState.SUCCEEDED if loop.step == self.recipe.run.steps else RunState.STOPPED
+            is_done = loop.step == self.recipe.run.steps
+            state = RunState.SUCCEEDED if is_done else RunState.STOPPED
         elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
             state = RunState.STOPPED
         else:
@@ -352,7 +362,7 @@ class TrainingRun:
             failure=reason,
             seed=self.recipe.run.seed,
             steps=loop.step,
-            num_steps=self.recipe.run.steps,
+            num_steps=planned_steps(self.recipe),
             held_out_before=loop.before,
             held_out_after=loop.after if is_after else None,
             mean_reward_first_steps=first,
@@ -368,9 +378,7 @@ class TrainingRun:
         )
 
         async def write_record() -> None:
-            await self._store.update_run(
-                self.run_id, epoch=journal.epoch, state=state, failure=reason
-            )
+            await end_run(self._store, self.run_id, state, reason, self._events, epoch)
             for connection in mesh.connections.values():
                 await self._store.remove_service(connection.role, connection.address)
 
@@ -393,56 +401,3 @@ class TrainingRun:
         if failure is None and unwritten is not None:
             raise unwritten
         return summary
-
-
-async def run_training(
-    recipe: Recipe,
-    *,
-    directory: Path,
-    addresses: Mapping[str, str],
-    store: StateStore,
-    observer: RunObserver | None = None,
-    run_id: str | None = None,
-) -> RunSummary:
-    """Makes a run from beginning to end; see TrainingRun."""
-    run = TrainingRun(
-        recipe,
-        directory=directory,
-        addresses=addresses,
-        store=store,
-        observer=observer,
-        run_id=run_id,
-    )
-    return await run.execute()
-
-
-class _EarlyEnd:
-    """The first reason to end a run early. May be set before anybody waits."""
-
-    def __init__(self) -> None:
-        self._error: RunError | None = None
-        self._is_set = asyncio.Event()
-
-    def set(self, error: RunError) -> None:
-        if self._error is None:
-            self._error = error
-            self._is_set.set()
-
-    async def wait(self) -> RunError:
-        await self._is_set.wait()
-        assert self._error is not None
-        return self._error
-
-
-def _placed(end: RunError, symptom: BaseException) -> RunError:
-    """The end, with the node that suffered it: it had failed before the loss was known."""
-    if isinstance(end, ServiceLostError) and isinstance(symptom, NodeFailedError):
-        return ServiceLostError(end.role, end.cause, f"step {symptom.step}, {symptom.node}")
-    return end
-
-
-def _failed(error: RolemeshError, activity: str) -> RunError:
-    where = error.role or error.metadata.get("address", "a service")
-    if error.role and error.rank is not None:
-        where = f"{error.role} rank {error.rank}"
-    return RunError(f"{activity} failed on {where} [{error.reason}]: {error.message}")

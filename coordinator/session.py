@@ -26,7 +26,8 @@ from rolemesh.coordinator.launch import (
 )
 from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.recipe import Recipe, role_of
-from rolemesh.coordinator.runs import TrainingRun, check_directory_is_free, make_run_id
+from rolemesh.coordinator.run_records import check_directory_is_free, make_run_id
+from rolemesh.coordinator.runs import TrainingRun
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
 from rolemesh.coordinator.summary import RunSummary
@@ -222,8 +223,9 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
     for role in roles:
         section: Any = recipe.section(role)
         if isinstance(section, RewardSpec):
-            if isinstance(section.source, ClassifierRewardSpec):
-                models[f"{role}.source.model.path"] = section.source.model.path
+            for reward in named_sources(section.source):
+                if isinstance(reward.source, ClassifierRewardSpec):
+                    models[f"{role}.source.model.path"] = reward.source.model.path
         else:
             models[f"{role}.model.path"] = section.model.path
     for field, path in models.items():

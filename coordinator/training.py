@@ -16,7 +16,8 @@ from rolemesh.coordinator.checkpoints import Checkpoints
 from rolemesh.coordinator.dataflow import Dataflow
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.evaluation import Evaluation, evaluate
-from rolemesh.coordinator.futures import Node, NodeKind
+from rolemesh.coordinator.events import EventLog
+from rolemesh.coordinator.futures import ExperienceFuture, Node, NodeKind
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.mesh import Mesh
 from rolemesh.coordinator.metrics import (
@@ -31,8 +32,10 @@ from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.role_calls import PromptBatch, PromptCursor, StepContext
 from rolemesh.coordinator.samplers import make_sampler
+from rolemesh.coordinator.samples import SampleTaker
 from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
-from rolemesh.v1 import operation_pb2, weights_pb2
+from rolemesh.coordinator.wishes import Wishes
+from rolemesh.v1 import coordinator_pb2, operation_pb2, weights_pb2
 
 HELD_OUT_FACT = "data.held_out_prompts"
 """What the actor says of its data at Initialize: the number of held-out prompts."""
@@ -57,13 +60,19 @@ class TrainingLoop:
         writer: MetricsWriter,
         observer: RunObserver,
         directory: Path,
+        *,
+        wishes: Wishes,
+        events: EventLog,
+        samples: SampleTaker,
     ) -> None:
         self.step = 0
-        self.is_stop_requested = False
+        self.wishes = wishes
         self.activity = "initialize"
         """What the run does, for messages to people."""
         self.dataflow: Dataflow | None = None
         """Graph of the newest step or evaluation."""
+        self.step_in_progress: Dataflow | None = None
+        """Graph of the step that is being made; None between steps."""
         self.records: list[Mapping[str, float]] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """By phase, over the whole run."""
@@ -78,6 +87,8 @@ class TrainingLoop:
         self._writer = writer
         self._observer = observer
         self._directory = directory
+        self._events = events
+        self._samples = samples
         replicas = {role: recipe.services_of(role) for role in recipe.roles}
         self._pools = Pools(recipe.pools, mesh, replicas)
         self._cursor = PromptCursor()
@@ -104,22 +115,51 @@ class TrainingLoop:
         """
         spec = self._recipe.run
         self._check_held_out()
-        await self._update_record(state=RunState.RUNNING)
-        if not self.is_stop_requested:
+        await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
+        if not self.wishes.is_stop_wanted:
             self.before = await self._evaluate()
+            if self.before is not None:
+                # Later ones come with the record of their step.
+                self._writer.write_scalars(self.step, self.before.scalars())
         actor = self._mesh.connections.get("actor")
         self._actor_versions = [0 if actor is None else actor.policy_version]
         try:
-            while self.step < spec.steps and not self.is_stop_requested:
+            await self._heed_wishes()
+            while self.step < spec.steps and not self.wishes.is_stop_wanted:
                 await self._make_step(self.step + 1)
                 every = spec.checkpoint.every_steps
                 if every and self.step % every == 0:
                     await self._save_checkpoint()
+                await self._heed_wishes()
         finally:
             await self._drop_ahead()
         if self.step:
             await self._save_checkpoint()
         await self._export()
+
+    async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
+        await self._update_record(state=state)
+        self._events.state(shown)
+        await self._events.flush()
+
+    async def _heed_wishes(self) -> None:
+        """Between two steps: saves what was asked for, and waits while the run is to pause."""
+        await self.wishes.read()
+        if self.wishes.take_checkpoints():
+            await self._save_checkpoint(is_wished=True)
+        is_last = self.step == self._recipe.run.steps
+        if is_last or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
+            return
+        with self._phase("paused", f"paused after step {self.step}"):
+            self.wishes.is_paused = True
+            await self._enter(RunState.PAUSED, coordinator_pb2.RUN_STATE_PAUSED)
+            while self.wishes.is_pause_wanted and not self.wishes.is_stop_wanted:
+                await self.wishes.change()
+                if self.wishes.take_checkpoints():
+                    await self._save_checkpoint(is_wished=True)
+            self.wishes.is_paused = False
+        if not self.wishes.is_stop_wanted:
+            await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
 
     def running(self, service: str) -> list[Node]:
         """Calls of a service that are in flight: of the newest step, then of those ahead of it."""
@@ -174,6 +214,7 @@ class TrainingLoop:
             connections=self._mesh.connections,
             on_phase=self._observer.on_phase,
             is_evaluation=is_evaluation,
+            may_drop=self._recipe.may_drop,
         )
 
     async def _evaluate(self) -> Evaluation | None:
@@ -186,7 +227,7 @@ class TrainingLoop:
             self.dataflow = context.dataflow
             found = await evaluate(context, spec)
             await self._mesh.release(self.step)
-        self._writer.write_scalars(self.step, found.scalars())
+        self._events.evaluated(found.scalars())
         self._observer.on_event(
             f"held-out score after {self.step} steps: {found.score:.3f} "
             f"(standard error {found.standard_error:.3f}, {spec.num_prompts} prompts)"
@@ -195,7 +236,7 @@ class TrainingLoop:
 
     async def _make_step(self, step: int) -> None:
         before = dataflow_traffic(self._mesh.traffic)
-        nodes, seconds = await self._train(step)
+        nodes, seconds, experience = await self._train(step)
         evaluation = self._recipe.run.evaluation
         is_due = step == self._recipe.run.steps or (
             evaluation.every_steps > 0 and step % evaluation.every_steps == 0
@@ -204,12 +245,14 @@ class TrainingLoop:
         try:
             try:
                 await self._writer.write_graph(step, nodes)
+                if experience is not None:
+                    await self._samples.take(step, experience)
                 await self._mesh.release(step)
             finally:
                 # Releasing is traffic of the step, but none of its time.
                 traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
                 record |= {**step_record(step, nodes, seconds, traffic), **self._staleness}
-            if is_due and not self.is_stop_requested:
+            if is_due and not self.wishes.is_stop_wanted:
                 self.after = await self._evaluate()
                 if self.after is not None:
                     record |= self.after.scalars()
@@ -218,17 +261,19 @@ class TrainingLoop:
             self.records.append(record)
             await self._writer.write_step(record)
             await self._update_record(step=step, metrics=record)
+            self._events.step_made(record)
+            await self._events.flush()
             self._observer.on_step(record)
 
-    async def _train(self, step: int) -> tuple[Sequence[Node], float]:
-        """Makes and commits a step; returns its nodes and its seconds."""
+    async def _train(self, step: int) -> tuple[Sequence[Node], float, ExperienceFuture | None]:
+        """Makes and commits a step; returns its nodes, its seconds and what it trained on."""
         self.activity = f"step {step}"
         started = time.monotonic()
         if self._sampler.steps_ahead:
             self._sample_ahead(range(step, step + self._sampler.steps_ahead + 1))
         context, prompts = self._begin(step)
         del self._ahead[step]
-        self.dataflow = context.dataflow
+        self.dataflow = self.step_in_progress = context.dataflow
         async with context.dataflow:
             start_step(self._algorithm, prompts, context)
             # The step itself is made by now: only later ones are begun.
@@ -240,12 +285,13 @@ class TrainingLoop:
         self._actor_versions.append(versions.get("actor", 0))
         await self._journal.commit(step, {"policy_versions": versions})
         # From here on the step counts, whatever goes wrong after.
-        self.step = step
+        self.step = self._events.step = step
+        self.step_in_progress = None
         del self._prompts[step]
         seconds, nodes = time.monotonic() - started, context.dataflow.nodes
         for phase, spent in phase_seconds(nodes).items():
             self.seconds[phase] += spent
-        return nodes, seconds
+        return nodes, seconds, context.trained_on[-1] if context.trained_on else None
 
     def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:
         """By how many steps the oldest weights that sampled were behind those that train."""
@@ -274,12 +320,16 @@ class TrainingLoop:
             if step <= self._recipe.run.steps and step not in self._ahead:
                 self._sampler.begin(*self._begin(step))
 
-    async def _save_checkpoint(self) -> None:
+    async def _save_checkpoint(self, *, is_wished: bool = False) -> None:
+        is_new = self.step not in self._checkpoints.committed()
         with self._phase("checkpoint", f"checkpoint of step {self.step}"):
             used = self._prompts.get(self.step + 1)
             # Prompts of steps that are only being sampled count as not used.
             position = used.start if used is not None else self._cursor.position
-            await self._checkpoints.save(self.step, {"next_prompt": position})
+            folder = await self._checkpoints.save(self.step, {"next_prompt": position})
+        if is_new or is_wished:
+            self._events.checkpoint_saved(str(folder))
+            await self._events.flush()
 
     async def _export(self) -> None:
         role = "actor" if "actor" in self._mesh.connections else "reward"

@@ -1,9 +1,9 @@
-"""Looks after the services of a run: are they there, what do they do, did somebody say stop."""
+"""Looks after the services of a run: are they there, and what do they do."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from rolemesh.coordinator.connection import RoleConnection
@@ -30,7 +30,7 @@ class WatchSettings:
 
 
 class Watcher:
-    """Watches every service of one run, and the run's own record for a wish to stop.
+    """Watches every service of one run, and keeps the run's pulse.
 
     Owner: the coordinator's loop. `run` never returns; cancel its task.
     """
@@ -43,38 +43,39 @@ class Watcher:
         settings: WatchSettings,
         *,
         on_lost: Callable[[str, str], None],
-        on_stop_request: Callable[[], None],
+        on_devices: Callable[[str, Sequence[worker_pb2.DeviceUse]], None],
+        beat: Callable[[], Awaitable[None]],
     ) -> None:
         """Prepares.
 
         Args:
             connections: The services.
-            store: Gets their leases, holds the run's record.
+            store: Gets their leases.
             run_id: The run.
             settings: How closely to watch.
             on_lost: Gets role and cause, once a service is lost.
-            on_stop_request: Called when the record says that somebody wants the run to stop.
+            on_devices: Gets service and use of its devices at every look.
+            beat: Called once an interval; what it raises ends the watch.
         """
         self._connections = connections
         self._store = store
         self._run_id = run_id
         self._settings = settings
         self._on_lost = on_lost
-        self._on_stop_request = on_stop_request
+        self._on_devices = on_devices
+        self._beat = beat
 
     async def run(self) -> None:
         """Watches until cancelled; raises what the store raises."""
         async with asyncio.TaskGroup() as group:
             for connection in self._connections:
                 group.create_task(self._watch_service(connection))
-            group.create_task(self._watch_record())
+            group.create_task(self._keep_pulse())
 
-    async def _watch_record(self) -> None:
+    async def _keep_pulse(self) -> None:
         while True:
             await asyncio.sleep(self._settings.interval_s)
-            if (await self._store.get_run(self._run_id)).stop_requested:
-                self._on_stop_request()
-                return
+            await self._beat()
 
     async def _watch_service(self, connection: RoleConnection) -> None:
         loop = asyncio.get_running_loop()
@@ -103,6 +104,7 @@ class Watcher:
                     problem = status.failure or "see its log"
                     self._on_lost(connection.service, f"{_name(connection)} is broken: {problem}")
                     return
+                self._on_devices(connection.service, status.devices)
                 await self._renew(connection, describe(status))
             if refusals >= self._settings.refusals_until_lost:
                 self._on_lost(connection.service, f"{_name(connection)} is gone: {problem}")

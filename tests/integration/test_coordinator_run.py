@@ -177,7 +177,7 @@ async def test_a_wish_to_stop_ends_after_the_step_with_everything_saved(tmp_path
         task = asyncio.create_task(run.execute())
         await until(lambda: "actor.Update" in mesh.running)
         await store.update_run(run.run_id, stop_requested=True)
-        await until(lambda: run._is_stop_requested)
+        await until(lambda: run.wishes.is_stop_wanted)
         gate.set()
         summary = await task
     assert (summary.state, summary.steps) == (RunState.STOPPED, 1)

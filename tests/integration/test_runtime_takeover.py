@@ -98,13 +98,18 @@ async def test_a_coordinator_that_watches_keeps_its_hold() -> None:
         await initialize(channel)
         make_silent(server, HOLDER_SILENCE_S + 1)
         connection = RoleConnection("toy", server.runtime.address, ChannelTraffic())
+
+        async def beat() -> None:
+            """Nobody asks anything of this run."""
+
         watcher = Watcher(
             [connection],
             MemoryStateStore(),
             "run",
             WatchSettings(interval_s=3600.0),
             on_lost=lambda role, cause: None,
-            on_stop_request=lambda: None,
+            on_devices=lambda service, devices: None,
+            beat=beat,
         )
         watching = asyncio.create_task(watcher.run())
         await until(lambda: server.runtime.hold.silence_s < HOLDER_SILENCE_S or watching.done())

@@ -227,7 +227,7 @@ def test_a_stop_while_steps_are_ahead_leaves_nothing_running(
         run = InProcessRun(recipe, tmp_path, delay=random_delays(seed), decode_turns=3)
 
         def stop() -> None:
-            run.loop.is_stop_requested = True
+            run.wishes.stop()
 
         asyncio.get_running_loop().call_later(2.0, stop)
         await run.execute()

@@ -17,15 +17,18 @@ from support.fake_roles import FakeMesh, FakeRole
 
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
 from rolemesh.coordinator.connection import RoleConnection
+from rolemesh.coordinator.events import EventLog
 from rolemesh.coordinator.futures import Node
 from rolemesh.coordinator.journal import Journal
 from rolemesh.coordinator.mesh import Mesh
 from rolemesh.coordinator.metrics import MetricsWriter
 from rolemesh.coordinator.observer import QuietObserver
 from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.samples import SampleTaker
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
 from rolemesh.coordinator.training import TrainingLoop
+from rolemesh.coordinator.wishes import Wishes
 
 RUN_ID = "in-process"
 T = TypeVar("T")
@@ -124,6 +127,8 @@ class InProcessRun:
             service: _Connection(fake) for service, fake in self.mesh.roles.items()
         }
         self.written = _NoFiles()
+        events = EventLog(self.store, RUN_ID)
+        self.wishes = Wishes(self.store, RUN_ID, events, QuietObserver())
         self.loop = TrainingLoop(
             recipe,
             algorithm_of(recipe),
@@ -133,6 +138,9 @@ class InProcessRun:
             cast(MetricsWriter, self.written),
             QuietObserver(),
             directory,
+            wishes=self.wishes,
+            events=events,
+            samples=SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0),
         )
 
     async def execute(self) -> None:

@@ -74,6 +74,8 @@ def fake_recipe(
             "steps": 4,
             "prompts_per_step": 3,
             "evaluation": {"num_prompts": 8},
+            # The fakes serve no columns.
+            "samples": 0,
             **run,
         },
         "algorithm": algorithm,

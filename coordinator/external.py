@@ -1,0 +1,53 @@
+"""A run whose steps a client makes: services are started, initialised and held for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from rolemesh.coordinator.dataflow import Dataflow
+from rolemesh.coordinator.evaluation import Evaluation
+from rolemesh.coordinator.events import EventLog
+from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.state.store import RunState, StateStore
+from rolemesh.coordinator.wishes import Wishes
+from rolemesh.v1 import coordinator_pb2
+
+
+class ExternalLoop:
+    """Stands where a TrainingLoop does, and waits until somebody wants the run to stop.
+
+    AttachRun raises the run's epoch, which fences off the services' earlier drivers, this
+    coordinator among them; so what it writes of the run carries no epoch.
+
+    Owner: one asyncio loop.
+    """
+
+    def __init__(self, store: StateStore, run_id: str, wishes: Wishes, events: EventLog) -> None:
+        self.step = 0
+        self.wishes = wishes
+        self.activity = "initialize"
+        self.dataflow: Dataflow | None = None
+        self.step_in_progress: Dataflow | None = None
+        self.records: list[Mapping[str, float]] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
+        self.model_directory: Path | None = None
+        self._store = store
+        self._run_id = run_id
+        self._events = events
+
+    async def run(self) -> None:
+        """Holds the services until a wish to stop."""
+        self.activity = "driven by a client"
+        await self._store.update_run(self._run_id, state=RunState.RUNNING)
+        self._events.state(coordinator_pb2.RUN_STATE_RUNNING)
+        await self._events.flush()
+        while not self.wishes.is_stop_wanted:
+            await self.wishes.change()
+
+    def running(self, service: str) -> list[Node]:
+        """No call of the coordinator is in flight."""
+        return []
