@@ -37,6 +37,7 @@ them. A recipe names further ones."""
 _EXIT_GRACE_S = 1.0
 """A process that closed its connection is about to end: its exit code then tells more."""
 
+_EXIT_POLL_S = 0.02
 _TAIL_BYTES = 2048
 _MODULE = "rolemesh.services.reward.outside.functions.worker"
 
@@ -165,7 +166,7 @@ class FunctionProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        # While nobody has waited for it, its number cannot belong to another group.
+        # Nobody has waited for it yet, so that its number cannot belong to another group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         if self._writer is not None:
@@ -219,9 +220,9 @@ class FunctionProcess:
             )
         process = self._process
         assert process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.wait, _EXIT_GRACE_S)
-        code = process.returncode
+        has_ended = await _ends_soon(process.pid)
+        await self.end()
+        code = process.returncode if has_ended else None
         if code is None:
             found, remedy = "a closed connection", _MESSED
         elif code >= 0:
@@ -305,6 +306,20 @@ class FunctionProcess:
             # A crash in native code says where, in the error's text.
             "PYTHONFAULTHANDLER": "1",
         }
+
+
+async def _ends_soon(pid: int) -> bool:
+    """Whether a child ends within a moment."""
+    for _ in range(round(_EXIT_GRACE_S / _EXIT_POLL_S)):
+        if _has_ended(pid):
+            return True
+        await asyncio.sleep(_EXIT_POLL_S)
+    return False
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; its exit code, and so its number, stays taken."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def _checked(answer: Mapping[str, Any], num_rows: int) -> FunctionAnswer:
