@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """How often a call that waits for an outside reward looks whether it is still wanted."""
 
+OPEN_S = 330.0
+"""A function of the user's may load a model when it is imported, and has a bound of its own."""
+
 CLOSE_S = 10.0
 """Connections and processes of an outside reward may take so long to end."""
 
@@ -107,6 +110,20 @@ class Judge:
             first.source.full_score if is_alone and isinstance(first, OwnPart) else None
         )
         """Reward of a trajectory that is right in full; None when there is no such thing."""
+
+    def open(self) -> None:
+        """Lets outside rewards prepare, so that what can never work shows now. Not on the loop.
+
+        Raises:
+            OutsideRewardError: one of them cannot work; all are closed again.
+        """
+        try:
+            for part in self._parts:
+                if isinstance(part, OutsidePart):
+                    self._loop.run_from_thread(part.reward.open(), OPEN_S)
+        except BaseException:
+            self.close()
+            raise
 
     async def judge(self, batch: Experience, call: Call, prompt_ids: torch.Tensor | None) -> Judged:
         """Asks every source, all at once; ours one after another.

@@ -26,6 +26,7 @@ from rolemesh.services.reward.outcome import (
     judgement_metrics,
     make_judge,
 )
+from rolemesh.services.reward.outside.base import current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
@@ -86,7 +87,9 @@ class RewardRole(ModelRole):
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
-            self._judge = make_judge(spec.source, rank_device(), mesh, self._observer)
+            judge = make_judge(spec.source, rank_device(), mesh, self._observer)
+            judge.open()
+            self._judge = judge
             progress("load reward", 1, 1)
             return InitializeResult(facts=facts)
         self._data = PromptSource(spec.source.model, spec.data, run_seed)
@@ -166,6 +169,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """See reward.proto."""
 
         async def by_reference(call: Call) -> Message:
+            current_step.set(request.key.step)
             judge = self._role.judge
             if request.pass_at and judge.full_score is None:
                 raise InvalidRequestError(
@@ -212,6 +216,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             result.report.metrics.update(call.finite(found))
 
         async def inline(call: Call) -> Message:
+            current_step.set(request.key.step)
             mesh, judge = self._runtime.mesh, self._role.judge
             batch = _experience_of(request.trajectories)
             # Ranks agree, and a classifier's scores come out of its last stage: one rank speaks.
