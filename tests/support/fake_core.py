@@ -26,6 +26,7 @@ from rolemesh.v1 import (
     trainer_pb2_grpc,
     value_pb2_grpc,
     weights_pb2_grpc,
+    worker_pb2,
     worker_pb2_grpc,
 )
 
@@ -73,6 +74,10 @@ class FakeCore(
     """Methods whose call was cancelled by the client."""
     released_through: int = -1
     highest_epoch: int = 0
+    drained_epoch: int = 0
+    """Of the coordinator that gave the service back."""
+    devices: list[worker_pb2.DeviceUse] = field(default_factory=list)
+    """What it says of its devices."""
     _answers: dict[tuple[Any, ...], Message] = field(default_factory=dict)
 
     @property

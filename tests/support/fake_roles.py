@@ -133,12 +133,15 @@ class FakeRole(FakeSampling, FakeTraining, FakeCore):
         if "GetStatus" in self.gates:
             await self.gates["GetStatus"].wait()
         state = worker_pb2.WORKER_STATE_BUSY if self.operation else worker_pb2.WORKER_STATE_READY
-        return worker_pb2.GetStatusResponse(state=state, operation=self.operation)
+        return worker_pb2.GetStatusResponse(
+            state=state, operation=self.operation, devices=self.devices
+        )
 
     async def Drain(self, request: Any, context: Any) -> Any:
         assert request.run_id == self.run_id
-        assert request.fencing_epoch == self.highest_epoch
+        assert request.fencing_epoch >= self.highest_epoch
         self.run_id = ""
+        self.drained_epoch = request.fencing_epoch
         return worker_pb2.DrainResponse()
 
     async def Initialize(self, request: Any, context: Any) -> AsyncIterator[Any]:
