@@ -101,12 +101,16 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     return merged
 
 
+COUNTS = ("_bytes", "_rows", "/errors", "/retries", "/hedged", "/cache_hits")
+"""Ends of names of what adds up over the parts of a call."""
+
+
 def combined_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     """Metrics of calls that are parts of one.
 
-    A name that ends in "max" or "min" combines so, "weight_sync_bytes" by sum, any other one by
-    mean over rows. Deviations and standard errors do not follow from those of parts, and are left
-    out.
+    A name that ends in "max", "peak" or "min" combines so, one that ends as a count does (COUNTS)
+    by sum, any other one by mean over rows. Deviations and standard errors do not follow from those
+    of parts, and are left out.
     """
     if len(nodes) == 1:
         return dict(nodes[0].metrics)
@@ -116,11 +120,11 @@ def combined_metrics(nodes: Sequence[Node]) -> dict[str, float]:
             (node.metrics[name], max(1, node.num_rows)) for node in nodes if name in node.metrics
         ]
         values = [value for value, _ in parts]
-        if name.endswith("max"):
+        if name.endswith(("max", "peak")):
             combined[name] = max(values)
         elif name.endswith("min"):
             combined[name] = min(values)
-        elif name.endswith("_bytes"):
+        elif name.endswith(COUNTS):
             combined[name] = sum(values)
         elif not name.endswith(("std", "standard_error")):
             combined[name] = sum(v * rows for v, rows in parts) / sum(rows for _, rows in parts)

@@ -241,8 +241,8 @@ class Recipe(Spec):
     def _check_dropping(self) -> Self:
         if self.may_drop and self.algorithm.type == "remax":
             raise ValueError(
-                f"{min(self.may_drop)}: on_failure is 'drop_group', but algorithm 'remax' needs the "
-                "reward of each prompt's greedy completion: set on_failure to 'fail' or 'value'"
+                f"{min(self.may_drop)}: on_failure is 'drop_group', but algorithm 'remax' needs "
+                "the reward of each prompt's greedy completion: set on_failure to 'fail' or 'value'"
             )
         return self
 

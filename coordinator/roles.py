@@ -336,7 +336,9 @@ class _JudgingRole(_TrainedRole):
             stream = self.connection.reward.ComputeReward(request)
             return await self.experience(stream, on_progress)
 
-        needs = (*SEQUENCES, "prompt_text", "completion_text", "answer", "metadata")
+        needs: tuple[str, ...] = (
+            *SEQUENCES, "prompt_text", "completion_text", "answer", "metadata",
+        )  # fmt: skip
         produces: tuple[str, ...] = (column,)
         if self.role in self.context.may_drop:
             # A row that is left out loses its mask, and so its part in every update.

@@ -40,6 +40,7 @@ from rolemesh.engine.specs import (
     MixtureSpec,
     ParquetSpec,
     RewardSpec,
+    named_sources,
 )
 
 COORDINATOR_FILE = "coordinator.json"

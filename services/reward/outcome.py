@@ -126,7 +126,7 @@ def judgement_metrics(
             continue
         label = f"{name}/{part.removeprefix(PART)}"
         given = values.values[~values.values.isnan()].double()
-        metrics[f"{label}/rows_without"] = float(len(values.values) - len(given))
+        metrics[f"{label}/absent_rows"] = float(len(values.values) - len(given))
         if len(given):
             metrics[f"{label}/mean"] = float(given.mean())
             metrics[f"{label}/std"] = float(given.std(correction=0))
