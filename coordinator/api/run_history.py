@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from rolemesh.coordinator.futures import Node
 from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, StateStore
+from rolemesh.v1 import coordinator_pb2
 
 _PAGE = 1000
+_FIRST_RECORDS = 10
+_NEWEST_RECORDS = 1000
 
 
 class RunHistory:
@@ -30,6 +33,9 @@ class RunHistory:
         """One value a step by name of the metric; NaN where a step has none."""
         self.graphs: dict[int, bytes] = {}
         """Graphs as the store has them, by step, ascending."""
+        self.alerts: list[coordinator_pb2.Alert] = []
+        self.alerts_of = (0, 0)
+        """Number of steps and newest graph that the alerts stand on."""
         self._metrics_id = ""
         self._graphs_id = ""
         # What two callers read at once would count twice.
@@ -72,16 +78,26 @@ class RunHistory:
         for old in list(self.graphs)[:-NUM_GRAPHS_KEPT]:
             del self.graphs[old]
 
-    def records(self, newest: int) -> list[dict[str, float]]:
-        """The newest records as they were written, oldest first."""
-        return [
+    def records(self, newest: Mapping[str, float]) -> list[Mapping[str, float]]:
+        """The newest records, oldest first, and before them the very first ones.
+
+        Args:
+            newest: The last of them as it was written: in columns, a value that is no number and
+                one that is missing are the same.
+        """
+        first = range(min(_FIRST_RECORDS, len(self.steps)))
+        last = range(max(len(first), len(self.steps) - _NEWEST_RECORDS), len(self.steps))
+        records: list[Mapping[str, float]] = [
             {
                 name: column[place]
                 for name, column in self.columns.items()
                 if not math.isnan(column[place])
             }
-            for place in range(max(0, len(self.steps) - newest), len(self.steps))
+            for place in (*first, *last)
         ]
+        if records and records[-1]["step"] == newest.get("step"):
+            records[-1] = newest
+        return records
 
 
 class RunHistories:

@@ -7,17 +7,15 @@ the one before.
 from __future__ import annotations
 
 import asyncio
-import codecs
-import json
 import math
-import os
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
+from rolemesh.coordinator.alerts import RECENT_GRAPHS, alerts_of
 from rolemesh.coordinator.algorithm_specs import EXTERNAL
+from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
     FINAL_STATES,
     merge_device_use,
@@ -52,7 +50,6 @@ MAX_STEPS = 1000
 
 DEFAULT_LOG_BYTES = 64 * 2**10
 MAX_LOG_BYTES = 2**20
-_LONGEST_CHARACTER_BYTES = 4
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_REQUEST_ID_CHARACTERS = 128
@@ -301,8 +298,20 @@ class StoreOperations:
 
     async def list_alerts(self, run_id: str) -> coordinator_pb2.ListAlertsResponse:
         """What deserves attention, the most pressing first."""
-        await self._record(run_id)
-        return coordinator_pb2.ListAlertsResponse()
+        record = await self._record(run_id)
+        history = self._histories.of(run_id)
+        with _translated():
+            await history.refresh()
+            await history.refresh_graphs()
+        newest = list(history.graphs.values())[-RECENT_GRAPHS:]
+        # However many ask, they are worked out once a step.
+        told_of = (len(history.steps), max(history.graphs, default=0))
+        if history.alerts_of != told_of:
+            records = history.records(newest=record.metrics)
+            graphs = [read_graph(graph)[1] for graph in newest]
+            history.alerts = alerts_of(records, graphs, await self.get_device_use(run_id))
+            history.alerts_of = told_of
+        return coordinator_pb2.ListAlertsResponse(alerts=history.alerts)
 
     async def read_log(
         self, run_id: str, log: str, offset: int = 0, max_bytes: int = 0
@@ -311,7 +320,7 @@ class StoreOperations:
         _check_bound("max_bytes", max_bytes, MAX_LOG_BYTES, DEFAULT_LOG_BYTES)
         record = await self._record(run_id)
         return await asyncio.to_thread(
-            _log_piece, record, log, offset, max_bytes or DEFAULT_LOG_BYTES
+            log_piece, record, log, offset, max_bytes or DEFAULT_LOG_BYTES
         )
 
     async def list_services(self) -> list[coordinator_pb2.RegisteredService]:
@@ -399,31 +408,3 @@ def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
     """Every n-th one, counted from the newest back, and at most so many."""
     every = -(-len(places) // most)
     return places if every <= 1 else places[::-every][::-1]
-
-
-def _log_piece(
-    record: RunRecord, log: str, offset: int, max_bytes: int
-) -> coordinator_pb2.ReadLogResponse:
-    folder = Path(record.directory) / "logs"
-    logs = sorted(path.stem for path in folder.glob("*.log"))
-    # Only what the folder lists: a name is no path.
-    if log not in logs:
-        raise NotFoundError(
-            f"run {record.run_id!r} has no log {log[:200]!r} in {folder}: there are "
-            f"{', '.join(logs) or 'none'}",
-            reason="LOG_NOT_FOUND",
-            metadata={"run_id": record.run_id, "logs": json.dumps(logs)},
-        )
-    with (folder / f"{log}.log").open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = max(0, size + offset) if offset < 0 else min(offset, size)
-        file.seek(start)
-        data = file.read(max_bytes)
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    # A character that is cut at the end comes with the next piece, where there is one.
-    is_whole = start + len(data) >= size or len(data) < _LONGEST_CHARACTER_BYTES
-    text = decoder.decode(data, final=is_whole)
-    num_pending = len(decoder.getstate()[0])
-    return coordinator_pb2.ReadLogResponse(
-        text=text, offset=start, next_offset=start + len(data) - num_pending, logs=logs
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rolemesh.coordinator.api.messages import to_timestamp
@@ -161,15 +161,31 @@ async def fill_store(
     return await store.get_run(run_id)
 
 
-async def append_step(store: StateStore, record: RunRecord, step: int, *, seed: int = 1) -> None:
-    """Makes one more step of a run that `fill_store` wrote with is_live, as its process would."""
+async def append_step(
+    store: StateStore,
+    record: RunRecord,
+    step: int,
+    *,
+    seed: int = 1,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Makes one more step of a run that `fill_store` wrote with is_live, as its process would.
+
+    Args:
+        store: Has the run.
+        record: Of the run.
+        step: Number of the step.
+        seed: Of the numbers.
+        metrics: Values in place of drawn ones, by name.
+    """
     draw, directory = random.Random(seed + step), Path(record.directory)
     began = record.created_at + step * STEP_S
     nodes = _nodes(step, began, step, draw)
     values = step_record(step, nodes, STEP_S - 0.5, MethodTraffic(24, 9_000, 7_000))
+    values |= metrics or {}
     graph = json.dumps({"step": step, "nodes": [node.to_dict() for node in nodes]})
-    with (directory / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps(values) + "\n")
+    with (directory / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(values) + "\n")
     await store.append_graph(record.run_id, step, graph.encode())
     await store.append_metrics(record.run_id, values)
     await store.update_run(record.run_id, step=step, metrics=values, activity=f"step {step + 1}")

@@ -237,6 +237,16 @@ async def test_only_a_run_of_a_client_can_be_attached_and_not_paused(
         assert refused.value.reason == "RUN_EXTERNAL"
 
 
+async def test_alerts_stand_on_what_the_run_told_so_far(
+    store: StateStore, operations: Operations
+) -> None:
+    before = {alert.rule for alert in (await operations.list_alerts("live")).alerts}
+    record = await store.get_run("live")
+    await append_step(store, record, NUM_STEPS + 1, metrics={"actor/grad_norm": math.nan})
+    after = {alert.rule for alert in (await operations.list_alerts("live")).alerts}
+    assert after - before == {"NOT_FINITE"}
+
+
 async def test_a_log_is_read_piece_by_piece_to_the_last_byte(
     operations: Operations, tmp_path: Path
 ) -> None:
