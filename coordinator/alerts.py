@@ -145,6 +145,10 @@ def _alert(level: int, rule: str, text: str, remedy: str) -> coordinator_pb2.Ale
     )
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _not_finite(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     newest = run.records[-1] if run.records else {}
     names = sorted(name for name, value in newest.items() if not math.isfinite(value))
@@ -201,7 +205,7 @@ def _reward_flat(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         text = f"All rewards of each of the last {RECENT_STEPS} steps are equal: nothing is learned"
         yield _alert(_CRITICAL, "REWARD_FLAT", f"{text}.", remedy)
     elif alike is not None and groups is not None and alike >= ALIKE_GROUPS * groups > 0:
-        text = f"In {alike / groups:.0%} of groups all completions have one reward"
+        text = f"In {_percent(alike / groups)} of groups all completions have one reward"
         yield _alert(_WARNING, "GROUPS_ALIKE", f"{text}: they teach nothing.", remedy)
 
 
@@ -212,7 +216,7 @@ def _clipped(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         yield _alert(
             _WARNING,
             "CLIP_HIGH",
-            f"{share:.0%} of tokens are clipped in the actor's updates: "
+            f"{_percent(share)} of tokens are clipped in the actor's updates: "
             "the policy moves further than its samples can tell.",
             "Lower the actor's learning rate, or make fewer updates on each batch.",
         )
@@ -241,7 +245,7 @@ def _completions_cut(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         yield _alert(
             _WARNING,
             "COMPLETIONS_CUT",
-            f"{1.0 - finished:.0%} of completions reach the length limit before they end.",
+            f"{_percent(1.0 - finished)} of completions reach the length limit before they end.",
             "Raise the limit of new tokens, or punish overlong completions.",
         )
 
@@ -353,7 +357,7 @@ def _devices_used(run: _Run) -> Iterator[coordinator_pb2.Alert]:
             yield _alert(
                 _WARNING,
                 "MEMORY_NEARLY_FULL",
-                f"Memory of {who} is {share:.0%} full.",
+                f"Memory of {who} is {_percent(share)} full.",
                 "Make micro-batches smaller, shard over more ranks, or let the roles of the pool "
                 "sleep in turn.",
             )
@@ -364,7 +368,7 @@ def _devices_used(run: _Run) -> Iterator[coordinator_pb2.Alert]:
             yield _alert(
                 _INFO,
                 "DEVICE_IDLE",
-                f"{who} computed {busy:.0%} of the last {seconds / 60:.0f} minutes.",
+                f"{who} computed {_percent(busy)} of the last {seconds / 60:.0f} minutes.",
                 "Put the role into a pool with others, or take the device away from it.",
             )
 
@@ -402,7 +406,8 @@ def _roles_wait(run: _Run) -> Iterator[coordinator_pb2.Alert]:
             yield _alert(
                 _WARNING,
                 "ROLE_WAITS",
-                f"{' and '.join(waiting)} {verb} for {other} {seconds / total:.0%} of the time.",
+                f"{' and '.join(waiting)} {verb} for {other} "
+                f"{_percent(seconds / total)} of the time.",
                 f"Give the {other} more devices, or let it share the pool of "
                 f"{' and '.join(waiting)}.",
             )

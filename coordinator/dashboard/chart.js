@@ -1,9 +1,9 @@
 // One chart on a canvas: lines with bands, or a stack of areas; read by pointer, keys or as a table.
 
 import { el, prepared, setText } from "./dom.js";
-import { number } from "./format.js";
+import { brief, number } from "./format.js";
 import { extent, nearest, thinned, ticks } from "./series.js";
-import { colour, faded } from "./theme.js";
+import { canvasFont, colour, faded } from "./theme.js";
 
 const HEIGHT = 132;
 const MARGIN = { top: 8, right: 8, bottom: 20 };
@@ -34,7 +34,7 @@ export class Chart {
       onclick: (event) => this.choose(event), onkeydown: (event) => this.key(event),
       onblur: () => onCursor(null),
     }, this.canvas, this.cursor);
-    this.element = el("figure", { class: "chart", "data-chart": spec.title },
+    this.element = el("figure", { class: spec.stacked ? "chart broad" : "chart", "data-chart": spec.title },
       el("figcaption", {}, el("strong", {}, spec.title), el("span", { class: "quiet" }, spec.unit ?? ""),
         this.tableButton),
       this.legend, this.plot, this.table);
@@ -53,17 +53,17 @@ export class Chart {
     }));
     this.setCursor(null);
     if (!this.table.hidden) this.fillTable();
-    this.draw();
   }
 
-  draw() {
-    const width = this.plot.clientWidth;
+  /** width: of the plot in pixels, measured by the caller for all charts at once: to measure after
+   * each change of the page would lay it out anew each time. */
+  draw(width) {
     if (width === 0 || this.lines.length === 0) return;
     const context = prepared(this.canvas, width, HEIGHT);
     const range = this.ranges();
     const marks = ticks(range.low, range.high, 4);
-    context.font = `11px ${getComputedStyle(this.plot).fontFamily}`;
-    const left = Math.ceil(Math.max(...marks.map((mark) => context.measureText(this.format(mark)).width))) + 10;
+    context.font = canvasFont();
+    const left = Math.ceil(Math.max(...marks.map((mark) => context.measureText(this.label(mark)).width))) + 10;
     const toX = (x) => left + ((x - range.first) / (range.last - range.first || 1)) * (width - left - MARGIN.right);
     const bottom = HEIGHT - MARGIN.bottom;
     const toY = (y) => bottom - ((y - range.low) / (range.high - range.low || 1)) * (bottom - MARGIN.top);
@@ -74,7 +74,8 @@ export class Chart {
     context.rect(left, 0, width - left, bottom + 1);
     context.clip();
     if (this.spec.stacked) this.drawStack(context, toX, toY);
-    else for (const line of this.lines) drawLine(context, line, toX, toY);
+    // The first one, which is of the chosen run, lies on top.
+    else for (const line of [...this.lines].reverse()) drawLine(context, line, toX, toY);
     context.restore();
     this.describe();
   }
@@ -88,7 +89,8 @@ export class Chart {
       : extent(this.lines.flatMap((line) => [line.raw, line.low ?? [], line.high ?? []]));
     if (this.spec.zero && low > 0) low = 0;
     if (low > high) [low, high] = [0, 1];
-    if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+    // A line that stays where it is: in the middle, or, from zero on, high up.
+    if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 10, high + (Math.abs(high) || 1) / 10];
     const room = (high - low) * 0.04;
     return { first, last, low: low === 0 ? 0 : low - room, high: high + room };
   }
@@ -105,15 +107,19 @@ export class Chart {
       context.moveTo(left, y);
       context.lineTo(width - MARGIN.right, y);
       context.stroke();
-      context.fillText(this.format(mark), left - 6, y);
+      context.fillText(this.label(mark), left - 6, y);
     }
     context.textBaseline = "alphabetic";
-    for (const mark of ticks(range.first, range.last, Math.max(2, Math.floor(width / 90)))) {
-      const text = this.xAxis.format(mark);
+    for (const mark of ticks(range.first, range.last, Math.max(2, Math.floor(width / 60)))) {
+      const text = brief(this.xAxis.format(mark));
       const half = context.measureText(text).width / 2;
       context.textAlign = "center";
       context.fillText(text, Math.min(Math.max(toX(mark), left + half), width - half - 2), bottom + 14);
     }
+  }
+
+  label(mark) {
+    return mark === 0 ? "0" : brief(this.format(mark));
   }
 
   drawStack(context, toX, toY) {
@@ -133,8 +139,8 @@ export class Chart {
   /** Shows the values at an x, or, without one, the newest. */
   setCursor(x) {
     for (const line of this.lines) {
-      const row = x === null ? line.shown.findLastIndex((value) => !Number.isNaN(value)) : nearest(line.xs, x);
-      const value = row < 0 ? NaN : line.shown[row];
+      const row = x === null ? line.raw.findLastIndex((value) => !Number.isNaN(value)) : nearest(line.xs, x);
+      const value = row < 0 ? NaN : line.raw[row];
       const spread = row >= 0 && line.high && !Number.isNaN(line.high[row])
         ? ` (${this.format(line.low[row])} to ${this.format(line.high[row])})` : "";
       setText(line.readout, `${this.format(value)}${x === null ? "" : spread}`);

@@ -62,6 +62,6 @@ export const WANTED = [
   ...new Set([
     ...CURVES.flatMap((curve) => curve.lines.flatMap((line) =>
       [line.name, line.spread, line.low, line.high].filter((name) => name !== undefined))),
-    "time/*", "reward/*", "dataflow/*", "tokens",
+    "time/*", "reward/*", "policy_version/max",
   ]),
 ];

@@ -10,7 +10,7 @@ import { lineColour, onThemeChange } from "./theme.js";
 const SMOOTHING_KEY = "rolemesh.smoothing";
 const AXES = {
   step: { unit: "step", format: number },
-  time: { unit: "after", format: (value) => (value === 0 ? "0" : seconds(value)) },
+  time: { unit: "after", format: seconds },
 };
 
 export class Curves {
@@ -18,7 +18,7 @@ export class Curves {
   constructor({ onChooseStep, onWantAll }) {
     this.runs = [];
     this.axis = "step";
-    this.smoothing = Number(sessionStorage.getItem(SMOOTHING_KEY) ?? 0);
+    this.smoothing = Number(sessionStorage.getItem(SMOOTHING_KEY) ?? 0.5);
     this.charts = new Map();
     this.others = new Map();
     this.pending = null;
@@ -78,6 +78,12 @@ export class Curves {
     this.prepareRuns();
     for (const spec of CURVES) this.renderChart(this.charts, this.grid, spec);
     if (this.more.open) this.renderOthers();
+    else this.drawAll(this.charts);
+  }
+
+  drawAll(charts) {
+    const measured = [...charts.values()].map((chart) => [chart, chart.plot.clientWidth]);
+    for (const [chart, width] of measured) chart.draw(width);
   }
 
   /** Each run's xs, once for all charts. */
@@ -99,6 +105,7 @@ export class Curves {
     for (const name of names) {
       this.renderChart(this.others, this.otherGrid, { title: name, lines: [{ name, label: name }] });
     }
+    this.drawAll(new Map([...this.charts, ...this.others]));
   }
 
   renderChart(charts, grid, spec) {

@@ -2,14 +2,14 @@
 
 import { byId, el, emptyState, prepared } from "./dom.js";
 import { bytes, clock, percent } from "./format.js";
-import { ticks } from "./series.js";
-import { colour, faded, onThemeChange } from "./theme.js";
+import { canvasFont, colour, faded, onThemeChange } from "./theme.js";
 import { hideTip, showTip } from "./tip.js";
 
 const ROW = 22;
 const CELL = 4; // Pixels: narrower columns are mixed, not seen.
 const AXIS = 18;
 const SPANS = [[5, "5 minutes"], [15, "15 minutes"], [60, "1 hour"]];
+const MARKS_S = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800];
 const KEPT_MS = 3600e3;
 const GAP_MS = 15e3; // Between two looks; further apart, nobody looked.
 
@@ -134,14 +134,16 @@ export class Devices {
   }
 
   drawAxis(context, width, height, first, last) {
-    context.font = `11px ${getComputedStyle(this.plot).fontFamily}`;
+    context.font = canvasFont();
     context.fillStyle = colour("quiet");
-    for (const mark of ticks((first - last) / 1000, 0, Math.max(2, Math.floor(width / 110)))) {
-      const text = mark === 0 ? clock(new Date(last)) : clock(new Date(last + mark * 1000));
-      const x = width * (1 - (mark * 1000) / (first - last || -1));
+    context.textAlign = "center";
+    const apart = ((last - first) * 90) / width;
+    const step = 1000 * (MARKS_S.find((seconds) => seconds * 1000 >= apart) ?? MARKS_S.at(-1));
+    for (let time = Math.ceil(first / step) * step; time <= last; time += step) {
+      const text = clock(new Date(time));
       const half = context.measureText(text).width / 2;
-      context.textAlign = "center";
-      context.fillText(text, Math.min(Math.max(x, half), width - half), height + 14);
+      const x = (width * (time - first)) / (last - first || 1);
+      if (x >= half && x <= width - half) context.fillText(text, x, height + 14);
     }
   }
 

@@ -1,7 +1,7 @@
 // A step as a timeline: a row a service, grouped by pool, the critical path filled.
 
 import { byId, el, emptyState, keyed, setText } from "./dom.js";
-import { bytes, count, percent, seconds } from "./format.js";
+import { brief, bytes, count, percent, seconds } from "./format.js";
 import { ticks } from "./series.js";
 import { giveTip } from "./tip.js";
 
@@ -37,7 +37,7 @@ export class Flow {
     this.legend = el("p", { class: "flow-legend quiet" },
       ...Object.entries(KINDS).map(([kind, label]) => el("span", {}, el("i", { class: `swatch kind-${kind}` }), label)),
       el("span", {}, el("i", { class: "swatch critical" }), "critical path"),
-      el("span", {}, el("i", { class: "swatch off-path" }), "off it"),
+      el("span", {}, el("i", { class: "swatch off-path" }), "off the path"),
       el("span", {}, el("i", { class: "swatch waits" }), "waits for its pool"));
     byId("flow-body").append(this.empty, this.summary, this.rows, this.axis, this.legend, this.path, this.table);
     this.show(null, true);
@@ -57,10 +57,9 @@ export class Flow {
     for (const part of [this.summary, this.rows, this.axis, this.legend, this.path, this.table]) part.hidden = isEmpty;
     if (isEmpty) return;
     if (document.activeElement !== this.stepInput) this.stepInput.value = graph.step;
-    const nodes = graph.nodes.filter((node) => isTime(node.started_s) || isTime(node.ready_s));
     const end = this.endOf(graph);
     this.renderSummary(graph, end);
-    this.renderRows(nodes, end);
+    this.renderRows(graph.nodes, end);
     this.renderAxis(end);
     this.renderPath(graph.nodes);
     this.renderTable();
@@ -79,7 +78,7 @@ export class Flow {
 
   renderSummary(graph, end) {
     const critical = graph.nodes.filter((node) => node.is_critical);
-    const busy = critical.reduce((sum, node) => sum + secondsOf(node), 0);
+    const busy = covered(critical);
     const running = graph.nodes.filter((node) => node.state === "running").map((node) => node.name);
     const parts = graph.is_made
       ? [`Step ${count(graph.step)}: ${seconds(end)}`, `critical path ${seconds(busy)} (${percent(busy / end)})`]
@@ -110,7 +109,9 @@ export class Flow {
 
   renderBars(lanes, calls, end) {
     const taken = [];
-    const placed = [...calls].sort((a, b) => startOf(a) - startOf(b)).map((node) => {
+    // What waits for its inputs has no place in time yet; its row is there already.
+    const begun = calls.filter((node) => isTime(node.started_s) || isTime(node.ready_s));
+    const placed = begun.sort((a, b) => startOf(a) - startOf(b)).map((node) => {
       const stop = isTime(node.started_s) ? node.ended_s ?? end : end;
       let lane = taken.findIndex((free) => free <= startOf(node) + 1e-6);
       if (lane < 0) lane = taken.length;
@@ -131,7 +132,7 @@ export class Flow {
   renderAxis(end) {
     const marks = ticks(0, end, 6).filter((mark) => mark <= end);
     this.axis.replaceChildren(...marks.map((mark) => {
-      const label = el("span", {}, mark === 0 ? "0" : seconds(mark));
+      const label = el("span", {}, mark === 0 ? "0" : brief(seconds(mark)));
       label.style.left = `${(100 * mark) / end}%`;
       return label;
     }));
@@ -164,6 +165,16 @@ function startOf(node) {
 
 function secondsOf(node) {
   return isTime(node.started_s) && isTime(node.ended_s) ? node.ended_s - node.started_s : 0;
+}
+
+/** Seconds that calls cover: the path may read a block of a call that still runs. */
+function covered(nodes) {
+  let [sum, at] = [0, 0];
+  for (const node of nodes.filter((one) => isTime(one.ended_s)).sort((a, b) => a.started_s - b.started_s)) {
+    sum += Math.max(0, node.ended_s - Math.max(at, node.started_s));
+    at = Math.max(at, node.ended_s);
+  }
+  return sum;
 }
 
 function drawBar(bar, item, end) {

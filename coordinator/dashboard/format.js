@@ -27,6 +27,7 @@ export function percent(share) {
 
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
+  if (value === 0) return "0 s";
   if (value < 0.9995) return `${plain.format(Number((1000 * value).toPrecision(3)))} ms`;
   if (value < 120) return `${value.toPrecision(value < 9.995 ? 3 : value < 99.95 ? 3 : 4)} s`;
   const minutes = Math.floor(value / 60);
@@ -44,6 +45,11 @@ export function bytes(value) {
     unit += 1;
   }
   return `${unit === 0 ? size : size.toFixed(size < 10 ? 1 : 0)} ${units[unit]}`;
+}
+
+/** Without zeros that say nothing: for marks of an axis. */
+export function brief(text) {
+  return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
 }
 
 /** Time of day of a Date. */

@@ -25,14 +25,14 @@ export class Logs {
   }
 
   async open(log) {
-    [this.log, this.text, this.offset] = [log, "", TAIL_BYTES];
+    [this.log, this.text, this.offset, this.isMissing] = [log, "", TAIL_BYTES, false];
     this.render();
     if (this.run !== null) await this.refresh();
   }
 
   /** Reads what was written since; one read at a time. */
   async refresh() {
-    if (this.run === null || this.isReading) return;
+    if (this.run === null || this.isReading || this.isMissing) return;
     const { run, log, offset } = this;
     this.isReading = true;
     try {
@@ -47,7 +47,7 @@ export class Logs {
     } catch (error) {
       // Of some runs, e.g. of other hosts, there are none: the panel says so.
       if (!(error instanceof ApiError)) throw error;
-      this.text = "";
+      this.isMissing = true;
       setText(this.body, error.message);
     } finally {
       this.isReading = false;

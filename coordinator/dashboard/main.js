@@ -93,13 +93,21 @@ const refreshMetrics = () => reading((run) => api.metrics(run, page.wantsAll ? [
 });
 
 async function refreshFlow() {
+  if (!hasSteps()) return;
   const step = page.step;
   await reading((run) => orNone(api.dataflow(run, step)), (graph) => {
     if (step !== page.step) return;
     flow.show(graph, step === 0, step > 0 ? `The graph of step ${step} is not kept.` : "");
-    if (graph !== null) mesh.learn(graph);
+    if (graph === null) return;
+    mesh.learn(graph);
+    // A step in progress does not tell yet which weights there are; the one before does.
+    if (page.knowsVersions || graph.is_made || graph.step < 2) return;
+    page.knowsVersions = true;
+    attempt(() => learnVersions(graph.step - 1));
   });
 }
+
+const learnVersions = (step) => reading((run) => orNone(api.dataflow(run, step)), (graph) => mesh.learnVersions(graph));
 
 /** null where there is no such step, which panels show as such. */
 async function orNone(answer) {
@@ -124,7 +132,7 @@ async function refreshRuns() {
 
 async function choose(id, comparedIds = []) {
   page.watch?.stop();
-  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0 });
+  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0, knowsVersions: false });
   for (const panel of [mesh, devices, events]) panel.clear();
   header.tell("");
   header.choose(page.runs, id, comparedIds);
@@ -166,6 +174,7 @@ function show(run) {
 
 function showHistory() {
   showNumbers(page.history);
+  mesh.setSampledVersion(page.history.newest("policy_version/max"));
   rewards.render(page.history);
   curves.setRuns([{ id: page.chosen, history: page.history }, ...[...page.compared].map(([id, history]) => ({ id, history }))]);
 }
@@ -207,9 +216,10 @@ function every(ms, read, isWanted = () => true) {
 }
 
 const goesOn = () => page.run !== null && !isFinal(page.run.state);
+const hasSteps = () => page.run !== null && page.run.state !== "starting";
 every(EVERY_MS.runs, refreshRuns);
 every(EVERY_MS.run, refreshRun, goesOn);
-every(EVERY_MS.flow, refreshFlow, () => goesOn() && page.step === 0);
+every(EVERY_MS.flow, refreshFlow, () => goesOn() && hasSteps() && page.step === 0);
 every(EVERY_MS.services, refreshServices);
 every(EVERY_MS.devices, refreshDevices, goesOn);
 every(EVERY_MS.alerts, refreshAlerts, goesOn);

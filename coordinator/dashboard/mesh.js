@@ -29,15 +29,26 @@ export class Mesh {
     this.render();
   }
 
-  /** What a graph tells of services: their pools, and the weights that they made or hold. */
+  /** What a graph tells of services: their pools, and the weights that they made. */
   learn(graph) {
     for (const node of graph.nodes) {
       const role = roleOf(node.service);
       if (!this.places.has(role)) this.places.set(role, new Map());
       this.places.get(role).set(node.service, node.pool);
-      if (typeof node.policy_version === "number") this.versions.set(role, node.policy_version);
+    }
+    this.learnVersions(graph);
+  }
+
+  learnVersions(graph) {
+    for (const node of graph?.nodes ?? []) {
+      if (typeof node.policy_version === "number") this.versions.set(roleOf(node.service), node.policy_version);
     }
     this.render();
+  }
+
+  /** The newest version that completions were sampled with: what rollout holds. */
+  setSampledVersion(version) {
+    if (version !== undefined) this.versions.set("rollout", version);
   }
 
   render() {

@@ -5,6 +5,7 @@ const CHOICES = ["auto", "light", "dark"];
 const listeners = new Set();
 let resolved = new Map();
 let probe = null;
+let font = null;
 
 export function onThemeChange(listener) {
   listeners.add(listener);
@@ -26,8 +27,13 @@ export function colour(name) {
 
 /** The colour with an opacity, 0 to 1. */
 export function faded(name, opacity) {
-  const parts = colour(name).match(/[\d.]+/g);
-  return `rgba(${parts[0]}, ${parts[1]}, ${parts[2]}, ${opacity})`;
+  return colour(name).replace("rgb(", "rgba(").replace(")", `, ${opacity})`);
+}
+
+/** The page's type, as canvases take it. */
+export function canvasFont() {
+  font ??= `11px ${getComputedStyle(document.body).fontFamily}`;
+  return font;
 }
 
 /** Colour of the n-th line of a chart. */
@@ -51,8 +57,7 @@ export function nextTheme(button) {
 
 function apply(choice, button) {
   document.documentElement.dataset.theme = choice;
-  button.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[choice];
-  button.setAttribute("aria-label", `Theme: ${choice}`);
+  button.textContent = `Theme: ${choice}`;
   button.title = "Theme: as the system, light or dark (t)";
   changed();
 }

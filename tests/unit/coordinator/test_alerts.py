@@ -99,19 +99,19 @@ def test_a_healthy_run_gives_no_alert_after_any_of_its_steps(steps: int) -> None
         ({"actor/loss": math.nan}, 1, "NOT_FINITE", "actor/loss"),
         ({"actor/loss": math.inf}, 1, "NOT_FINITE", "actor/loss"),
         ({"reward/std": 0.0}, 10, "REWARD_FLAT", "last 10 steps are equal"),
-        ({"groups/all_equal": 7.5}, 10, "GROUPS_ALIKE", "94%"),
+        ({"groups/all_equal": 7.5}, 10, "GROUPS_ALIKE", "94 %"),
         ({"reward/helpful/errors": 2.0}, 3, "REWARD_ERRORS", "helpful failed 6 times"),
         ({"reward/helpful/dropped_rows": 4.0}, 2, "REWARD_ROWS_DROPPED", "8 rows"),
         ({"entropy": 0.001}, 10, "ENTROPY_COLLAPSED", "from 0.30 to 0.0010"),
         ({"kl/mean": 2.5}, 10, "KL_HIGH", "2.50 nats a token away"),
         ({"actor/grad_norm": 84.0}, 1, "GRADIENT_GREW", "the actor is 84, 12 times"),
-        ({"clip_fraction_high": 0.2, "clip_fraction_low": 0.15}, 10, "CLIP_HIGH", "35%"),
+        ({"clip_fraction_high": 0.2, "clip_fraction_low": 0.15}, 10, "CLIP_HIGH", "35 %"),
         ({"sampler_logprob_diff_mean": 0.2}, 10, "SAMPLES_STALE", "1 steps old"),
         (
             {"sampler_logprob_diff_mean": 0.2, "staleness/max": 0.0},
             10, "SAMPLER_DIFFERS", "0.20 nats",
         ),
-        ({"finished_fraction": 0.4}, 10, "COMPLETIONS_CUT", "60% of completions"),
+        ({"finished_fraction": 0.4}, 10, "COMPLETIONS_CUT", "60 % of completions"),
         (
             {"time/step": 25.0, "time/generate": 21.0},
             3, "STEP_SLOWED", "took 25.0 s, usual were 10.0 s; most of it in generate",
@@ -174,7 +174,7 @@ def test_a_role_that_waits_is_named_with_whom_it_waits_for() -> None:
     # Of 10 s, actor.generate takes 7, in which the critic's pool does nothing.
     (alert,) = alerts(records(), [step_of_two_pools(7.0)] * 5)
     assert alert.rule == "ROLE_WAITS"
-    assert alert.text == "critic waits for actor 70% of the time."
+    assert alert.text == "critic waits for actor 70 % of the time."
     assert "Give the actor more devices" in alert.remedy
 
 
@@ -194,14 +194,14 @@ def test_a_reward_function_may_wait_but_a_reward_model_on_a_gpu_may_not() -> Non
     judge.service = "reward"
     (alert,) = alerts(records(), graphs, use_of(judge))
     # Of 5.5 s, the critic scores and learns for 3.
-    assert alert.text.startswith("reward waits for critic 54%")
+    assert alert.text.startswith("reward waits for critic 54 %")
 
 
 def test_a_full_device_and_an_idle_one_are_said() -> None:
     found = alerts(records(), (), use_of(device("cuda:0", 0.5, 0.99), device("cuda:1", 0.02, 0.5)))
     assert [alert.rule for alert in found] == ["MEMORY_NEARLY_FULL", "DEVICE_IDLE"]
-    assert "critic, rank 1, cuda:0 is 99% full" in found[0].text
-    assert "computed 2% of the last 10 minutes" in found[1].text
+    assert "critic, rank 1, cuda:0 is 99 % full" in found[0].text
+    assert "computed 2 % of the last 10 minutes" in found[1].text
 
 
 def test_an_idle_processor_and_a_short_look_are_no_alert() -> None:
