@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ def make_app(
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_middleware(Guard, token=token, metrics=metrics)
-    document = _openapi(app, has_token=token is not None)
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    document = functools.cache(functools.partial(_openapi, app, has_token=token is not None))
+    app.openapi = document  # type: ignore[method-assign]
     return app
 
 

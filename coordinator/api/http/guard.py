@@ -113,7 +113,7 @@ def refusal(scope: Scope, headers: Headers, token: str | None) -> RolemeshError 
     if (
         scope["method"] not in _READING
         and origin is not None
-        and urlsplit(origin).netloc.lower() != host.lower()
+        and origin.partition("://")[2].lower() != host.lower()
     ):
         return ForbiddenError(
             f"pages of {origin} may not change anything here: use the page of this coordinator, "

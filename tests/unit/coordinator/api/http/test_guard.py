@@ -1,0 +1,121 @@
+"""Who is answered."""
+
+import httpx
+import pytest
+from support.rest_servers import client_of, refused
+
+from rolemesh.coordinator.api.http.guard import MAX_BODY_BYTES
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.state.memory import MemoryStateStore
+
+TOKEN = "correct-horse"
+OPEN = ("/healthz", "/readyz", "/openapi.json", "/")
+CLOSED = ("/api/v1/runs", "/api/v1/services", "/api/v1/nothing", "/metrics")
+
+
+def client(token: str | None = None) -> httpx.AsyncClient:
+    return client_of(StoreOperations(MemoryStateStore()), token=token)
+
+
+async def test_without_a_token_nobody_is_asked_for_one() -> None:
+    async with client() as open_client:
+        for path in ("/api/v1/runs", "/metrics", *OPEN[:3]):
+            assert (await open_client.get(path)).status_code == 200
+
+
+async def test_a_token_is_asked_for_where_runs_are_told_of() -> None:
+    async with client(TOKEN) as guarded:
+        for path in CLOSED:
+            answer = await guarded.get(path)
+            refused(answer, 401, "TOKEN_MISSING")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for path in OPEN:
+            assert (await guarded.get(path)).status_code in (200, 404)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "Bearer wrong",
+        "Bearer",
+        "Bearer ",
+        f"Basic {TOKEN}",
+        TOKEN,
+        f"Bearer {TOKEN}x",
+        "Bearer \xe9",
+    ],
+)
+async def test_another_token_is_refused(sent: str) -> None:
+    async with client(TOKEN) as guarded:
+        headers = {"authorization": sent.encode("latin-1")}
+        refused(await guarded.get("/api/v1/runs", headers=headers), 401, "TOKEN_INVALID")
+
+
+async def test_the_token_opens_and_stands_in_no_query() -> None:
+    async with client(TOKEN) as guarded:
+        for scheme in ("Bearer", "bearer"):
+            headers = {"authorization": f"{scheme} {TOKEN}"}
+            assert (await guarded.get("/api/v1/runs", headers=headers)).status_code == 200
+        refused(await guarded.get(f"/api/v1/runs?token={TOKEN}"), 401, "TOKEN_MISSING")
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8321", "127.0.0.1", "127.0.0.1:1", "127.0.0.5", "[::1]:8321"]
+)
+async def test_names_of_loopback_are_answered(host: str) -> None:
+    async with client() as open_client:
+        assert (await open_client.get("/healthz", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8321", "localhost.evil.example", "10.0.0.1", "", "[", "a@b:c"],
+)
+async def test_a_name_rebound_to_loopback_is_refused(host: str) -> None:
+    async with client() as open_client:
+        for path in ("/", "/api/v1/runs", "/openapi.json"):
+            refused(await open_client.get(path, headers={"host": host}), 403, "HOST_REFUSED")
+
+
+async def test_with_a_token_any_name_may_lead_here() -> None:
+    async with client(TOKEN) as guarded:
+        headers = {"host": "mesh.example", "authorization": f"Bearer {TOKEN}"}
+        assert (await guarded.get("/api/v1/runs", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "http://localhost:9", "null", "", "file://", "http://["]
+)
+async def test_a_page_of_another_origin_changes_nothing(origin: str) -> None:
+    async with client() as open_client:
+        headers = {"origin": origin, "host": "localhost:8321"}
+        answer = await open_client.post("/api/v1/runs/r/stop", headers=headers)
+        refused(answer, 403, "ORIGIN_REFUSED")
+
+
+@pytest.mark.parametrize("headers", [{}, {"origin": "http://localhost:8321"}])
+async def test_the_own_page_and_other_clients_may(headers: dict[str, str]) -> None:
+    async with client() as open_client:
+        headers = {"host": "localhost:8321", **headers}
+        answer = await open_client.post("/api/v1/runs/r/stop", headers=headers)
+        refused(answer, 404, "RUN_NOT_FOUND")
+
+
+async def test_a_body_beyond_the_bound_is_refused() -> None:
+    recipe = "x" * (MAX_BODY_BYTES + 1)
+    async with client() as open_client:
+        answer = await open_client.post("/api/v1/runs", json={"run_id": "a", "recipe": recipe})
+        refused(answer, 413, "BODY_TOO_LARGE")
+        largest = {"run_id": "a", "recipe": recipe[:-100]}
+        refused(await open_client.post("/api/v1/runs", json=largest), 409, "CREATION_UNAVAILABLE")
+
+
+async def test_every_answer_carries_the_headers_that_keep_a_browser_in_bounds() -> None:
+    async with client(TOKEN) as guarded:
+        for path in ("/healthz", "/api/v1/runs", "/nothing"):
+            headers = (await guarded.get(path)).headers
+            assert "default-src 'self'" in headers["content-security-policy"]
+            assert "frame-ancestors 'none'" in headers["content-security-policy"]
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["referrer-policy"] == "no-referrer"
+            assert headers["cache-control"] == "no-store"
