@@ -13,7 +13,13 @@ from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.recipe import role_of
 from rolemesh.engine.specs import Spec
 from rolemesh.rpc.channel import ChannelTraffic, MeshCall, open_channel
-from rolemesh.rpc.errors import DeadlineError, InternalError, RolemeshError, UnavailableError
+from rolemesh.rpc.errors import (
+    DeadlineError,
+    InternalError,
+    RolemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
 from rolemesh.v1 import (
     data_pb2_grpc,
     experience_pb2,
@@ -124,25 +130,44 @@ class RoleConnection:
         """Asks what the service can do, and refuses one that cannot stand in for the role.
 
         Raises:
-            RunError: It is another role, or lacks a family of calls.
+            RunError: It is another role, lacks a family of calls, or pulls no experience.
         """
-        self.capabilities = await self.worker.GetCapabilities(worker_pb2.GetCapabilitiesRequest())
+        where = f"services.{self.role}: the service at {self.address}"
+        try:
+            self.capabilities = await self.worker.GetCapabilities(
+                worker_pb2.GetCapabilitiesRequest()
+            )
+        except UnsupportedError as error:
+            raise RunError(
+                f"{where} has no WorkerService, which every role serves: {self._as_outsider()}"
+            ) from error
         if self.capabilities.role != self.role:
             raise RunError(
-                f"services.{self.role}: the service at {self.address} is a "
-                f"{self.capabilities.role!r}, not a {self.role!r}: correct the address"
+                f"{where} is a {self.capabilities.role!r}, not a {self.role!r}: correct the address"
             )
         missing = [name for name in REQUIRED_SERVICES[self.role] if not self.serves(name)]
         if missing:
             raise RunError(
-                f"services.{self.role}: the service at {self.address} lacks {', '.join(missing)}: "
-                "serve them, or point the recipe at another service"
+                f"{where} lacks {', '.join(missing)}: serve them (`rolemesh compliance "
+                f"{self.address} --role {self.role}` says more), or point the recipe at another "
+                "service"
             )
         if not self.capabilities.accepts_references:
             raise RunError(
-                f"services.{self.role}: the service at {self.address} takes no references "
-                "(accepts_references is false): this version needs services that pull experience"
+                f"{where} takes no references (accepts_references is false): {self._as_outsider()}"
             )
+
+    def _as_outsider(self) -> str:
+        """What to do about a service that does not pull experience by itself."""
+        if self.role in ("reward", "cost"):
+            return (
+                f"leave services.{self.role} out and write `{self.role}: grpc://{self.address}`, "
+                "and rolemesh's own reward service sends it the trajectories"
+            )
+        return (
+            f"make it pull experience by reference (`rolemesh compliance {self.address} --role "
+            f"{self.role}` says what is missing), or point the recipe at another service"
+        )
 
     async def finish(
         self,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from rolemesh.coordinator.addresses import plain_address
 from rolemesh.coordinator.algorithm_specs import AlgorithmSpec
 from rolemesh.coordinator.schedule_specs import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.trackers.specs import TrackerSpec
@@ -103,14 +104,18 @@ class PoolSpec(Spec):
         return self.sleep == "always"
 
 
-Address = Annotated[str, Field(pattern=r"^[^:\s]+:\d{1,5}$")]
+Address = Annotated[
+    str, BeforeValidator(plain_address), Field(pattern=r"^(\[[^\]\s]+\]|[^:\s]+):\d{1,5}$")
+]
+"""host:port, or grpc://host:port, which means the same."""
 
 
 class ServiceSpec(Spec):
     """Where a role's service is, or its services."""
 
     address: Address | None = None
-    """host:port of a service that runs already; None: the coordinator starts one on loopback."""
+    """host:port or grpc://host:port of a service that runs already; None: the coordinator starts
+    one on loopback."""
     addresses: tuple[Address, ...] = ()
     """The same for several replicas of a rollout role."""
     replicas: int = Field(default=1, ge=1)

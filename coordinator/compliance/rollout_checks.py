@@ -71,7 +71,11 @@ async def _sample(subject: Subject, *, step: int = 1, **options: Any) -> Columns
 
 
 async def _usual(subject: Subject) -> Columns:
-    return await subject.rows(experience_in(await subject.usual_result(), SENT))
+    ref = experience_in(await subject.usual_result(), SENT)
+    missing = set(COLUMNS) - {schema.name for group in ref.groups for schema in group.columns}
+    if missing:
+        raise NotApplicableError(f"there are no columns {sorted(missing)}: see rollout.columns")
+    return await subject.rows(ref)
 
 
 @check(

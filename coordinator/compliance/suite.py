@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +41,8 @@ from rolemesh.rpc.errors import (
 )
 from rolemesh.v1 import worker_pb2
 
+logger = logging.getLogger(__name__)
+
 MODULES = (
     transport_checks,
     worker_checks,
@@ -57,6 +60,9 @@ LOCAL_SERVE_ADDRESS = "127.0.0.1:0"
 
 SETS_UP = ("worker.initialize", "rollout.update-weights")
 """Checks without which none of the later phases means anything."""
+
+ALWAYS = (*SETS_UP, "worker.drain")
+"""Checks that run whenever one of a later phase than BEFORE does."""
 
 PATIENCE = 20
 """A check makes at most about so many calls, each with a deadline of its own."""
@@ -203,7 +209,7 @@ class _Suite:
         extra = [
             one
             for one in CHECKS
-            if needs_run and self._subject.role in one.roles and one.check_id in SETS_UP
+            if needs_run and self._subject.role in one.roles and one.check_id in ALWAYS
         ]
         findings = []
         for one in in_order([*chosen, *extra]):
@@ -248,6 +254,15 @@ class _Suite:
                 sent="the calls of this check",
                 came=f"nothing within {subject.timeout_s:g} s",
                 remedy="answer, or end the call with an error; --timeout gives it longer",
+            )
+        except Exception as error:
+            # What a server sends may break a check in a way that nobody foresaw.
+            logger.exception("%s", one.check_id)
+            finding = found(
+                Outcome.BROKEN,
+                sent="the calls of this check",
+                came=f"what the check could not read ({type(error).__name__}: {error})",
+                remedy="send what the proto describes",
             )
         else:
             return found(Outcome.HOLDS)
