@@ -262,8 +262,14 @@ class EndpointReward(OutsideReward):
         others = [replica for replica in self._replicas if replica is not but] or self._replicas
         ready = [replica for replica in others if replica.breaker.wait_s == 0]
         if ready:
-            # One that is tried again must get a request some time, busy or not.
-            return min(ready, key=lambda replica: (not replica.breaker.is_open, replica.in_flight))
+            # One that is tried again must get a request some time, busy or not. A failure counts as
+            # a request in flight: the next try goes elsewhere, and a dead replica is not the least
+            # busy of all because it fails at once.
+            def business(replica: _Replica) -> tuple[bool, int]:
+                waits = replica.in_flight + replica.breaker.failures_in_a_row
+                return not replica.breaker.is_open, waits
+
+            return min(ready, key=business)
         soonest = min(others, key=lambda replica: replica.breaker.wait_s)
         raise RewardUnavailableError(
             soonest.client.endpoint,

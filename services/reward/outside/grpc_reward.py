@@ -60,6 +60,8 @@ class GrpcRewardClient(RewardClient):
             async for message in self._stub.ComputeReward(
                 request, timeout=self._spec.timeout_s, metadata=self._metadata
             ):
+                if message is None:  # what gRPC gives for bytes that it cannot read
+                    raise self._invalid("bytes that are no ComputeRewardResponse")
                 event = message.WhichOneof("event")
                 if found is not None:
                     raise self._invalid(f"a further message, {event}, after the rewards")

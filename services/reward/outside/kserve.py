@@ -76,6 +76,8 @@ class KServeGrpcClient(RewardClient):
             )
         except RolemeshError as error:
             raise reward_error(self.endpoint, error) from error
+        if response is None:  # what gRPC gives for bytes that it cannot read
+            raise _invalid(self.endpoint, self._spec, "bytes that are no ModelInferResponse")
         names = [tensor.name for tensor in response.outputs]
         if self._spec.output not in names:
             raise _invalid(self.endpoint, self._spec, f"outputs {names}")
