@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.device_use import ServiceDevices
 from rolemesh.services.runtime.role import InitializeResult
 from rolemesh.services.runtime.runtime import Call, Runtime
 from rolemesh.services.runtime.schema import DTYPES
@@ -41,6 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._devices = ServiceDevices(runtime.config.rank)
 
     async def GetCapabilities(
         self, request: worker_pb2.GetCapabilitiesRequest, context: _Context
@@ -127,6 +129,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             resident_bytes=psutil.Process().memory_info().rss,
             experience_bytes=runtime.store.held_bytes,
             started_at=started_at,
+            devices=self._devices.look(runtime.face),
         )
 
     async def Sleep(
