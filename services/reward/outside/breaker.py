@@ -16,11 +16,10 @@ class CircuitBreaker:
     """
 
     def __init__(self, failures: int, pause_s: float, clock: Callable[[], float]) -> None:
-        self.failures_in_a_row = 0
-        """Requests that were not answered since one was."""
         self._allowed = failures
         self._pause_s = pause_s
         self._clock = clock
+        self._in_a_row = 0
         self._opened_at: float | None = None
         self._is_tried = False
 
@@ -45,12 +44,12 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         """It was answered."""
-        self.failures_in_a_row, self._opened_at, self._is_tried = 0, None, False
+        self._in_a_row, self._opened_at, self._is_tried = 0, None, False
 
     def failed(self) -> None:
         """It was not answered."""
-        self.failures_in_a_row += 1
-        if self._opened_at is not None or self.failures_in_a_row >= self._allowed:
+        self._in_a_row += 1
+        if self._opened_at is not None or self._in_a_row >= self._allowed:
             self._opened_at, self._is_tried = self._clock(), False
 
     def given_up(self) -> None:

@@ -169,12 +169,19 @@ class EndpointReward(OutsideReward):
                 sleep=self._sleep,
                 reraise=True,
             )
+            failed: _Replica | None = None
             async for attempt in tries:
                 with attempt:
                     if attempt.retry_state.attempt_number > 1:
                         counts.retries += 1
                     left_s = ends_at - loop.time()
-                    judgement = await self._hedged(rows, left_s, counts)
+                    # Whoever fails at once is the least busy: the next try goes elsewhere.
+                    replica = self._least_busy(but=failed)
+                    try:
+                        judgement = await self._hedged(replica, rows, left_s, counts)
+                    except OutsideRewardError:
+                        failed = replica
+                        raise
         return judgement
 
     @contextlib.asynccontextmanager
@@ -189,10 +196,9 @@ class EndpointReward(OutsideReward):
             self._places.release()
 
     async def _hedged(
-        self, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
+        self, first: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
     ) -> Judgement:
         """The first answer of a request and, when it takes long, of a second one."""
-        first = self._least_busy()
         if self._spec.hedge_after_s is None:
             return await self._ask(first, rows, left_s, counts)
         pending = {asyncio.create_task(self._ask(first, rows, left_s, counts))}
@@ -253,24 +259,18 @@ class EndpointReward(OutsideReward):
             elif self._observer is not None:
                 self._observer.reward_request(self._name, outcome, time.monotonic() - started)
 
-    def _least_busy(self, but: _Replica | None = None) -> _Replica:
-        """The replica to ask: another one than `but` where there are several.
+    def _least_busy(self, but: _Replica | None) -> _Replica:
+        """The replica to ask: another one than `but` where one may be asked.
 
         Raises:
             RewardUnavailableError: all are left alone for now.
         """
-        others = [replica for replica in self._replicas if replica is not but] or self._replicas
-        ready = [replica for replica in others if replica.breaker.wait_s == 0]
+        ready = [replica for replica in self._replicas if replica.breaker.wait_s == 0]
+        ready = [replica for replica in ready if replica is not but] or ready
         if ready:
-            # One that is tried again must get a request some time, busy or not. A failure counts as
-            # a request in flight: the next try goes elsewhere, and a dead replica is not the least
-            # busy of all because it fails at once.
-            def business(replica: _Replica) -> tuple[bool, int]:
-                waits = replica.in_flight + replica.breaker.failures_in_a_row
-                return not replica.breaker.is_open, waits
-
-            return min(ready, key=business)
-        soonest = min(others, key=lambda replica: replica.breaker.wait_s)
+            # One that is tried again must get a request some time, busy or not.
+            return min(ready, key=lambda replica: (not replica.breaker.is_open, replica.in_flight))
+        soonest = min(self._replicas, key=lambda replica: replica.breaker.wait_s)
         raise RewardUnavailableError(
             soonest.client.endpoint,
             found=f"{self._spec.breaker_failures} failures in a row, so that it is not asked for "
