@@ -126,6 +126,18 @@ async def test_a_port_in_use_says_what_to_do() -> None:
         await serve_http(app, "no.such.host.invalid", 0)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_without_a_token_it_is_served_on_loopback_alone(host: str) -> None:
+    operations = StoreOperations(MemoryStateStore())
+    with pytest.raises(ValueError, match=f"host {host} can be reached from elsewhere"):
+        await serve_http(make_app(operations, pages=NO_PAGES), host, 0)
+    server, port = await serve_http(make_app(operations, pages=NO_PAGES, token="t"), "0.0.0.0", 0)
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/api/v1/runs")
+    assert answer.status_code == 401
+    await server.stop()
+
+
 async def test_signals_stay_with_the_process_that_serves() -> None:
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     async with served(StoreOperations(MemoryStateStore())) as (client, _):

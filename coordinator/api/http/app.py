@@ -57,7 +57,7 @@ def make_app(
     Args:
         operations: what it translates.
         token: what requests of /api/ and /metrics have to carry as `authorization: Bearer`. None:
-            only requests for a loopback host are answered, so bind to loopback.
+            only requests for a loopback host are answered, on a loopback address.
         pages: folder of the dashboard's files.
         heartbeat_s: an event stream is never silent for longer.
         stream_lifetime_s: an event stream ends after that; its reader comes back for the rest.
@@ -74,6 +74,7 @@ def make_app(
     )
     metrics = RequestMetrics()
     app.state.operations = operations
+    app.state.has_token = token is not None
     app.state.streams = EventStreams(metrics, heartbeat_s=heartbeat_s, lifetime_s=stream_lifetime_s)
     app.include_router(router)
     _add_process_routes(app, operations, metrics)

@@ -91,7 +91,7 @@ class RunCreation(Wish):
                 {
                     "run_id": "arithmetic-1",
                     "recipe": "algorithm: {type: grpo}\n",
-                    "overrides": ["train.steps=20"],
+                    "overrides": ["run.steps=20"],
                 }
             ]
         }

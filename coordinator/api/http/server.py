@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -54,7 +55,7 @@ async def serve_http(
 
     Args:
         app: of make_app.
-        host: address to bind; with an app that has no token, one of loopback.
+        host: name or address to bind; of loopback, when the app asks for no token.
         port: port to bind; 0 takes a free one.
         stuck_reader_s: after that, a connection whose other end takes nothing is given up.
 
@@ -62,9 +63,10 @@ async def serve_http(
         The started server, and its port.
 
     Raises:
-        ValueError: the address cannot be bound, e.g. since the port is in use.
+        ValueError: the address cannot be bound, e.g. since the port is in use; or it can be reached
+            from elsewhere, and the app asks for no token.
     """
-    listener = _bind(host, port, stuck_reader_s)
+    listener = _bind(host, port, stuck_reader_s, needs_loopback=not app.state.has_token)
     server = _Server(
         uvicorn.Config(
             app,
@@ -89,12 +91,17 @@ async def serve_http(
     return HttpServer(server, serving, app.state.streams), bound
 
 
-def _bind(host: str, port: int, stuck_reader_s: float) -> socket.socket:
+def _bind(host: str, port: int, stuck_reader_s: float, *, needs_loopback: bool) -> socket.socket:
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
+            raise ValueError(
+                f"host {host} can be reached from elsewhere, and without a token everybody could "
+                "start and stop runs: configure a token, or bind to 127.0.0.1"
+            )
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit both from the socket that they are accepted on: a peer that is gone
