@@ -273,21 +273,34 @@ def decode(
             offsets = np.frombuffer(payload, "<i8", header.num_rows + 1, column.offsets_at)
         try:
             columns[name] = ColumnData(
-                ColumnKind(column.schema.kind), _values_of(column, payload), offsets
+                ColumnKind(column.schema.kind),
+                read_values(payload, column.schema.dtype, column.num_values, column.values_at),
+                offsets,
             )
         except ValueError as error:
             raise PayloadMalformedError(f"column {name!r}: {error}") from error
     return Columns(columns)
 
 
-def _values_of(
-    column: experience_pb2.PayloadColumn, payload: bytes | bytearray | memoryview
+def read_values(
+    payload: bytes | bytearray | memoryview,
+    dtype: tensor_pb2.DataType.ValueType,
+    num_values: int,
+    at: int,
 ) -> Array:
-    if column.schema.dtype == tensor_pb2.DATA_TYPE_BFLOAT16:
+    """Elements of a payload as an array, [num_values]: a view, or of bfloat16 a float32 copy.
+
+    Args:
+        payload: Bytes that reach as far as is asked.
+        dtype: One of those that may travel.
+        num_values: How many.
+        at: Offset of the first one in bytes.
+    """
+    if dtype == tensor_pb2.DATA_TYPE_BFLOAT16:
         # A bfloat16 is the upper half of the float32 of the same value.
-        halves = np.frombuffer(payload, "<u2", column.num_values, column.values_at)
+        halves = np.frombuffer(payload, "<u2", num_values, at)
         return (halves.astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(payload, _DTYPES[column.schema.dtype], column.num_values, column.values_at)
+    return np.frombuffer(payload, _DTYPES[dtype], num_values, at)
 
 
 def check_header(header: experience_pb2.PayloadHeader) -> None:

@@ -1,0 +1,103 @@
+"""The Python SDK: runs of a coordinator, and the services of a run, without torch.
+
+`Client` and `AsyncClient` talk to a coordinator; `Mesh` and `AsyncMesh` to services, so that
+another system writes a loop of its own. Everything raises a RolemeshError, whose subclasses are in
+rolemesh.rpc.errors. See docs/sdk.md.
+"""
+
+from __future__ import annotations
+
+from rolemesh.coordinator.sdk.async_client import AsyncClient
+from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
+from rolemesh.coordinator.sdk.async_role import AsyncRole
+from rolemesh.coordinator.sdk.client import Client
+from rolemesh.coordinator.sdk.events import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Noted,
+    StateChanged,
+    StepMade,
+)
+from rolemesh.coordinator.sdk.experience import (
+    Auxiliary,
+    Experience,
+    Gradient,
+    Prompt,
+    PromptSlice,
+    Report,
+    Rewards,
+    Selection,
+    Trajectory,
+    Update,
+)
+from rolemesh.coordinator.sdk.mesh import Mesh
+from rolemesh.coordinator.sdk.retrying import RetryPolicy
+from rolemesh.coordinator.sdk.role import Role
+from rolemesh.coordinator.sdk.runs import (
+    Alert,
+    AlertLevel,
+    Dataflow,
+    DeviceUse,
+    LogPiece,
+    MetricTable,
+    RegisteredService,
+    Run,
+    RunList,
+    RunState,
+    Samples,
+)
+from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status, WorkerState
+from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Parameter, Weights
+from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
+from rolemesh.rpc.errors import RolemeshError
+
+__all__ = [
+    "Alert",
+    "AlertLevel",
+    "AsyncClient",
+    "AsyncMesh",
+    "AsyncRole",
+    "Auxiliary",
+    "Capabilities",
+    "Checkpoint",
+    "CheckpointSaved",
+    "Checksums",
+    "Client",
+    "ColumnData",
+    "ColumnKind",
+    "Columns",
+    "Dataflow",
+    "DeviceUse",
+    "Evaluated",
+    "Event",
+    "Experience",
+    "Gradient",
+    "Initialized",
+    "LogPiece",
+    "Manifest",
+    "Mesh",
+    "MetricTable",
+    "Noted",
+    "Parameter",
+    "Prompt",
+    "PromptSlice",
+    "RegisteredService",
+    "Report",
+    "RetryPolicy",
+    "Rewards",
+    "Role",
+    "RolemeshError",
+    "Run",
+    "RunList",
+    "RunState",
+    "Samples",
+    "Selection",
+    "StateChanged",
+    "Status",
+    "StepMade",
+    "Trajectory",
+    "Update",
+    "Weights",
+    "WorkerState",
+]

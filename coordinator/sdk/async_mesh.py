@@ -1,0 +1,180 @@
+"""The services of one run, as whoever drives it sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rolemesh.coordinator.sdk.async_role import AsyncRole
+from rolemesh.coordinator.sdk.experience import Experience
+from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
+from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
+from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.errors import UnsupportedError
+from rolemesh.v1 import operation_pb2
+
+Answer = TypeVar("Answer")
+
+
+class AsyncMesh(Mapping[str, AsyncRole]):
+    """Services by name, called directly. Owner: the loop on which it is used.
+
+    Invariant: every call that changes something has a key of its own: run, epoch, step, operation
+    and a number that is never used twice.
+
+    Example::
+
+        async with AsyncMesh({"actor": "127.0.0.1:50051"}, run_id="mine") as mesh:
+            await mesh["actor"].initialize(spec)
+            batch = await mesh["actor"].sample(["What is 2 + 3?"], samples_per_prompt=4)
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[str, str],
+        *,
+        run_id: str,
+        epoch: int | None = None,
+        step: int = 0,
+        policy_versions: Mapping[str, int] | None = None,
+        deadline_s: float | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """Prepares; connections are made by the first calls.
+
+        Args:
+            addresses: "host:port" by name, e.g. {"actor": "127.0.0.1:50051"}.
+            run_id: The run, 1 to 128 characters.
+            epoch: Services refuse whoever speaks for the run with a lower one; None: the time in
+                milliseconds, so that who connects later takes over. Never the same one twice.
+            step: The step that is made.
+            policy_versions: Versions of weights by name, where they are known.
+            deadline_s: Longest time of one call; None: that of its method (10 s to an hour).
+            retry: How calls are repeated; None: within 60 s.
+
+        Raises:
+            ValueError: An address is not "host:port", or a number is out of range.
+        """
+        if deadline_s is not None and not deadline_s > 0:
+            raise ValueError(f"deadline_s is {deadline_s}: give seconds > 0")
+        self.run_id = run_id
+        self.epoch = time.time_ns() // 1_000_000 if epoch is None else epoch
+        self.step = step
+        """The step that calls belong to, which services give experience and draws by."""
+        self._deadline_s = deadline_s
+        self._retry = RetryPolicy() if retry is None else retry
+        self._numbers = itertools.count()
+        self._channels: dict[str, MeshChannel] = {}
+        versions = policy_versions or {}
+        self._roles = {
+            name: AsyncRole(self, name, self._channel(address), versions.get(name))
+            for name, address in addresses.items()
+        }
+
+    async def __aenter__(self) -> AsyncMesh:
+        """Returns the mesh."""
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Closes the mesh."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes all connections; services keep what they hold."""
+        for channel in self._channels.values():
+            await channel.close()
+
+    def __getitem__(self, name: str) -> AsyncRole:
+        """The service of that name."""
+        return self._roles[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        """How many services there are."""
+        return len(self._roles)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(run_id={self.run_id!r}, step={self.step}, {list(self)})"
+
+    def begin_step(self, step: int | None = None) -> int:
+        """From now on calls belong to this step; None: to the next one. Returns it."""
+        self.step = self.step + 1 if step is None else step
+        return self.step
+
+    async def fetch(
+        self,
+        experience: Experience,
+        columns: Sequence[str] = (),
+        rows: Iterable[int] | None = None,
+        *,
+        max_bytes: int = MAX_FETCH_BYTES,
+    ) -> Columns:
+        """Columns of a batch as arrays, in the batch's order of rows.
+
+        Args:
+            experience: The batch.
+            columns: Names wanted; empty: all.
+            rows: Rows wanted, in this order; None: all.
+            max_bytes: Most bytes to allocate.
+        """
+        wanted = None if rows is None else list(rows)
+
+        async def pull(_: None, **how: Any) -> Columns:
+            return await fetch_columns(
+                self._channel, experience.reference, columns, wanted, max_bytes=max_bytes
+            )
+
+        return await self.call(pull, None)
+
+    async def release(self, *experiences: Experience, through_step: int | None = None) -> int:
+        """Has all services drop experience; returns the bytes freed.
+
+        Args:
+            experiences: What is dropped; none: all of the run up to `through_step`.
+            through_step: The last step that is dropped; None: the current one.
+        """
+        ids = [
+            shard.experience_id
+            for experience in experiences
+            for group in experience.reference.groups
+            for shard in group.shards
+        ]
+
+        async def release(role: AsyncRole) -> int:
+            try:
+                return await role.release(ids, through_step=through_step)
+            except UnsupportedError:
+                return 0  # it holds no experience
+
+        return sum(await asyncio.gather(*(release(role) for role in self._roles.values())))
+
+    def new_key(self, operation: str) -> operation_pb2.OperationKey:
+        """A key that was never used, for an operation of the current step."""
+        return operation_pb2.OperationKey(
+            run_id=self.run_id,
+            fencing_epoch=self.epoch,
+            step=self.step,
+            operation=operation,
+            sequence=next(self._numbers),
+        )
+
+    async def call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
+        """The answer of a call, repeated with the same request while its peer does not answer."""
+
+        async def once() -> Answer:
+            return await method(request, timeout=self._deadline_s)
+
+        return await repeated(self._retry, once)
+
+    def _channel(self, address: str) -> MeshChannel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return channel

@@ -1,0 +1,77 @@
+"""What happens in a run, as values that nobody can change."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from rolemesh.coordinator.sdk.runs import RunState, run_state, to_time
+from rolemesh.v1 import coordinator_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a run."""
+
+    event_id: str
+    """From here a watch goes on."""
+    time: datetime.datetime
+    step: int
+    """Steps finished by then."""
+
+    @staticmethod
+    def of(event: coordinator_pb2.RunEvent) -> Event:
+        """From its message; one of a kind that this version does not know is a bare Event."""
+        head = (event.event_id, to_time(event.time), event.step)
+        match event.WhichOneof("event"):
+            case "state":
+                return StateChanged(*head, run_state(event.state.state), event.state.failure)
+            case "step_made":
+                return StepMade(*head, MappingProxyType(dict(event.step_made.metrics)))
+            case "evaluated":
+                return Evaluated(*head, MappingProxyType(dict(event.evaluated.metrics)))
+            case "checkpoint_saved":
+                return CheckpointSaved(*head, event.checkpoint_saved.directory)
+            case "note":
+                return Noted(*head, event.note.text)
+        return Event(*head)
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged(Event):
+    """The run is in another state."""
+
+    state: RunState
+    failure: str
+    """Why it failed, empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade(Event):
+    """A step was made."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated(Event):
+    """The policy was evaluated on held-out prompts."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved(Event):
+    """A checkpoint of all roles was saved."""
+
+    directory: str
+    """On the coordinator's host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(Event):
+    """Something worth a line."""
+
+    text: str

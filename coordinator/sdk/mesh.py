@@ -1,0 +1,132 @@
+"""The services of one run for programs without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
+from rolemesh.coordinator.sdk.experience import Experience
+from rolemesh.coordinator.sdk.loop_thread import LoopThread
+from rolemesh.coordinator.sdk.retrying import RetryPolicy
+from rolemesh.coordinator.sdk.role import Role
+from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES
+from rolemesh.rpc.columns import Columns
+
+
+class Mesh(Mapping[str, Role]):
+    """AsyncMesh without await: the same methods with the same arguments.
+
+    Example::
+
+        with Mesh({"actor": "127.0.0.1:50051"}, run_id="mine") as mesh:
+            batch = mesh["actor"].sample(["What is 2 + 3?"], samples_per_prompt=4)
+            print(mesh.fetch(batch)["completion_text"].strings())
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[str, str],
+        *,
+        run_id: str,
+        epoch: int | None = None,
+        step: int = 0,
+        policy_versions: Mapping[str, int] | None = None,
+        deadline_s: float | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """Prepares; arguments as of AsyncMesh."""
+        loop = LoopThread()
+
+        async def make() -> AsyncMesh:
+            return AsyncMesh(
+                addresses,
+                run_id=run_id,
+                epoch=epoch,
+                step=step,
+                policy_versions=policy_versions,
+                deadline_s=deadline_s,
+                retry=retry,
+            )
+
+        try:
+            self._take(loop.run(make()), loop, owns_loop=True)
+        except BaseException:
+            loop.close()
+            raise
+
+    @classmethod
+    def over(cls, mesh: AsyncMesh, loop: LoopThread) -> Mesh:
+        """A mesh that lives on the loop of a client."""
+        made = cls.__new__(cls)
+        made._take(mesh, loop, owns_loop=False)
+        return made
+
+    def _take(self, mesh: AsyncMesh, loop: LoopThread, *, owns_loop: bool) -> None:
+        self._mesh = mesh
+        self._loop = loop
+        self._owns_loop = owns_loop
+        self._roles = {name: Role(role, loop) for name, role in mesh.items()}
+
+    def __enter__(self) -> Mesh:
+        """Returns the mesh."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Closes the mesh."""
+        self.close()
+
+    def close(self) -> None:
+        """Closes all connections; services keep what they hold."""
+        if self._loop.is_open:
+            self._loop.run(self._mesh.close())
+            if self._owns_loop:
+                self._loop.close()
+
+    def __getitem__(self, name: str) -> Role:
+        """The service of that name."""
+        return self._roles[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._roles)
+
+    def __len__(self) -> int:
+        """How many services there are."""
+        return len(self._roles)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(run_id={self.run_id!r}, step={self.step}, {list(self)})"
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self._mesh.run_id
+
+    @property
+    def epoch(self) -> int:
+        """Services refuse whoever speaks for the run with a lower one."""
+        return self._mesh.epoch
+
+    @property
+    def step(self) -> int:
+        """The step that calls belong to."""
+        return self._mesh.step
+
+    def begin_step(self, step: int | None = None) -> int:
+        """From now on calls belong to this step; None: to the next one. Returns it."""
+        return self._mesh.begin_step(step)
+
+    def fetch(
+        self,
+        experience: Experience,
+        columns: Sequence[str] = (),
+        rows: Iterable[int] | None = None,
+        *,
+        max_bytes: int = MAX_FETCH_BYTES,
+    ) -> Columns:
+        """Columns of a batch as arrays, in the batch's order of rows."""
+        return self._loop.run(self._mesh.fetch(experience, columns, rows, max_bytes=max_bytes))
+
+    def release(self, *experiences: Experience, through_step: int | None = None) -> int:
+        """Has all services drop experience; returns the bytes freed."""
+        return self._loop.run(self._mesh.release(*experiences, through_step=through_step))

@@ -1,0 +1,221 @@
+"""One service of a run for programs without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolemesh.coordinator.sdk.async_role import AsyncRole
+from rolemesh.coordinator.sdk.experience import (
+    Auxiliary,
+    Experience,
+    Gradient,
+    Part,
+    Prompt,
+    PromptSlice,
+    Rewards,
+    Selection,
+    Trajectory,
+    Update,
+)
+from rolemesh.coordinator.sdk.loop_thread import LoopThread
+from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
+from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Weights
+from rolemesh.rpc.columns import Array, Columns
+
+
+class Role:
+    """AsyncRole without await: the same methods with the same arguments."""
+
+    def __init__(self, role: AsyncRole, loop: LoopThread) -> None:
+        """Prepares; made by the mesh."""
+        self.name = role.name
+        """Name of the service, e.g. "actor" or "rollout-1"."""
+        self.address = role.address
+        self._role = role
+        self._loop = loop
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r} at {self.address})"
+
+    @property
+    def policy_version(self) -> int | None:
+        """Version of its weights as last heard; None before."""
+        return self._role.policy_version
+
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        return self._loop.run(self._role.capabilities())
+
+    def status(self) -> Status:
+        """How it is right now; also tells it that the run goes on."""
+        return self._loop.run(self._role.status())
+
+    def initialize(self, spec: Mapping[str, Any], run_seed: int = 0) -> Initialized:
+        """Gives it its part of the run: models and data."""
+        return self._loop.run(self._role.initialize(spec, run_seed))
+
+    def sleep(self) -> int:
+        """Moves its weights off the device; returns the bytes that became free."""
+        return self._loop.run(self._role.sleep())
+
+    def wake(self) -> int:
+        """Brings its weights back; returns the bytes in use again."""
+        return self._loop.run(self._role.wake())
+
+    def drain(self, *, exit: bool = False) -> None:
+        """Lets it finish and forget the run, or end its process with `exit`."""
+        self._loop.run(self._role.drain(exit=exit))
+
+    def put(self, columns: Columns) -> Experience:
+        """Has it hold rows of the caller, for every call that takes experience."""
+        return self._loop.run(self._role.put(columns))
+
+    def release(
+        self, experience_ids: Sequence[str] = (), *, through_step: int | None = None
+    ) -> int:
+        """Has it drop experience; returns the bytes freed."""
+        return self._loop.run(self._role.release(experience_ids, through_step=through_step))
+
+    def sample(
+        self,
+        prompts: PromptSlice | Sequence[Prompt | str | Sequence[int]],
+        *,
+        samples_per_prompt: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        max_new_tokens: int = 256,
+        greedy: bool = False,
+    ) -> Experience:
+        """Samples completions, with the newest weights. Columns: see RolloutService.Generate."""
+        return self._loop.run(
+            self._role.sample(
+                prompts,
+                samples_per_prompt=samples_per_prompt,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_new_tokens=max_new_tokens,
+                greedy=greedy,
+            )
+        )
+
+    def read(self, rows: PromptSlice, kind: str = "demonstration") -> Experience:
+        """Makes experience of rows of the service's data, whose completions are given."""
+        return self._loop.run(self._role.read(rows, kind))
+
+    def compute_logprobs(
+        self,
+        experience: Experience,
+        column: str,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Experience:
+        """Log-prob of every completion token under its policy, as the column of that name."""
+        return self._loop.run(
+            self._role.compute_logprobs(
+                experience, column, temperature=temperature, with_entropy=with_entropy
+            )
+        )
+
+    def compute_values(self, experience: Experience) -> Experience:
+        """The value before every completion token, as the column "values"."""
+        return self._loop.run(self._role.compute_values(experience))
+
+    def compute_reward(self, experience: Experience, *, pass_at: Sequence[int] = ()) -> Experience:
+        """A reward for every trajectory, as the column "rewards" (of a cost: "costs")."""
+        return self._loop.run(self._role.compute_reward(experience, pass_at=pass_at))
+
+    def judge(self, trajectories: Sequence[Trajectory]) -> Rewards:
+        """A reward for every trajectory that is sent along, 4 MiB in all."""
+        return self._loop.run(self._role.judge(trajectories))
+
+    def compute_advantages(
+        self, experience: Experience, estimator: Part, *, baseline: Experience | None = None
+    ) -> Experience:
+        """Advantages, and returns where the estimator has a critic."""
+        return self._loop.run(
+            self._role.compute_advantages(experience, estimator, baseline=baseline)
+        )
+
+    def select_groups(
+        self, experience: Experience, rule: Part, *, max_groups: int = 0
+    ) -> Selection:
+        """Keeps the groups that a rule wants, at most `max_groups` (0: all of them)."""
+        return self._loop.run(self._role.select_groups(experience, rule, max_groups=max_groups))
+
+    def forward_backward(
+        self, experience: Experience, loss: Part, *, rows_per_unit: int = 0
+    ) -> Gradient:
+        """Adds gradients of a loss over a batch; changes no weight."""
+        return self._loop.run(
+            self._role.forward_backward(experience, loss, rows_per_unit=rows_per_unit)
+        )
+
+    def optim_step(
+        self, *, learning_rate: float | None = None, expected_policy_version: int | None = None
+    ) -> Update:
+        """Applies the gradients: clips, steps, raises the version by one."""
+        return self._loop.run(
+            self._role.optim_step(
+                learning_rate=learning_rate, expected_policy_version=expected_policy_version
+            )
+        )
+
+    def update(
+        self,
+        experience: Experience,
+        loss: Part,
+        *,
+        epochs: int = 1,
+        mini_batch_rows: int | None = None,
+        rows_per_unit: int = 0,
+        auxiliary: Sequence[Auxiliary] = (),
+        expected_policy_version: int | None = None,
+    ) -> Update:
+        """The fused update: forward_backward and optim_step for each epoch and mini-batch."""
+        return self._loop.run(
+            self._role.update(
+                experience,
+                loss,
+                epochs=epochs,
+                mini_batch_rows=mini_batch_rows,
+                rows_per_unit=rows_per_unit,
+                auxiliary=auxiliary,
+                expected_policy_version=expected_policy_version,
+            )
+        )
+
+    def get_manifest(self) -> Manifest:
+        """Every parameter of its model."""
+        return self._loop.run(self._role.get_manifest())
+
+    def get_checksums(self, holder: str = "trainer") -> Checksums:
+        """Hashes of the weights that its "trainer" or its "sampler" holds."""
+        return self._loop.run(self._role.get_checksums(holder))
+
+    def publish_weights(self, dtype: str) -> Weights:
+        """Keeps a copy of the trained weights for others, in a dtype, e.g. "bfloat16"."""
+        return self._loop.run(self._role.publish_weights(dtype))
+
+    def update_weights(self, weights: Weights) -> Update:
+        """Brings published weights to the sampler of a rollout service."""
+        return self._loop.run(self._role.update_weights(weights))
+
+    def fetch_weights(self, weights: Weights, names: Sequence[str] = ()) -> dict[str, Array]:
+        """Whole parameters that it has published, by name; bfloat16 comes as float32."""
+        return self._loop.run(self._role.fetch_weights(weights, names))
+
+    def save_state(self, directory: str) -> Checkpoint:
+        """Writes all that training goes on from: weights, optimizer, random state, schedule."""
+        return self._loop.run(self._role.save_state(directory))
+
+    def load_state(self, directory: str) -> Checkpoint:
+        """Loads what save_state wrote, after checking its hashes."""
+        return self._loop.run(self._role.load_state(directory))
+
+    def export(self, directory: str) -> Checkpoint:
+        """Writes a Hugging Face folder, which replaces what stands there."""
+        return self._loop.run(self._role.export(directory))

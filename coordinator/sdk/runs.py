@@ -1,0 +1,373 @@
+"""What a coordinator tells of runs, as values that nobody can change."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import timestamp_pb2
+
+from rolemesh.coordinator.sdk.html import definition_list, table
+from rolemesh.v1 import coordinator_pb2
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+
+class RunState(StrEnum):
+    """State of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing follows."""
+        return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
+
+
+def run_state(number: coordinator_pb2.RunState.ValueType) -> RunState:
+    """A state from its number."""
+    return RunState(coordinator_pb2.RunState.Name(number).removeprefix("RUN_STATE_").lower())
+
+
+def to_time(timestamp: timestamp_pb2.Timestamp) -> datetime.datetime:
+    """A time, in UTC."""
+    return timestamp.ToDatetime(datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run."""
+
+    run_id: str
+    name: str
+    state: RunState
+    step: int
+    """Steps finished."""
+    num_steps: int
+    """Steps planned."""
+    created_at: datetime.datetime
+    updated_at: datetime.datetime
+    directory: str
+    """Folder of its files, on the coordinator's host."""
+    failure: str
+    """Why it failed, empty otherwise."""
+    metrics: Mapping[str, float]
+    """Of the newest step."""
+    algorithm: str
+    activity: str
+    """What it does right now."""
+
+    @staticmethod
+    def of(run: coordinator_pb2.Run) -> Run:
+        """From its message."""
+        return Run(
+            run_id=run.run_id,
+            name=run.name,
+            state=run_state(run.state),
+            step=run.step,
+            num_steps=run.num_steps,
+            created_at=to_time(run.created_at),
+            updated_at=to_time(run.updated_at),
+            directory=run.directory,
+            failure=run.failure,
+            metrics=MappingProxyType(dict(run.metrics)),
+            algorithm=run.algorithm,
+            activity=run.activity,
+        )
+
+    def _repr_html_(self) -> str:
+        facts: dict[str, object] = {
+            "run": self.run_id,
+            "name": self.name,
+            "algorithm": self.algorithm,
+            "state": f"{self.state} {self.failure}".strip(),
+            "step": f"{self.step} of {self.num_steps}",
+            "now": self.activity,
+            "reward": self.metrics.get("reward/mean"),
+        }
+        return definition_list(facts)
+
+
+class RunList(tuple[Run, ...]):
+    """Runs, newest first."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        rows = [(run.run_id, run.name, run.state, run.step, run.activity) for run in self]
+        return table(("run", "name", "state", "step", "now"), rows)
+
+
+class MetricTable(Mapping[str, FloatArray]):
+    """Metrics of steps as arrays of equal length; NaN where a step has none.
+
+    Example: table["reward/mean"][table.steps > 10].mean()
+    """
+
+    def __init__(self, steps: npt.NDArray[np.int64], series: Mapping[str, FloatArray]) -> None:
+        self.steps = steps
+        """Ascending, int64 [n]."""
+        self._series = dict(series)
+
+    @staticmethod
+    def of(pages: Sequence[coordinator_pb2.GetMetricsResponse]) -> MetricTable:
+        """One table of pages that follow each other; a page may lack a metric that others have."""
+        names = sorted({one.name for page in pages for one in page.series})
+        parts: dict[str, list[FloatArray]] = {name: [] for name in names}
+        for page in pages:
+            known = {one.name: np.array(one.values, dtype=np.float64) for one in page.series}
+            for name in names:
+                parts[name].append(known.get(name, np.full(len(page.steps), np.nan)))
+        steps = np.array([step for page in pages for step in page.steps], dtype=np.int64)
+        return MetricTable(steps, {name: np.concatenate(part) for name, part in parts.items()})
+
+    def __getitem__(self, name: str) -> FloatArray:
+        """Values of a metric, one a step."""
+        return self._series[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._series)
+
+    def __len__(self) -> int:
+        """How many metrics there are."""
+        return len(self._series)
+
+    def __repr__(self) -> str:
+        return f"MetricTable(steps={len(self.steps)}, metrics={len(self)})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (int(step), *(float(self._series[name][at]) for name in self._series))
+            for at, step in enumerate(self.steps)
+        ]
+        return table(("step", *self._series), rows[-10:])
+
+
+@dataclass(frozen=True, slots=True)
+class DataflowNode:
+    """One call of a step."""
+
+    name: str
+    service: str
+    kind: str
+    pool: str
+    state: str
+    ready_s: float | None
+    """When its inputs existed, in seconds since the step began."""
+    started_s: float | None
+    ended_s: float | None
+    is_critical: bool
+    """Whether the step waited for it."""
+    num_tokens: int
+    num_bytes: int
+    """Bytes of experience that it pulled."""
+    phases: Mapping[str, float]
+    """Seconds by phase."""
+    after: tuple[str, ...]
+    """Names of the calls whose results it needs."""
+    policy_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dataflow:
+    """The calls of a step."""
+
+    step: int
+    is_made: bool
+    nodes: tuple[DataflowNode, ...]
+
+    @staticmethod
+    def of(answer: coordinator_pb2.GetDataflowResponse) -> Dataflow:
+        """From its message."""
+
+        def optional(node: coordinator_pb2.DataflowNode, field: Any) -> Any:
+            return getattr(node, field) if node.HasField(field) else None
+
+        nodes = tuple(
+            DataflowNode(
+                name=node.name,
+                service=node.service,
+                kind=node.kind,
+                pool=node.pool,
+                state=node.state,
+                ready_s=optional(node, "ready_s"),
+                started_s=optional(node, "started_s"),
+                ended_s=optional(node, "ended_s"),
+                is_critical=node.is_critical,
+                num_tokens=node.num_tokens,
+                num_bytes=node.num_bytes,
+                phases=MappingProxyType(dict(node.phases)),
+                after=tuple(node.after),
+                policy_version=optional(node, "policy_version"),
+            )
+            for node in answer.nodes
+        )
+        return Dataflow(answer.step, answer.is_made, nodes)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.name, one.pool, one.state, one.started_s, one.ended_s, one.is_critical)
+            for one in self.nodes
+        ]
+        return table(("call", "pool", "state", "started s", "ended s", "critical"), rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One trajectory for people."""
+
+    row: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+    policy_version: int
+    """Version that sampled its first token."""
+    token_ids: npt.NDArray[np.int64]
+    """Of the completion, [n]."""
+    logprobs: npt.NDArray[np.float32]
+    """Natural log, [n]."""
+    loss_mask: npt.NDArray[np.bool_]
+    """Whether each token is the policy's own, [n]."""
+    advantages: npt.NDArray[np.float32]
+    """[n], or empty where the algorithm has none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Some trajectories of a step."""
+
+    step: int
+    """0 when there is none yet."""
+    rows: tuple[Sample, ...]
+    kept_steps: tuple[int, ...]
+    """Steps of which samples are kept."""
+
+    @staticmethod
+    def of(answer: coordinator_pb2.ListSamplesResponse) -> Samples:
+        """From its message."""
+        rows = tuple(
+            Sample(
+                row=one.row,
+                prompt=one.prompt,
+                completion=one.completion,
+                answer=one.answer,
+                reward=one.reward,
+                policy_version=one.policy_version,
+                token_ids=np.array(one.token_ids, dtype=np.int64),
+                logprobs=np.array(one.logprobs, dtype=np.float32),
+                loss_mask=np.array(one.loss_mask, dtype=np.bool_),
+                advantages=np.array(one.advantages, dtype=np.float32),
+            )
+            for one in answer.samples
+        )
+        return Samples(answer.step, rows, tuple(answer.steps))
+
+    def _repr_html_(self) -> str:
+        rows = [(one.row, one.prompt, one.completion, one.answer, one.reward) for one in self.rows]
+        return table(("row", "prompt", "completion", "answer", "reward"), rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceUse:
+    """How busy a device was over time."""
+
+    service: str
+    rank: int
+    device: str
+    times: FloatArray
+    """Unix times in seconds, [n]."""
+    busy: npt.NDArray[np.float32]
+    """Share of time since the look before, 0 to 1, [n]."""
+    memory_bytes: npt.NDArray[np.int64]
+    """In use, [n]."""
+    memory_total_bytes: int
+
+    @staticmethod
+    def of(series: coordinator_pb2.DeviceUseSeries) -> DeviceUse:
+        """From its message."""
+        return DeviceUse(
+            service=series.service,
+            rank=series.rank,
+            device=series.device,
+            times=np.array([one.seconds + one.nanos * 1e-9 for one in series.times], np.float64),
+            busy=np.array(series.busy, dtype=np.float32),
+            memory_bytes=np.array(series.memory_bytes, dtype=np.int64),
+            memory_total_bytes=series.memory_total_bytes,
+        )
+
+
+class AlertLevel(StrEnum):
+    """How pressing an alert is."""
+
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Something that deserves attention."""
+
+    level: AlertLevel
+    rule: str
+    """Stable name, e.g. "ROLE_WAITS"."""
+    text: str
+    remedy: str
+
+    @staticmethod
+    def of(alert: coordinator_pb2.Alert) -> Alert:
+        """From its message."""
+        name = coordinator_pb2.AlertLevel.Name(alert.level).removeprefix("ALERT_LEVEL_")
+        return Alert(AlertLevel(name.lower()), alert.rule, alert.text, alert.remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece:
+    """A piece of a log."""
+
+    text: str
+    offset: int
+    """Of its first byte."""
+    next_offset: int
+    """Where to go on."""
+    logs: tuple[str, ...]
+    """Names of all logs of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredService:
+    """A service that the coordinator knows."""
+
+    role: str
+    address: str
+    pid: int
+    """On its host, 0 when not known."""
+    lease_until: datetime.datetime
+    status: str
+    """What it last said of itself."""
+
+    @staticmethod
+    def of(service: coordinator_pb2.RegisteredService) -> RegisteredService:
+        """From its message."""
+        return RegisteredService(
+            service.role,
+            service.address,
+            service.pid,
+            to_time(service.lease_until),
+            service.status,
+        )

@@ -1,0 +1,85 @@
+"""Weights and checkpoints as services tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rolemesh.coordinator.sdk.experience import Report
+from rolemesh.v1 import tensor_pb2, weights_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What was saved, loaded or exported."""
+
+    policy_version: int
+    num_bytes: int
+    """On disk."""
+    manifest_sha256: str
+    report: Report
+
+    @staticmethod
+    def of(result: weights_pb2.CheckpointResult) -> Checkpoint:
+        """From its message."""
+        return Checkpoint(
+            result.policy_version,
+            result.num_bytes,
+            result.manifest_sha256,
+            Report.of(result.report),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """E.g. "bfloat16"."""
+
+    @staticmethod
+    def of(spec: weights_pb2.ParameterSpec) -> Parameter:
+        """From its message."""
+        dtype = tensor_pb2.DataType.Name(spec.dtype).removeprefix("DATA_TYPE_").lower()
+        return Parameter(spec.name, tuple(spec.shape), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Every parameter of a model, and the version of its weights."""
+
+    policy_version: int
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights that a service has published; this names them and holds none."""
+
+    reference: weights_pb2.WeightsRef = field(repr=False)
+    """As it travels; not to be changed."""
+    report: Report = field(repr=False)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights."""
+        return self.reference.policy_version
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters, in the model's order."""
+        return tuple(Parameter.of(one) for one in self.reference.parameters)
+
+    def __repr__(self) -> str:
+        return f"Weights(version={self.policy_version}, parameters={len(self.parameters)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """SHA-256 of each parameter as a holder has it."""
+
+    policy_version: int
+    by_rank: tuple[Mapping[str, str], ...]
+    """Of ranks 0, 1, ...: hexadecimal by name."""
