@@ -23,8 +23,11 @@ from rolemesh.v1 import coordinator_pb2
 MAX_STREAMS = 100
 """Streams that are open at once; one more is refused."""
 
-FIRST_ANSWER_S = 1.0
+FIRST_ANSWER_S = 0.5
 """How long a stream waits for its first event, which may be an error, before it begins."""
+
+END_S = 5.0
+"""How long it waits so where the run has ended: its end, with events or without, is to come."""
 
 RETRY_MS = 1000
 """What a browser is told to wait before it comes back."""
@@ -78,9 +81,18 @@ class EventStreams:
         self._closing.set()
 
     async def open(
-        self, events: AsyncIterator[coordinator_pb2.RunEvent], request_id: str
+        self,
+        events: AsyncIterator[coordinator_pb2.RunEvent],
+        request_id: str,
+        *,
+        has_ended: bool,
     ) -> Response:
         """The answer that sends events; 204 when there will be none, so that nobody comes back.
+
+        Args:
+            events: what to send.
+            request_id: of the request.
+            has_ended: whether the run has.
 
         Raises:
             RolemeshError: what the first event turned out to be.
@@ -95,7 +107,8 @@ class EventStreams:
         self._num_open += 1
         self._metrics.event_streams.set(self._num_open)
         try:
-            if await reading.wait(FIRST_ANSWER_S) and reading.peek() is None:
+            timeout_s = END_S if has_ended else FIRST_ANSWER_S
+            if await reading.wait(timeout_s) and reading.peek() is None:
                 await self.release(reading)
                 return Response(status_code=204)
         except BaseException:

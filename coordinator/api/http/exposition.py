@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from rolemesh.coordinator.api.http.models import RunStateWord
+from rolemesh.coordinator.api.messages import FINAL_STATES
 from rolemesh.v1 import coordinator_pb2
 
 MAX_TOLD_RUNS = 20
@@ -22,12 +23,6 @@ MAX_TOLD_RUNS = 20
 
 MAX_TOLD_METRICS = 200
 """Metrics of a run that are told, by name."""
-
-_FINAL = (
-    coordinator_pb2.RUN_STATE_SUCCEEDED,
-    coordinator_pb2.RUN_STATE_STOPPED,
-    coordinator_pb2.RUN_STATE_FAILED,
-)
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -83,7 +78,7 @@ class _Runs(Collector):
         values = GaugeMetricFamily(
             "rolemesh_run_metric", "A metric of the newest step.", labels=["run_id", "name"]
         )
-        live = [run for run in self._runs if run.state not in _FINAL]
+        live = [run for run in self._runs if run.state not in FINAL_STATES]
         for run in live[:MAX_TOLD_RUNS]:
             steps.add_metric([run.run_id], run.step)
             planned.add_metric([run.run_id], run.num_steps)

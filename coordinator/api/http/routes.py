@@ -15,6 +15,7 @@ from rolemesh.coordinator.api.http import models
 from rolemesh.coordinator.api.http.conversion import to_metrics, to_plain
 from rolemesh.coordinator.api.http.events import EVENT_SCHEMA, EVENT_STREAM_TYPE, EventStreams
 from rolemesh.coordinator.api.http.problems import problems
+from rolemesh.coordinator.api.messages import FINAL_STATES
 from rolemesh.coordinator.api.operations import Operations
 from rolemesh.rpc.errors import InvalidRequestError
 
@@ -208,8 +209,12 @@ async def watch_run(
     ] = "",
 ) -> Response:
     """Sends the events of a run as they come, from the start or after the given one."""
-    events = operations.watch_run(run_id, last_event_id or after)
-    return await streams.open(events, request.state.request_id)
+    run = await operations.get_run(run_id)
+    return await streams.open(
+        operations.watch_run(run_id, last_event_id or after),
+        request.state.request_id,
+        has_ended=run.state in FINAL_STATES,
+    )
 
 
 @router.get(

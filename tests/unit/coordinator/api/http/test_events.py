@@ -47,10 +47,15 @@ async def store_with(*events: coordinator_pb2.RunEvent) -> StateStore:
 class Feed:
     """Operations whose events are put in by the test, and which see when nobody reads any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_ended: bool = False) -> None:
+        self._has_ended = has_ended
         self.queue: asyncio.Queue[coordinator_pb2.RunEvent | Exception | None] = asyncio.Queue()
         self.num_taken = 0
         self.num_open = 0
+
+    async def get_run(self, run_id: str) -> coordinator_pb2.Run:
+        states = coordinator_pb2.RUN_STATE_RUNNING, coordinator_pb2.RUN_STATE_STOPPED
+        return coordinator_pb2.Run(run_id=run_id, state=states[self._has_ended])
 
     async def watch_run(
         self, run_id: str, after_event_id: str = ""
@@ -173,13 +178,21 @@ async def test_a_reader_that_comes_back_misses_none_and_gets_none_twice(
     assert [event["id"] for event in reader.events] == ids[seen:]
 
 
-async def test_whoever_has_all_events_of_an_ended_run_is_told_not_to_come_back() -> None:
-    feed = Feed()
-    feed.queue.put_nowait(None)
-    reader = Reader(make_app(feed, pages=NO_PAGES))  # type: ignore[arg-type]
-    await reader.task
+async def test_whoever_has_all_events_of_an_ended_run_is_told_not_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events_module, "FIRST_ANSWER_S", 0.0)
+    feed = Feed(has_ended=True)
+    app = make_app(feed, pages=NO_PAGES)  # type: ignore[arg-type]
+    with nothing_left(feed, app):
+        reader = Reader(app)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not reader.messages
+        # That there are no more is known after a while.
+        feed.queue.put_nowait(None)
+        await reader.task
     assert reader.status == 204
-    assert feed.num_open == 0
 
 
 async def test_events_that_are_no_longer_kept_are_a_problem_before_the_stream_begins() -> None:
