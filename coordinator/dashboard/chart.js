@@ -7,7 +7,7 @@ import { canvasFont, colour, faded } from "./theme.js";
 
 const HEIGHT = 132;
 const MARGIN = { top: 8, right: 8, bottom: 20 };
-const TABLE_ROWS = 200;
+const TABLE_ROWS = 1000;
 
 export class Chart {
   /**
@@ -27,7 +27,7 @@ export class Chart {
       type: "button", class: "small", "aria-expanded": "false", onclick: () => this.toggleTable(),
       "aria-label": `${spec.title} as a table`,
     }, "table");
-    this.table = el("div", { class: "chart-table", hidden: true, tabindex: "0" });
+    this.table = el("div", { class: "chart-table", hidden: true, tabindex: "0", role: "region", "aria-label": `Values of ${spec.title}` });
     this.plot = el("div", {
       class: "plot", tabindex: "0", role: "img",
       onpointermove: (event) => this.point(event), onpointerleave: () => onCursor(null),
@@ -139,7 +139,9 @@ export class Chart {
   /** Shows the values at an x, or, without one, the newest. */
   setCursor(x) {
     for (const line of this.lines) {
-      const row = x === null ? line.raw.findLastIndex((value) => !Number.isNaN(value)) : nearest(line.xs, x);
+      // Where a step has none, e.g. between two evaluations, the one before holds.
+      const last = x === null ? line.raw.length - 1 : nearest(line.xs, x);
+      const row = line.raw.findLastIndex((value, place) => place <= last && !Number.isNaN(value));
       const value = row < 0 ? NaN : line.raw[row];
       const spread = row >= 0 && line.high && !Number.isNaN(line.high[row])
         ? ` (${this.format(line.low[row])} to ${this.format(line.high[row])})` : "";

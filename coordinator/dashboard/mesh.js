@@ -1,7 +1,7 @@
 // The mesh: who is there, with which devices and weights, and what each does.
 
 import { byId, el, emptyState, keyed, setText } from "./dom.js";
-import { bytes, count, counted, percent, seconds } from "./format.js";
+import { bytes, count, counted, percent } from "./format.js";
 
 export class Mesh {
   constructor() {
@@ -14,7 +14,8 @@ export class Mesh {
     this.table = el("table", { class: "mesh-table" },
       el("thead", {}, el("tr", {}, ...["Role", "Pool", "Ranks", "Version", "Does", "Lease"].map((head) => el("th", { scope: "col" }, head)))),
       this.body);
-    byId("mesh-body").append(this.empty, this.table);
+    this.box = el("div", { class: "scroll" }, this.table);
+    byId("mesh-body").append(this.empty, this.box);
     this.render();
   }
 
@@ -54,7 +55,7 @@ export class Mesh {
   render() {
     const rows = this.services.map((service) => this.rowOf(service));
     this.empty.hidden = rows.length > 0;
-    this.table.hidden = rows.length === 0;
+    this.box.hidden = rows.length === 0;
     setText(byId("mesh-count"), rows.length ? counted(rows.length, "service") : "");
     keyed(this.body, rows, (row) => row.key, makeRow, fillRow);
   }
@@ -83,6 +84,10 @@ function roleOf(service) {
   return service.split("-")[0];
 }
 
+function leaseOf(left) {
+  return left < 120 ? `${Math.ceil(left)} s` : `${Math.round(left / 60)} min`;
+}
+
 function makeRow() {
   return el("tr", {}, el("th", { scope: "row" }, el("span"), el("small", { class: "quiet" })),
     ...["Pool", "Ranks", "Version", "Does", "Lease"].map((label) => el("td", { "data-label": label })));
@@ -105,7 +110,7 @@ function fillRow(line, row) {
   setText(version, count(row.version));
   setText(does, row.status || "\u2013");
   const isHeld = row.left > 0;
-  setText(lease, isHeld ? `${seconds(Math.max(1, Math.round(row.left)))}` : "lost");
+  setText(lease, isHeld ? leaseOf(row.left) : "lost");
   lease.className = isHeld ? "lease held" : "lease lost";
   lease.title = isHeld ? "healthy: the lease holds for that long unless it is renewed" : "nobody has renewed the lease";
 }
