@@ -1,0 +1,394 @@
+"""The SDK's client against a real CoordinatorService over a store."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from support.tcp_proxy import TcpProxy
+
+from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.sdk import (
+    AsyncClient,
+    CheckpointSaved,
+    Client,
+    Evaluated,
+    Event,
+    Noted,
+    RetryPolicy,
+    RolemeshError,
+    RunState,
+    StateChanged,
+    StepMade,
+)
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunRecord, RunStream
+from rolemesh.coordinator.state.store import RunState as StoredState
+from rolemesh.rpc.errors import DeadlineError, NotFoundError, PreconditionError, UnavailableError
+from rolemesh.v1 import coordinator_pb2 as pb
+
+QUICK = RetryPolicy(budget_s=20.0, first_s=0.01, longest_s=0.05)
+NUM_EVENTS = 300
+
+
+async def add_run(store: MemoryStateStore, run_id: str, directory: Path) -> None:
+    await store.create_run(
+        RunRecord(
+            run_id=run_id,
+            name="<b>quick</b>",
+            num_steps=3,
+            directory=str(directory),
+            created_at=1.5,
+            updated_at=2.5,
+            state=StoredState.RUNNING,
+            algorithm="ppo",
+        )
+    )
+
+
+async def tell(store: MemoryStateStore, event: pb.RunEvent) -> None:
+    await store.append_entry("run", RunStream.EVENTS, event.SerializeToString())
+
+
+async def end(store: MemoryStateStore) -> None:
+    await store.update_run("run", state=StoredState.SUCCEEDED)
+    ended = pb.RunStateChange(state=pb.RUN_STATE_SUCCEEDED)
+    await tell(store, pb.RunEvent(step=NUM_EVENTS, state=ended))
+
+
+def note(number: int) -> pb.RunEvent:
+    return pb.RunEvent(step=number, note=pb.Note(text=f"event {number}"))
+
+
+class Coordinator:
+    """A server over a store, which can be ended and started again on its port."""
+
+    def __init__(self, store: MemoryStateStore) -> None:
+        self.store = store
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        operations = StoreOperations(self.store)
+        self._server, self.port = await serve_coordinator(operations, port=self.port)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> MemoryStateStore:
+    store = MemoryStateStore()
+    await add_run(store, "run", tmp_path)
+    return store
+
+
+@pytest.fixture
+async def coordinator(store: MemoryStateStore) -> AsyncIterator[Coordinator]:
+    coordinator = Coordinator(store)
+    await coordinator.start()
+    yield coordinator
+    await coordinator.stop()
+
+
+@pytest.fixture
+async def client(coordinator: Coordinator) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(coordinator.address, retry=QUICK) as client:
+        yield client
+
+
+async def test_a_run_is_described_as_a_value(client: AsyncClient) -> None:
+    run = await client.get_run("run")
+    assert (run.run_id, run.state, run.num_steps) == ("run", RunState.RUNNING, 3)
+    assert run.created_at == datetime.datetime(1970, 1, 1, 0, 0, 1, 500_000, datetime.UTC)
+    assert [one.run_id for one in await client.list_runs()] == ["run"]
+    with pytest.raises(AttributeError):
+        run.step = 4  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        run.metrics["reward/mean"] = 1.0  # type: ignore[index]
+
+
+async def test_what_a_notebook_shows_is_escaped(client: AsyncClient) -> None:
+    for shown in (await client.get_run("run"), await client.list_runs()):
+        page = shown._repr_html_()
+        assert "&lt;b&gt;quick&lt;/b&gt;" in page
+        assert "<b>" not in page
+
+
+async def test_wishes_are_set_and_the_run_comes_back_as_it_is_then(client: AsyncClient) -> None:
+    assert (await client.pause_run("run")).state is RunState.PAUSING
+    assert (await client.resume_run("run")).state is RunState.RUNNING
+    await client.checkpoint_run("run")
+    assert (await client.stop_run("run")).state is RunState.STOPPING
+
+
+async def test_what_is_refused_is_one_error_with_its_reason(client: AsyncClient) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        await client.get_run("other")
+    assert missing.value.reason == "RUN_NOT_FOUND"
+    with pytest.raises(PreconditionError) as refused:
+        await client.create_run({"run": {}})
+    assert refused.value.reason == "CREATION_UNAVAILABLE"
+    with pytest.raises(PreconditionError) as driven:
+        await client.attach("run")
+    assert driven.value.reason == "RUN_NOT_EXTERNAL"
+    with pytest.raises(ValueError, match="no time zone"):
+        await client.get_device_use("run", datetime.datetime(2026, 1, 1))
+
+
+async def test_nobody_there_is_unavailable_once_the_budget_is_used_up() -> None:
+    policy = RetryPolicy(budget_s=0.2, first_s=0.01, longest_s=0.05)
+    async with AsyncClient("127.0.0.1:1", retry=policy) as client:
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 does not answer"):
+            await client.get_run("run")
+
+
+async def test_a_call_survives_a_coordinator_that_starts_again(coordinator: Coordinator) -> None:
+    async with AsyncClient(coordinator.address, retry=QUICK) as client:
+        await client.get_run("run")
+        await coordinator.stop()
+        asking = asyncio.create_task(client.get_run("run"))
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        await coordinator.start()
+        assert (await asking).run_id == "run"
+
+
+async def test_a_deadline_of_the_client_ends_a_call(coordinator: Coordinator) -> None:
+    silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    async with AsyncClient(f"127.0.0.1:{port}", deadline_s=0.2, retry=QUICK) as client:
+        with pytest.raises((DeadlineError, UnavailableError)):
+            await client.get_run("run")
+    silent.close()
+    with pytest.raises(ValueError, match="deadline_s is 0"):
+        AsyncClient(coordinator.address, deadline_s=0)
+
+
+async def test_metrics_of_many_pages_are_one_table(
+    store: MemoryStateStore, client: AsyncClient
+) -> None:
+    for step in range(1, 2_501):
+        extra = {"held_out/score": step / 2} if step % 100 == 0 else {}
+        await store.append_metrics("run", {"step": step, "reward/mean": step * 0.5, **extra})
+    table = await client.get_metrics("run")
+    np.testing.assert_array_equal(table.steps, np.arange(1, 2_501))
+    np.testing.assert_array_equal(table["reward/mean"], table.steps * 0.5)
+    scored = ~np.isnan(table["held_out/score"])
+    np.testing.assert_array_equal(table.steps[scored], np.arange(100, 2_501, 100))
+    assert "2500" in table._repr_html_()
+
+    few = await client.get_metrics("run", ["reward/*"], from_step=2_000)
+    assert list(few) == ["reward/mean"]
+    assert few.steps[0] == 2_000
+    thin = await client.get_metrics("run", thin_to=10)
+    assert len(thin.steps) <= 10
+    assert thin.steps[-1] == 2_500
+
+
+async def test_samples_device_use_and_graphs_come_as_arrays_and_values(
+    store: MemoryStateStore, client: AsyncClient
+) -> None:
+    sample = pb.Sample(row=3, prompt="<i>", completion="5", token_ids=[7, 8], logprobs=[-1, -0.5])
+    await store.append_entry(
+        "run",
+        RunStream.SAMPLES,
+        pb.ListSamplesResponse(step=2, samples=[sample]).SerializeToString(),
+    )
+    series = pb.DeviceUseSeries(
+        service="actor", device="cpu", busy=[0.25], memory_bytes=[5], memory_total_bytes=9
+    )
+    series.times.add().FromSeconds(100)
+    await store.append_entry(
+        "run",
+        RunStream.DEVICES,
+        pb.GetDeviceUseResponse(devices=[series]).SerializeToString(),
+    )
+    samples = await client.list_samples("run")
+    assert (samples.step, samples.kept_steps, samples.rows[0].row) == (2, (2,), 3)
+    assert samples.rows[0].token_ids.dtype == np.int64
+    np.testing.assert_allclose(samples.rows[0].logprobs, [-1, -0.5])
+    assert "&lt;i&gt;" in samples._repr_html_()
+    (device,) = await client.get_device_use("run")
+    assert (device.service, device.busy.tolist(), device.times.tolist()) == ("actor", [0.25], [100])
+    with pytest.raises(NotFoundError) as missing:
+        await client.get_dataflow("run")
+    assert missing.value.reason == "STEP_NOT_FOUND"
+    assert await client.list_alerts("run") == []
+    assert await client.list_services() == []
+
+
+async def test_a_log_is_read_and_followed_to_the_end_of_the_run(
+    store: MemoryStateStore, client: AsyncClient, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "actor.log"
+    log.write_text("one\n")
+    piece = await client.read_log("run", "actor")
+    assert (piece.text, piece.next_offset, piece.logs) == ("one\n", 4, ("actor",))
+
+    followed = client.follow_log("run", "actor")
+    assert await anext(followed) == "one\n"
+    with log.open("a") as file:
+        file.write("two\n")
+    assert await anext(followed) == "two\n"
+    with log.open("a") as file:
+        file.write("three\n")
+    await end(store)
+    assert [text async for text in followed] == ["three\n"]
+
+
+async def test_events_of_every_kind_come_typed(
+    store: MemoryStateStore, client: AsyncClient
+) -> None:
+    await tell(store, pb.RunEvent(step=0, state=pb.RunStateChange(state=pb.RUN_STATE_RUNNING)))
+    await tell(store, pb.RunEvent(step=1, step_made=pb.StepMade(metrics={"reward/mean": 0.5})))
+    await tell(store, pb.RunEvent(step=1, evaluated=pb.Evaluated(metrics={"score": 0.25})))
+    saved = pb.CheckpointSaved(directory="/runs/quick/step-1")
+    await tell(store, pb.RunEvent(step=1, checkpoint_saved=saved))
+    await tell(store, note(1))
+    await end(store)
+    events = [event async for event in client.watch_run("run")]
+    assert [type(event) for event in events] == [
+        StateChanged, StepMade, Evaluated, CheckpointSaved, Noted, StateChanged,
+    ]  # fmt: skip
+    made = events[1]
+    assert isinstance(made, StepMade)
+    assert made.metrics == {"reward/mean": 0.5}
+    later = [event async for event in client.watch_run("run", after=made.event_id)]
+    assert later == events[2:]
+    assert (await client.wait_run("run")).state is RunState.SUCCEEDED
+
+
+def numbers(events: list[Event]) -> list[int]:
+    return [event.step for event in events if isinstance(event, Noted)]
+
+
+async def test_a_watch_through_restarts_of_the_coordinator_misses_and_repeats_nothing(
+    store: MemoryStateStore, coordinator: Coordinator
+) -> None:
+    async def write() -> None:
+        for number in range(NUM_EVENTS):
+            await tell(store, note(number))
+            await asyncio.sleep(0.005)
+            if number in (60, 150, 151, 240):
+                await coordinator.stop()
+                await asyncio.sleep(0.1)
+                await coordinator.start()
+        await end(store)
+
+    async with AsyncClient(coordinator.address, retry=QUICK) as client:
+        writing = asyncio.create_task(write())
+        events = [event async for event in client.watch_run("run")]
+        await writing
+    assert numbers(events) == list(range(NUM_EVENTS))
+    assert isinstance(events[-1], StateChanged)
+
+
+async def test_a_watch_through_cut_connections_misses_and_repeats_nothing(
+    store: MemoryStateStore, coordinator: Coordinator
+) -> None:
+    proxy = TcpProxy(coordinator.port)
+    await proxy.start()
+
+    async def write() -> None:
+        for number in range(NUM_EVENTS):
+            await tell(store, note(number))
+            await asyncio.sleep(0.005)
+            if number % 50 == 25:
+                await proxy.cut()
+                await asyncio.sleep(0.05)
+                await proxy.start()
+        await end(store)
+
+    async with AsyncClient(proxy.address, retry=QUICK) as client:
+        writing = asyncio.create_task(write())
+        events = [event async for event in client.watch_run("run")]
+        await writing
+    await proxy.cut()
+    assert numbers(events) == list(range(NUM_EVENTS))
+    assert proxy.num_connections > NUM_EVENTS // 50
+
+
+async def test_a_watch_of_a_coordinator_that_is_gone_for_good_ends_with_an_error(
+    store: MemoryStateStore, coordinator: Coordinator
+) -> None:
+    policy = RetryPolicy(budget_s=0.3, first_s=0.01, longest_s=0.05)
+    await tell(store, note(0))
+    async with AsyncClient(coordinator.address, retry=policy) as client:
+        watch = client.watch_run("run")
+        assert (await anext(watch)).step == 0
+        await coordinator.stop()
+        with pytest.raises(UnavailableError):
+            await anext(watch)
+
+
+async def test_a_run_that_ended_without_its_last_event_ends_the_watch(
+    store: MemoryStateStore, client: AsyncClient
+) -> None:
+    await tell(store, note(0))
+    await store.update_run("run", state=StoredState.FAILED)
+    events = [event async for event in client.watch_run("run")]
+    assert numbers(events) == [0]
+
+
+async def test_the_synchronous_client_does_the_same_in_a_thread(
+    store: MemoryStateStore, coordinator: Coordinator
+) -> None:
+    for number in range(3):
+        await tell(store, note(number))
+    await store.append_metrics("run", {"step": 1, "reward/mean": math.pi})
+    await end(store)
+
+    def use() -> tuple[list[Event], float, str]:
+        with Client(coordinator.address, retry=QUICK) as client:
+            events = list(client.watch_run("run"))
+            early = client.watch_run("run")
+            next(early)
+            early.close()  # type: ignore[attr-defined]
+            with pytest.raises(RolemeshError):
+                client.get_run("other")
+            return events, float(client.get_metrics("run")["reward/mean"][0]), repr(client)
+
+    events, reward, shown = await asyncio.to_thread(use)
+    assert numbers(events) == [0, 1, 2]
+    assert reward == math.pi
+    assert shown == f"Client('{coordinator.address}')"
+
+
+async def test_a_recipe_travels_as_text_file_or_fields(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    sent: list[pb.CreateRunRequest] = []
+
+    class Recording(StoreOperations):
+        async def create_run(self, run_id: str, recipe: str, overrides: object = ()) -> pb.Run:
+            sent.append(pb.CreateRunRequest(run_id=run_id, recipe=recipe))
+            return pb.Run(run_id=run_id, state=pb.RUN_STATE_STARTING)
+
+    server, port = await serve_coordinator(Recording(coordinator.store))
+    file = tmp_path / "recipe.yaml"
+    file.write_text("run: {steps: 3}")
+    async with AsyncClient(f"127.0.0.1:{port}", retry=QUICK) as client:
+        assert (await client.create_run(file, run_id="mine")).run_id == "mine"
+        made = await client.create_run("run: {steps: 3}", overrides=["run.steps=4"])
+        await client.create_run({"run": {"steps": 3}})
+    await server.stop(None)
+    assert sent[0].recipe == sent[1].recipe == "run: {steps: 3}"
+    assert json.loads(sent[2].recipe) == {"run": {"steps": 3}}
+    assert made.run_id == sent[1].run_id
+    assert sent[1].run_id != sent[2].run_id

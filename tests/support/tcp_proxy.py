@@ -1,0 +1,58 @@
+"""A TCP proxy that can be cut: connections end midway, and new ones are refused for a time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+
+class TcpProxy:
+    """Passes bytes on to a port of this host, until it is told otherwise. Owner: its loop."""
+
+    def __init__(self, target_port: int) -> None:
+        self.target_port = target_port
+        self.num_connections = 0
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+        self._pipes: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listens; after a cut on the same port as before."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        """Ends all connections at once, and refuses new ones until `start`."""
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+        for pipe in list(self._pipes):
+            pipe.cancel()
+        await asyncio.gather(*self._pipes, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        except OSError:
+            writer.close()
+            return
+        self._open |= {writer, far_writer}
+        for source, target in ((reader, far_writer), (far_reader, writer)):
+            pipe = asyncio.create_task(self._pass_on(source, target))
+            self._pipes.add(pipe)
+            pipe.add_done_callback(self._pipes.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(1 << 16):
+                target.write(data)
+                await target.drain()
+        target.close()
+        self._open.discard(target)
