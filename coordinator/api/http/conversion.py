@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -37,12 +38,16 @@ def to_metrics(answer: coordinator_pb2.GetMetricsResponse) -> dict[str, Any]:
     """Metrics with their series by name, and None where all steps were sent."""
     return {
         "steps": list(answer.steps),
-        "series": {
-            one.name: [value if math.isfinite(value) else None for value in one.values]
-            for one in answer.series
-        },
+        "series": {one.name: _finite(one.values) for one in answer.series},
         "next_step": answer.next_step or None,
     }
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    # One sum in place of a test a value: a whole run is sent at once.
+    if math.isfinite(sum(values)):
+        return list(values)
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def _is_of_oneof(field: Any) -> bool:

@@ -8,19 +8,18 @@ coordinator that listens elsewhere has a token.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import time
 import uuid
-from typing import ClassVar
 from urllib.parse import urlsplit
 
-import grpc
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rolemesh.coordinator.api.credentials import UnauthenticatedError
+from rolemesh.coordinator.api.credentials import refusal as token_refusal
 from rolemesh.coordinator.api.http.exposition import RequestMetrics
 from rolemesh.coordinator.api.http.problems import problem_response
 from rolemesh.rpc.errors import ForbiddenError, InternalError, RolemeshError
@@ -41,13 +40,6 @@ SECURITY_HEADERS = {
 _READING = ("GET", "HEAD", "OPTIONS")
 
 _log = logging.getLogger(__name__)
-
-
-class UnauthenticatedError(RolemeshError):
-    """The caller has not shown the token."""
-
-    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNAUTHENTICATED
-    default_reason: ClassVar[str] = "TOKEN_MISSING"
 
 
 class Guard:
@@ -122,22 +114,7 @@ def refusal(scope: Scope, headers: Headers, token: str | None) -> RolemeshError 
         )
     if token is None or not _needs_token(scope["path"]):
         return None
-    sent = headers.get("authorization")
-    if sent is None:
-        return UnauthenticatedError(
-            "send the token of this coordinator: authorization: Bearer <token>"
-        )
-    scheme, _, given = sent.partition(" ")
-    # As bytes: compare_digest refuses text beyond ASCII.
-    if scheme.lower() != "bearer" or not hmac.compare_digest(
-        given.strip().encode(), token.encode()
-    ):
-        return UnauthenticatedError(
-            "that is not the token of this coordinator: see ROLEMESH_API_TOKEN or the file that it "
-            "was started with",
-            reason="TOKEN_INVALID",
-        )
-    return None
+    return token_refusal(headers.get("authorization"), token)
 
 
 def _needs_token(path: str) -> bool:

@@ -65,12 +65,15 @@ def test_float32_is_written_with_the_digits_that_it_has() -> None:
 def test_metrics_are_named_columns_and_zero_means_that_all_were_sent() -> None:
     answer = coordinator_pb2.GetMetricsResponse(
         steps=[1, 2],
-        series=[coordinator_pb2.MetricSeries(name="loss", values=[0.25, math.nan])],
+        series=[
+            coordinator_pb2.MetricSeries(name="loss", values=[0.25, math.nan]),
+            coordinator_pb2.MetricSeries(name="huge", values=[1.5e308, 1.5e308]),
+        ],
     )
 
     assert to_metrics(answer) == {
         "steps": [1, 2],
-        "series": {"loss": [0.25, None]},
+        "series": {"loss": [0.25, None], "huge": [1.5e308, 1.5e308]},
         "next_step": None,
     }
     answer.next_step = 3
