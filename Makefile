@@ -22,6 +22,10 @@ PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed-$(shell cat tests/benchmarks/peers/install.sh \
 	tests/benchmarks/peers/requirements*.txt | sha256sum | cut -c1-16)
 
+TRACKERS := .venv-trackers
+TRACKERS_INSTALLED := $(TRACKERS)/.installed-$(shell (cat pyproject.toml; pwd) | sha256sum \
+	| cut -c1-16)
+
 # The machine's own Python where there is no .venv: machines with a GPU bring their own torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -31,8 +35,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model judge sums quickstart test test-slow test-gpu format lint type protos \
-	protos-check bench bench-peers check lock
+.PHONY: help setup model judge sums quickstart test test-slow test-gpu test-trackers format lint \
+	type protos protos-check bench bench-peers check lock
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -83,6 +87,19 @@ test-gpu: ## the tests that need a CUDA device; says so and succeeds where there
 			echo "make test-gpu: no GPU test was selected: nothing to test"; \
 		else exit $$code; fi; \
 	fi
+
+# Their packages want older versions of others than ours do: protobuf 6, for which pip finds the
+# gRPC packages only after a long search where nobody names them. sqlalchemy and alembic are what
+# mlflow-skinny lacks for a database of its own.
+$(TRACKERS_INSTALLED):
+	"$(BASE_PYTHON)" -m venv --clear $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --editable '.[wandb,mlflow,trackio,swanlab]' \
+		'protobuf<7' $(addsuffix ==1.76.0,grpcio grpcio-status grpcio-health-checking \
+		grpcio-reflection) sqlalchemy alembic pandas pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+test-trackers: $(TRACKERS_INSTALLED) ## the packages of trackers, in an environment of their own
+	$(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
 
 format: setup ## put everything in form
 	$(BIN)/ruff check --fix .
