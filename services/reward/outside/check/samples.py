@@ -1,0 +1,102 @@
+"""Rows that a reward is tried with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rolemesh.services.reward.outside.base import RewardRow
+
+LONG_CHARACTERS = 200_000
+"""Of a completion that is longer than most rewards expect; 50,000 tokens or so."""
+
+MOST_ROWS = 64
+"""Of a file: each row is sent about ten times."""
+
+_ARITHMETIC = (
+    ("What is 12 + 30?", "42", ("42", "41", "12 + 30 = 42")),
+    ("What is 7 - 9?", "-2", ("-2", "I do not know.", "7 - 9 is -2, since 9 is larger than 7.")),
+)
+
+_ODD_TEXTS = (
+    "Gr\u00fc\u00dfe, \u4e16\u754c \U0001f642 \u05e9\u05dc\u05d5\u05dd",
+    'a "quoted"\tline\r\nand \\ {braces} <tags> & more',
+)
+
+
+class SampleError(ValueError):
+    """A file of rows cannot be read."""
+
+
+def sample_rows() -> list[RewardRow]:
+    """Right, wrong and wordy answers to two questions of arithmetic."""
+    return [
+        make_row(prompt, completion, answer)
+        for prompt, answer, completions in _ARITHMETIC
+        for completion in completions
+    ]
+
+
+def make_row(
+    prompt: str, completion: str, answer: str = "", metadata: Mapping[str, Any] | None = None
+) -> RewardRow:
+    """A row; its token ids are the bytes of its texts, since no tokenizer is at hand."""
+    return RewardRow(
+        prompt=prompt,
+        completion=completion,
+        query=prompt + completion,
+        prompt_tokens=tuple(prompt.encode("utf-8", "replace")) or (0,),
+        completion_tokens=tuple(completion.encode("utf-8", "replace")),
+        answer=answer,
+        metadata=metadata or {},
+    )
+
+
+def read_rows(path: Path) -> list[RewardRow]:
+    """Rows of a JSONL file: prompt and completion as text, maybe answer; the rest is metadata.
+
+    Raises:
+        SampleError: it cannot be read; names the line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SampleError(f"--jsonl {path} cannot be read: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise SampleError(f"--jsonl {path}, line {number} is no JSON: {error}") from error
+        if not isinstance(record, dict):
+            record = {}
+        prompt, completion = record.pop("prompt", None), record.pop("completion", None)
+        answer = record.pop("answer", "")
+        if not all(isinstance(text, str) for text in (prompt, completion, answer)):
+            raise SampleError(
+                f"--jsonl {path}, line {number}: give an object with the texts prompt and "
+                "completion, and maybe answer"
+            )
+        rows.append(make_row(prompt, completion, answer, record))
+    if not 0 < len(rows) <= MOST_ROWS:
+        raise SampleError(f"--jsonl {path} has {len(rows)} rows: give 1 to {MOST_ROWS}")
+    return rows
+
+
+def like(row: RewardRow, completion: str) -> RewardRow:
+    """The row with another completion."""
+    return make_row(row.prompt, completion, row.answer, row.metadata)
+
+
+def odd_rows(row: RewardRow) -> list[RewardRow]:
+    """Completions with letters of many kinds, line ends and quotes."""
+    return [like(row, text) for text in _ODD_TEXTS]
+
+
+def long_row(row: RewardRow) -> RewardRow:
+    """A completion that goes on and on."""
+    return like(row, ("and " * (LONG_CHARACTERS // 4))[:LONG_CHARACTERS])
