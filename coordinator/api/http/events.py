@@ -26,7 +26,7 @@ MAX_STREAMS = 100
 FIRST_ANSWER_S = 0.5
 """How long a stream waits for its first event, which may be an error, before it begins."""
 
-END_S = 5.0
+END_S = 4.0
 """How long it waits so where the run has ended: its end, with events or without, is to come."""
 
 RETRY_MS = 1000
@@ -108,13 +108,14 @@ class EventStreams:
         self._metrics.event_streams.set(self._num_open)
         try:
             timeout_s = END_S if has_ended else FIRST_ANSWER_S
-            if await reading.wait(timeout_s) and reading.peek() is None:
-                await self.release(reading)
-                return Response(status_code=204)
+            is_over = await reading.wait(timeout_s) and reading.peek() is None
         except BaseException:
             await self.release(reading)
             raise
-        return _EventStreamResponse(self, reading, request_id)
+        if not is_over:
+            return _EventStreamResponse(self, reading, request_id)
+        await self.release(reading)
+        return Response(status_code=204)
 
     async def send(self, reading: _Reading, request_id: str, receive: Receive, send: Send) -> None:
         """Sends the body of a stream until its end, the reader's, or the coordinator's."""
@@ -196,7 +197,6 @@ class _EventStreamResponse(Response):
         self.background = None
         # A proxy that buffers would hold events back.
         self.init_headers({"x-accel-buffering": "no"})
-        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"status": self.status_code, "headers": self.raw_headers}

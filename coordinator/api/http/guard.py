@@ -8,7 +8,6 @@ coordinator that listens elsewhere has a token.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
 import uuid
@@ -18,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rolemesh.coordinator.api.credentials import UnauthenticatedError
+from rolemesh.coordinator.api.credentials import UnauthenticatedError, is_loopback
 from rolemesh.coordinator.api.credentials import refusal as token_refusal
 from rolemesh.coordinator.api.http.exposition import RequestMetrics
 from rolemesh.coordinator.api.http.problems import problem_response
@@ -123,8 +122,8 @@ def _needs_token(path: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        # Without the port, and without the brackets of IPv6.
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return False
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
+from rolemesh.coordinator.api.credentials import is_loopback
 from rolemesh.coordinator.api.http.events import EventStreams
 
 STOP_S = 5.0
@@ -97,7 +97,7 @@ def _bind(host: str, port: int, stuck_reader_s: float, *, needs_loopback: bool) 
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        if needs_loopback and not ipaddress.ip_address(address[0]).is_loopback:
+        if needs_loopback and not is_loopback(str(address[0])):
             raise ValueError(
                 f"host {host} can be reached from elsewhere, and without a token everybody could "
                 "start and stop runs: configure a token, or bind to 127.0.0.1"
