@@ -22,6 +22,7 @@ from rich.console import Console
 
 from rolemesh.coordinator import run_files
 from rolemesh.coordinator.commands.compliance import compliance
+from rolemesh.coordinator.commands.reward import reward
 from rolemesh.coordinator.console import (
     JsonConsole,
     LiveConsole,
@@ -362,6 +363,7 @@ def doctor(
 
 
 app.command()(compliance)
+app.add_typer(reward, name="reward")
 
 
 def main() -> None:
