@@ -75,7 +75,7 @@ class AsyncClient:
         self._deadline_s = deadline_s
         self._retry = RetryPolicy() if retry is None else retry
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, retries=False)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:

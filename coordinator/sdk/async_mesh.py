@@ -176,5 +176,5 @@ class AsyncMesh(Mapping[str, AsyncRole]):
     def _channel(self, address: str) -> MeshChannel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address)
+            channel = self._channels[address] = open_channel(address, retries=False)
         return channel

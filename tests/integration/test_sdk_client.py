@@ -168,15 +168,26 @@ async def test_a_call_survives_a_coordinator_that_starts_again(coordinator: Coor
         assert (await asking).run_id == "run"
 
 
-async def test_a_deadline_of_the_client_ends_a_call(coordinator: Coordinator) -> None:
-    silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-    async with AsyncClient(f"127.0.0.1:{port}", deadline_s=0.2, retry=QUICK) as client:
-        with pytest.raises((DeadlineError, UnavailableError)):
+async def test_a_deadline_of_the_client_ends_a_call_and_is_not_repeated(
+    store: MemoryStateStore,
+) -> None:
+    class Slow(StoreOperations):
+        calls = 0
+
+        async def get_run(self, run_id: str) -> pb.Run:
+            self.calls += 1
+            await asyncio.sleep(60)
+            return await super().get_run(run_id)
+
+    slow = Slow(store)
+    server, port = await serve_coordinator(slow)
+    async with AsyncClient(f"127.0.0.1:{port}", deadline_s=1.0, retry=QUICK) as client:
+        with pytest.raises(DeadlineError):
             await client.get_run("run")
-    silent.close()
+    await server.stop(None)
+    assert slow.calls == 1
     with pytest.raises(ValueError, match="deadline_s is 0"):
-        AsyncClient(coordinator.address, deadline_s=0)
+        AsyncClient("127.0.0.1:1", deadline_s=0)
 
 
 async def test_metrics_of_many_pages_are_one_table(

@@ -137,12 +137,15 @@ class ChannelTraffic:
         )
 
 
-def open_channel(address: str, *, traffic: ChannelTraffic | None = None) -> MeshChannel:
+def open_channel(
+    address: str, *, traffic: ChannelTraffic | None = None, retries: bool = True
+) -> MeshChannel:
     """Opens a channel to a service.
 
     Args:
         address: "host:port".
         traffic: counters to add to, e.g. one for all channels of a process; None makes fresh ones.
+        retries: whether gRPC repeats idempotent calls by itself; not where the caller does.
 
     Raises:
         ValueError: the address is not "host:port".
@@ -150,7 +153,9 @@ def open_channel(address: str, *, traffic: ChannelTraffic | None = None) -> Mesh
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"address is {address!r}: give host:port, e.g. 127.0.0.1:50051")
-    options: list[tuple[str, Any]] = [*CLIENT_OPTIONS, ("grpc.service_config", _service_config())]
+    options: list[tuple[str, Any]] = [*CLIENT_OPTIONS]
+    if retries:
+        options.append(("grpc.service_config", _service_config()))
     return MeshChannel(
         grpc.aio.insecure_channel(address, options=options), address, traffic or ChannelTraffic()
     )
