@@ -78,6 +78,9 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run's files.")
     ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Id of the run; made if left out.")
+    ] = None,
     as_json: Json = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved recipe and do nothing.")
@@ -90,7 +93,7 @@ def train(
         if print_config:
             print(dump_recipe(loaded), end="")
             return
-        code = _train(loaded, _run_directory(loaded, out), as_json=as_json)
+        code = _train(loaded, _run_directory(loaded, out), run_id, as_json=as_json)
     except (RecipeError, InputError) as error:
         _fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
     except InterruptedEarlyError as error:
@@ -114,7 +117,7 @@ def _run_directory(recipe: Recipe, out: Path | None) -> Path:
     return run_files.RUNS_FOLDER / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _train(recipe: Recipe, directory: Path, *, as_json: bool) -> int:
+def _train(recipe: Recipe, directory: Path, run_id: str | None, *, as_json: bool) -> int:
     console = SturdyConsole()
     shown: JsonConsole | LiveConsole | PlainConsole
     if as_json:
@@ -125,7 +128,7 @@ def _train(recipe: Recipe, directory: Path, *, as_json: bool) -> int:
         shown = PlainConsole()
     observer = LoggingObserver(shown)
     try:
-        session = Session(recipe, directory, observer)
+        session = Session(recipe, directory, observer, run_id=run_id)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
         try:

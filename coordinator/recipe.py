@@ -166,6 +166,29 @@ StoreSpec = Annotated[
 ]
 
 
+class ApiSpec(Spec):
+    """Where the run's coordinator answers while the run goes on."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines can reach needs a token."""
+    http_port: int | None = Field(default=0, ge=0, lt=2**16)
+    """Port of REST and the dashboard; 0 takes a free one, null serves none."""
+    grpc_port: int = Field(default=0, ge=0, lt=2**16)
+    """Port of CoordinatorService; 0 takes a free one."""
+    token_file: Path | None = None
+    """File with the token that callers have to show; None: the variable ROLEMESH_API_TOKEN, where
+    it is set."""
+
+
+class TracingSpec(Spec):
+    """OpenTelemetry traces of the run and of the services that are started for it."""
+
+    endpoint: str = Field(pattern=r"^https?://[^/\s]+$")
+    """Collector that takes OTLP over gRPC, e.g. http://127.0.0.1:4317."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of runs that are traced."""
+
+
 def service_names(role: str, number: int) -> tuple[str, ...]:
     """Names of a role's services: the role's own, or numbered ones where there are several."""
     return (role,) if number == 1 else tuple(f"{role}-{index}" for index in range(number))
@@ -196,8 +219,11 @@ class Recipe(Spec):
     services: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Where each role's service is; roles that are left out are started on loopback."""
     store: StoreSpec = EmbeddedStoreSpec()
+    api: ApiSpec = ApiSpec()
     trackers: tuple[TrackerSpec, ...] = ()
     """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""
+    tracing: TracingSpec | None = None
+    """Where traces go; None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set."""
 
     @model_validator(mode="before")
     @classmethod

@@ -77,10 +77,37 @@ def load_recipe(
 
         load_recipe([Path("recipes/quickstart-ppo.yaml")], overrides=["run.seed=7"]).run.seed  # 7
     """
+    return _validated([_from_file(path) for path in files], overrides, environment)
+
+
+def read_recipe(
+    text: str,
+    source: str,
+    *,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Recipe:
+    """The same for a recipe that is no file.
+
+    Args:
+        text: YAML or JSON.
+        source: What messages call it.
+        overrides: As in load_recipe.
+        environment: As in load_recipe.
+
+    Raises:
+        RecipeError: As load_recipe.
+    """
+    return _validated([_from_text(text, source)], overrides, environment)
+
+
+def _validated(
+    layers: Sequence[_Layer], overrides: Sequence[str], environment: Mapping[str, str] | None
+) -> Recipe:
     tree: dict[str, Any] = {}
     origins: dict[tuple[str, ...], str] = {}
     for layer, layer_origins in (
-        *(_from_file(path) for path in files),
+        *layers,
         _from_environment(environment or {}),
         _from_overrides(overrides),
     ):
@@ -110,13 +137,17 @@ def _from_file(path: Path) -> _Layer:
         raise RecipeError(f"{path}: no such recipe{_neighbours(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read as a recipe: {error}") from error
-    tree = _parsed(text, str(path), has_lines=True)
+    return _from_text(text, str(path))
+
+
+def _from_text(text: str, source: str) -> _Layer:
+    tree = _parsed(text, source, has_lines=True)
     if not isinstance(tree, dict):
         raise RecipeError(
-            f"{path}: a recipe is a YAML mapping with the sections {', '.join(_SECTIONS)}, "
+            f"{source}: a recipe is a YAML mapping with the sections {', '.join(_SECTIONS)}, "
             f"this is {_kind(tree)}"
         )
-    return tree, {where: str(path) for where in _leaves(tree)}
+    return tree, dict.fromkeys(_leaves(tree), source)
 
 
 def _neighbours(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.checkpoints import COMMITTED
 from rolemesh.coordinator.futures import Node
 from rolemesh.coordinator.metrics import GRAPHS_FILE
@@ -125,14 +127,21 @@ def read_status(directory: Path) -> RunStatus:
 
 async def _ask(address: str, run_id: str) -> tuple[str, dict[str, str]]:
     """State and services of a run that goes on."""
+    # The coordinator was most likely started in an environment like this one.
+    token = read_token(None, os.environ)
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     async with open_channel(address) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         try:
-            listed = await stub.ListServices(coordinator_pb2.ListServicesRequest())
+            listed = await stub.ListServices(
+                coordinator_pb2.ListServicesRequest(), metadata=metadata
+            )
             services = {known.role: known.status for known in listed.services}
-            told = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id))
+            told = await stub.GetRun(
+                coordinator_pb2.GetRunRequest(run_id=run_id), metadata=metadata
+            )
         except RolemeshError as error:
-            # The run is not in the store before its services have started.
+            # Its store does not answer, or it asks for a token that is not known here.
             return "starting", {"coordinator": error.message}
     state = coordinator_pb2.RunState.Name(told.run.state).removeprefix("RUN_STATE_").lower()
     return state, services

@@ -95,8 +95,8 @@ async def end_run(
     await events.flush()
 
 
-async def end_before_begun(store: StateStore, run_id: str, error: BaseException) -> None:
-    """Ends a run whose steps never began, unless its end was written down already."""
+async def end_abandoned(store: StateStore, run_id: str, error: BaseException) -> None:
+    """Ends a run that nobody makes any more, unless its end was written down already."""
     record = await store.get_run(run_id)
     if record.state.is_final:
         return

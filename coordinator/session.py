@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.credentials import check_exposure, read_token
+from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.errors import RunAbortedError
 from rolemesh.coordinator.files import write_atomically
@@ -26,10 +27,20 @@ from rolemesh.coordinator.launch import (
 )
 from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.recipe import Recipe, role_of
-from rolemesh.coordinator.run_records import check_directory_is_free, make_run_id
+from rolemesh.coordinator.run_records import (
+    check_directory_is_free,
+    end_abandoned,
+    enter_run,
+    make_run_id,
+)
 from rolemesh.coordinator.runs import TrainingRun
 from rolemesh.coordinator.state.opening import open_store
-from rolemesh.coordinator.state.store import StateStore, StoreUnavailableError
+from rolemesh.coordinator.state.store import (
+    RunExistsError,
+    StateStore,
+    StateStoreError,
+    StoreUnavailableError,
+)
 from rolemesh.coordinator.summary import RunSummary
 from rolemesh.coordinator.trackers.registry import check_trackers
 from rolemesh.engine.specs import (
@@ -42,12 +53,15 @@ from rolemesh.engine.specs import (
     RewardSpec,
     named_sources,
 )
+from rolemesh.rpc import tracing
 
 COORDINATOR_FILE = "coordinator.json"
 """In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
 
 _LOCK_FILE = "coordinator.lock"
-_COORDINATOR_GRACE_S = 1.0
+_WATCH_GRACE_S = 1.0
+"""How long whoever watches the run may take to hear of its end."""
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -65,20 +79,29 @@ class Session:
     Owner: one asyncio loop, on the process's main thread.
     """
 
-    def __init__(self, recipe: Recipe, directory: Path, observer: RunObserver) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: Path,
+        observer: RunObserver,
+        *,
+        run_id: str | None = None,
+    ) -> None:
         """Checks what can be checked before anything is started.
 
         Args:
             recipe: What to train, and how.
             directory: Folder of the run's files.
             observer: Is told how it goes.
+            run_id: Id of the run; None makes one.
 
         Raises:
-            InputError: The folder holds a run, or a file that the recipe names is missing.
+            InputError: The folder holds a run, a file that the recipe names is missing, or the
+                coordinator would be open to others without a token.
         """
         self.recipe = recipe
         self.directory = directory.absolute()
-        self.run_id = make_run_id(recipe.run.name)
+        self.run_id = run_id or make_run_id(recipe.run.name)
         self.is_interrupted = False
         """Whether a signal asked for an end."""
         self._observer = observer
@@ -93,6 +116,10 @@ class Session:
             }
             check_directory_is_free(self.directory)
             check_trackers(recipe.trackers)
+            if recipe.tracing is not None or tracing.is_configured(os.environ):
+                tracing.check_installed()
+            self._token = read_token(recipe.api.token_file, os.environ)
+            check_exposure(recipe.api.host, self._token)
             check_paths(recipe, {role_of(name) for name in self._own})
             for name in self._own:
                 visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -142,6 +169,7 @@ class Session:
         self.directory.mkdir(parents=True, exist_ok=True)
         async with AsyncExitStack() as stack:
             stack.enter_context(_held(self.directory))
+            stack.enter_context(self._traced())
             try:
                 # A run may have come and gone since the first look.
                 check_directory_is_free(self.directory)
@@ -152,7 +180,13 @@ class Session:
                 raise InputError(f"store.url: {error}") from error
             except ValueError as error:
                 raise InputError(str(error)) from error
-            await stack.enter_async_context(self._answering(store))
+            try:
+                await stack.enter_async_context(self._entered(store))
+                await stack.enter_async_context(self._answering(store))
+            except RunExistsError as error:
+                raise InputError(f"run id: {error}") from error
+            except ValueError as error:
+                raise InputError(str(error)) from error
             launcher = await stack.enter_async_context(
                 Launcher(self._own, service_commands(self.recipe), self.directory / "logs")
             )
@@ -178,17 +212,51 @@ class Session:
                 self._is_ending = True
 
     @asynccontextmanager
-    async def _answering(self, store: StateStore) -> AsyncIterator[None]:
-        """Serves CoordinatorService on loopback, and says where in the run's folder."""
-        server, port = await serve_coordinator(StoreOperations(store))
-        place = self.directory / COORDINATOR_FILE
-        facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": self.run_id}
-        write_atomically(place, json.dumps(facts) + "\n")
+    async def _entered(self, store: StateStore) -> AsyncIterator[None]:
+        """The run is in the store, also while its services start; no failure leaves it open."""
+        await enter_run(store, self.recipe, self.run_id, self.directory)
         try:
             yield
-        finally:
-            place.unlink(missing_ok=True)
-            await server.stop(_COORDINATOR_GRACE_S)
+        except BaseException as error:
+            # A store that is gone hears nothing any more: what made the run end is to be told.
+            with contextlib.suppress(StateStoreError):
+                await end_abandoned(store, self.run_id, error)
+            raise
+
+    def _traced(self) -> contextlib.AbstractContextManager[None]:
+        """Sends traces until the block ends, where the recipe or the environment asks for it."""
+        spec = self.recipe.tracing
+        if spec is None and not tracing.is_configured(os.environ):
+            return contextlib.nullcontext()
+        tell = asyncio.get_running_loop().call_soon_threadsafe
+        return tracing.tracing_to(
+            "rolemesh-coordinator",
+            endpoint=None if spec is None else spec.endpoint,
+            sample_ratio=None if spec is None else spec.sample_ratio,
+            on_problem=lambda text: tell(self._observer.on_event, text) and None,
+        )
+
+    @asynccontextmanager
+    async def _answering(self, store: StateStore) -> AsyncIterator[None]:
+        """Serves gRPC, REST and the dashboard, and says where in the run's folder."""
+        operations, api = StoreOperations(store), self.recipe.api
+        place = self.directory / COORDINATOR_FILE
+        async with open_doors(
+            operations,
+            host=api.host,
+            grpc_port=api.grpc_port,
+            http_port=api.http_port,
+            token=self._token,
+        ) as doors:
+            facts = {"address": doors.address, "pid": os.getpid(), "run_id": self.run_id}
+            write_atomically(place, json.dumps({**facts, "url": doors.url}) + "\n")
+            if doors.url is not None:
+                self._observer.on_event(f"dashboard and REST: {doors.url}")
+            try:
+                yield
+            finally:
+                await operations.watches_end(_WATCH_GRACE_S)
+                place.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from rolemesh.coordinator.api.credentials import TokenInterceptor
 from rolemesh.coordinator.api.messages import to_seconds
 from rolemesh.coordinator.api.operations import Operations
 from rolemesh.rpc.channel import SERVER_OPTIONS
@@ -233,7 +234,7 @@ async def _answered(context: _Context, work: Callable[[], Awaitable[_Answer]]) -
 
 
 async def serve_coordinator(
-    operations: Operations, *, host: str = "127.0.0.1", port: int = 0
+    operations: Operations, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
 ) -> tuple[grpc.aio.Server, int]:
     """Starts CoordinatorService, health and reflection on the running loop.
 
@@ -241,6 +242,7 @@ async def serve_coordinator(
         operations: What it translates.
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
+        token: What callers of CoordinatorService have to show; None asks for none.
 
     Returns:
         The started server, and its port.
@@ -248,7 +250,8 @@ async def serve_coordinator(
     Raises:
         ValueError: The port is in use.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    guards = () if token is None else (TokenInterceptor(token),)
+    server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
         CoordinatorServicer(operations), server
     )
@@ -259,8 +262,9 @@ async def serve_coordinator(
     reflection.enable_server_reflection(
         (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(place)
     except RuntimeError as error:
         raise ValueError(
             f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"

@@ -9,36 +9,31 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from rolemesh.coordinator.alerts import RECENT_GRAPHS, alerts_of
 from rolemesh.coordinator.algorithm_specs import EXTERNAL
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
-    FINAL_STATES,
     merge_device_use,
     to_dataflow,
     to_registered_service,
     to_run,
 )
 from rolemesh.coordinator.api.run_history import RunHistories, read_graph
+from rolemesh.coordinator.api.store_errors import translated
+from rolemesh.coordinator.api.watches import Watches
 from rolemesh.coordinator.state.store import (
-    EntryExpiredError,
-    RunNotFoundError,
     RunRecord,
     RunState,
     RunStream,
     StateStore,
-    StoreUnavailableError,
 )
 from rolemesh.rpc.errors import (
     InvalidRequestError,
     NotFoundError,
-    OutOfRangeError,
     PreconditionError,
-    UnavailableError,
 )
 from rolemesh.v1 import coordinator_pb2
 
@@ -54,12 +49,6 @@ MAX_LOG_BYTES = 2**20
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_REQUEST_ID_CHARACTERS = 128
 _MAX_RECIPE_BYTES = 2**20
-
-_WATCH_PAGE = 256
-_WATCH_PAUSE_S = 0.25
-_LAST_EVENT_GRACE_S = 2.0
-"""How long the event of a final state may come after the record says that state. A coordinator that
-was killed between the two never sends it."""
 
 
 class RunCreator(Protocol):
@@ -86,6 +75,7 @@ class StoreOperations:
         self._store = store
         self._creator = creator
         self._histories = RunHistories(store)
+        self._watches = Watches(store)
 
     # --- runs ---
 
@@ -111,7 +101,7 @@ class StoreOperations:
                 f"recipe and overrides have {num_bytes} bytes: give at most {_MAX_RECIPE_BYTES}",
                 reason="RECIPE_INVALID",
             )
-        with _translated():
+        with translated():
             await self._creator.create_run(run_id, recipe, overrides)
         return await self.get_run(run_id)
 
@@ -122,7 +112,7 @@ class StoreOperations:
     async def list_runs(self, page_size: int = 0) -> list[coordinator_pb2.Run]:
         """Runs, newest first; 0 means 100 of them."""
         _check_bound("page_size", page_size, MAX_PAGE_SIZE, DEFAULT_PAGE_SIZE)
-        with _translated():
+        with translated():
             records = await self._store.list_runs(page_size or DEFAULT_PAGE_SIZE)
         return [to_run(record) for record in records]
 
@@ -154,7 +144,7 @@ class StoreOperations:
         self._check_steps_are_ours(
             record, "asked for a checkpoint: call SaveCheckpoint of its services instead"
         )
-        with _translated():
+        with translated():
             await self._store.append_entry(run_id, RunStream.CHECKPOINT_WISHES, request_id.encode())
         return await self.get_run(run_id)
 
@@ -176,7 +166,7 @@ class StoreOperations:
                 reason="RUN_NOT_READY",
                 metadata={"run_id": run_id},
             )
-        with _translated():
+        with translated():
             epoch = await self._store.next_epoch(run_id)
         return coordinator_pb2.AttachRunResponse(
             fencing_epoch=epoch,
@@ -193,27 +183,12 @@ class StoreOperations:
         self, run_id: str, after_event_id: str = ""
     ) -> AsyncIterator[coordinator_pb2.RunEvent]:
         """Events after the given one, those that were and those that come, to the run's end."""
-        await self._record(run_id)
-        after, silent_s = after_event_id, 0.0
-        while True:
-            with _translated():
-                entries = await self._store.read_entries(
-                    run_id, RunStream.EVENTS, after, _WATCH_PAGE
-                )
-            for entry in entries:
-                event = coordinator_pb2.RunEvent.FromString(entry.payload)
-                after = event.event_id = entry.entry_id
-                yield event
-                if event.state.state in FINAL_STATES:
-                    return
-            if entries:
-                silent_s = 0.0
-                continue
-            if (await self._record(run_id)).state.is_final:
-                if silent_s >= _LAST_EVENT_GRACE_S:
-                    return
-                silent_s += _WATCH_PAUSE_S
-            await asyncio.sleep(_WATCH_PAUSE_S)
+        async for event in self._watches.follow(run_id, after_event_id):
+            yield event
+
+    async def watches_end(self, timeout_s: float) -> None:
+        """Returns when nobody watches any more, or after that time."""
+        await self._watches.end(timeout_s)
 
     async def get_metrics(
         self,
@@ -230,7 +205,7 @@ class StoreOperations:
         _check_bound("max_steps", max_steps, MAX_STEPS, MAX_STEPS)
         await self._record(run_id)
         history = self._histories.of(run_id)
-        with _translated():
+        with translated():
             await history.refresh()
         places = [place for place, step in enumerate(history.steps) if step >= from_step]
         chosen = (
@@ -252,7 +227,7 @@ class StoreOperations:
         _check_step(step)
         record = await self._record(run_id)
         history = self._histories.of(run_id)
-        with _translated():
+        with translated():
             flow = await self._store.read_entries(run_id, RunStream.FLOW)
             await history.refresh_graphs()
         if flow and not record.state.is_final:
@@ -269,7 +244,7 @@ class StoreOperations:
         """Some trajectories of a step; 0 for the newest that has any."""
         _check_step(step)
         await self._record(run_id)
-        with _translated():
+        with translated():
             entries = await self._store.read_entries(run_id, RunStream.SAMPLES)
         kept = {}
         for entry in entries:
@@ -289,7 +264,7 @@ class StoreOperations:
         if not math.isfinite(since):
             raise InvalidRequestError(f"since is {since}: give a Unix time in seconds")
         await self._record(run_id)
-        with _translated():
+        with translated():
             entries = await self._store.read_entries(
                 run_id, RunStream.DEVICES, limit=RunStream.DEVICES.keep
             )
@@ -300,7 +275,7 @@ class StoreOperations:
         """What deserves attention, the most pressing first."""
         record = await self._record(run_id)
         history = self._histories.of(run_id)
-        with _translated():
+        with translated():
             await history.refresh()
             await history.refresh_graphs()
         newest = list(history.graphs.values())[-RECENT_GRAPHS:]
@@ -325,17 +300,17 @@ class StoreOperations:
 
     async def list_services(self) -> list[coordinator_pb2.RegisteredService]:
         """Services whose lease holds."""
-        with _translated():
+        with translated():
             return [to_registered_service(lease) for lease in await self._store.list_services()]
 
     # --- what they share ---
 
     async def _record(self, run_id: str) -> RunRecord:
-        with _translated():
+        with translated():
             return await self._store.get_run(run_id)
 
     async def _wish(self, run_id: str, **wish: bool) -> coordinator_pb2.Run:
-        with _translated():
+        with translated():
             await self._store.update_run(run_id, **wish)
         return await self.get_run(run_id)
 
@@ -357,25 +332,6 @@ class StoreOperations:
                 reason="RUN_EXTERNAL",
                 metadata={"run_id": record.run_id},
             )
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """What a store refuses, as an error of the catalogue."""
-    try:
-        yield
-    except RunNotFoundError as missing:
-        raise NotFoundError(
-            str(missing), reason="RUN_NOT_FOUND", metadata={"run_id": missing.run_id}
-        ) from missing
-    except EntryExpiredError as expired:
-        raise OutOfRangeError(
-            str(expired), reason="EVENTS_EXPIRED", metadata={"run_id": expired.run_id}
-        ) from expired
-    except StoreUnavailableError as unavailable:
-        raise UnavailableError(
-            str(unavailable), reason="STORE_UNAVAILABLE", metadata={"url": unavailable.url}
-        ) from unavailable
 
 
 def _check_bound(field: str, value: int, most: int, default: int) -> None:
