@@ -46,7 +46,7 @@ class LearnedRun:
 
 
 @contextmanager
-def service_processes(directory: Path) -> Iterator[dict[str, str]]:
+def service_processes(directory: Path, roles: Sequence[str] = ROLES) -> Iterator[dict[str, str]]:
     """A process for each role, which outlives runs; gives their addresses.
 
     One loop for all of them would do without processes, but transformers loads one model at a time:
@@ -54,7 +54,7 @@ def service_processes(directory: Path) -> Iterator[dict[str, str]]:
     """
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for role in ROLES:
+        for role in roles:
             started[role] = subprocess.Popen(
                 [
                     *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1"),

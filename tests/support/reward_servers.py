@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -23,7 +24,7 @@ def score(completion: str) -> float:
 
 
 class RewardServer:
-    """All four forms under one roof, each call counted; `faults` are answered first.
+    """All four forms under one roof, each call counted; `faults` come first, None being none.
 
     Example: `faults=[503, "nan"]` answers the first call with 503 and the second with NaN.
     """
@@ -32,7 +33,7 @@ class RewardServer:
         self.url = ""
         self.requests: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.faults: list[str | int] = []
+        self.faults: list[str | int | None] = []
         self.always: str | int | None = None
         """A fault of every call, once `faults` are used up."""
         self.seconds = 0.0
@@ -119,7 +120,7 @@ class RewardServer:
             case "long":
                 return JSONResponse({"rewards": [*rewards, 0.0]})
             case "nan":
-                return Response('{"rewards": [NaN]}', media_type="application/json")
+                return Response(json.dumps({"rewards": [math.nan for _ in rewards]}))
             case "infinite":
                 return Response('{"rewards": [1e999]}', media_type="application/json")
             case "text":

@@ -1,0 +1,198 @@
+"""Runs whose rewards come from servers of other people's forms, and what their failures leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.learning_runs import service_processes
+from support.mesh_runs import tiny_model, tiny_recipe
+from support.reward_servers import RewardServer, reward_server
+
+from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
+
+NUM_ROWS = 8
+"""Of a step: 4 prompts of 2 completions."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    roles = ("actor", "reward")
+    with service_processes(tmp_path_factory.mktemp("services"), roles) as started:
+        yield started
+
+
+@pytest.fixture
+def server() -> Iterator[RewardServer]:
+    with reward_server() as served:
+        yield served
+
+
+class Run:
+    """A run of two steps of GRPO, and what it leaves in its folder."""
+
+    def __init__(
+        self, model: Path, addresses: dict[str, str], directory: Path, reward: Any, **changes: Any
+    ) -> None:
+        recipe = tiny_recipe(
+            model,
+            algorithm={
+                "type": "grpo",
+                "sampling": {"samples_per_prompt": 2, "max_new_tokens": 6},
+                "mini_batch_rows": NUM_ROWS,
+            },
+            reward=reward,
+            services={role: {"address": address} for role, address in addresses.items()},
+            store={"type": "memory"},
+            **{"run__evaluation": {"num_prompts": 0}, **changes},
+        )
+        for role in ("critic", "reference"):
+            del recipe[role]
+        self.directory = directory
+        self.store = MemoryStateStore()
+        self.run = TrainingRun(
+            Recipe.model_validate(recipe),
+            directory=directory,
+            addresses=addresses,
+            store=self.store,
+        )
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+async def test_an_openrlhf_server_and_a_reward_of_ours_train_together(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    source = {
+        "type": "openrlhf",
+        "urls": server.url + "/get_reward",
+        "tokenizer": str(model),
+        "batch_size": 3,
+    }
+    reward = [
+        {"source": source, "weight": 0.5, "name": "distinct"},
+        {"source": {"type": "arithmetic"}},
+    ]
+    run = Run(model, addresses, tmp_path, reward, run__evaluation={"num_prompts": 4})
+    summary = await run.run.execute()
+    assert summary.state is RunState.SUCCEEDED
+    for record in run.metrics:
+        assert record["reward/mean"] == pytest.approx(
+            0.5 * record["reward/distinct/mean"] + record["reward/arithmetic/mean"], abs=1e-6
+        )
+        assert record["reward/distinct/errors"] == 0
+        assert record["reward/distinct/latency_p99_seconds"] > 0
+    # Each step has 3 requests of at most 3 rows; the evaluations before and after have 2 each.
+    rows = [len(given["query"]) for _, given in server.requests]
+    assert sum(rows) == 2 * NUM_ROWS + 2 * 4
+    assert max(rows) == 3
+    for _, given in server.requests:
+        for query, prompt, label in zip(*given.values(), strict=True):
+            assert query.startswith(prompt)
+            assert int(label) is not None
+
+
+async def test_a_slime_server_named_by_its_form_trains(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    reward = {"source": {"type": "slime", "urls": [server.url + "/slime"]}}
+    run = Run(model, addresses, tmp_path, reward)
+    assert (await run.run.execute()).state is RunState.SUCCEEDED
+    assert len(server.requests) == 2 * NUM_ROWS
+    assert run.metrics[-1]["reward/slime/mean"] == pytest.approx(run.metrics[-1]["reward/mean"])
+
+
+async def test_an_endpoint_that_fails_ends_the_run_with_its_reason_and_the_state_intact(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    # The first step is one request; then it lies.
+    server.faults = [None]
+    server.always = "nan"
+    run = Run(
+        model,
+        addresses,
+        tmp_path / "run",
+        server.url + "/get_reward",
+        run__checkpoint={"every_steps": 1},
+    )
+    with pytest.raises(RunError) as failed:
+        await run.run.execute()
+    message = str(failed.value)
+    assert message.startswith("step 2: reward.compute_reward failed on reward")
+    assert "REWARD_ANSWER_INVALID" in message
+    assert server.url in message
+    assert "finite" in message
+    record = await run.store.get_run(run.run.run_id)
+    assert (record.state, record.failure) == (RunState.FAILED, message)
+    assert json.loads((run.directory / "summary.json").read_text())["failure"] == message
+    assert [line["step"] for line in run.metrics] == [1]
+    checkpoints = sorted(path.name for path in (run.directory / "checkpoints").iterdir())
+    assert len(checkpoints) == 1
+    # The services are as fit as before.
+    server.always = None
+    again = Run(model, addresses, tmp_path / "again", server.url + "/get_reward")
+    assert (await again.run.execute()).state is RunState.SUCCEEDED
+
+
+async def test_a_lost_group_is_left_out_and_the_run_goes_on(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    source = {
+        "type": "openrlhf",
+        "urls": server.url + "/get_reward",
+        "batch_size": 1,
+        "concurrency": 1,
+        "on_failure": {"type": "drop_group"},
+    }
+    # One row of eight is lied about in the first step: its prompt's two rows are left out.
+    server.faults = [None, None, "nan"]
+    run = Run(model, addresses, tmp_path, {"source": source})
+    assert (await run.run.execute()).state is RunState.SUCCEEDED
+    first, second = run.metrics
+    assert (first["reward/dropped_rows"], second["reward/dropped_rows"]) == (2, 0)
+    assert (first["groups/count"], second["groups/count"]) == (3, 4)
+    assert first["reward/openrlhf/failed_rows"] == 1
+
+
+async def test_a_step_of_which_nothing_is_left_fails_and_says_so(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    server.always = 404
+    source = {
+        "type": "openrlhf",
+        "urls": server.url + "/get_reward",
+        "on_failure": {"type": "drop_group"},
+    }
+    run = Run(model, addresses, tmp_path, {"source": source})
+    with pytest.raises(RunError, match="nothing is left to learn from"):
+        await run.run.execute()
+
+
+async def test_a_stated_value_stands_for_what_failed(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    server.always = 404
+    source = {
+        "type": "openrlhf",
+        "urls": server.url + "/get_reward",
+        "on_failure": {"type": "value", "value": -2.5},
+    }
+    run = Run(model, addresses, tmp_path, {"source": source})
+    assert (await run.run.execute()).state is RunState.SUCCEEDED
+    assert [record["reward/mean"] for record in run.metrics] == [-2.5, -2.5]
+    assert run.metrics[0]["reward/openrlhf/failed_rows"] == NUM_ROWS
