@@ -12,34 +12,34 @@ from rich.text import Text
 
 from rolemesh.coordinator.compliance.check import Check, Finding, Level, Outcome
 
-_COLOURS = {
-    Outcome.HOLDS: "green",
-    Outcome.BROKEN: "red",
-    Outcome.SKIPPED: "dim",
-    Outcome.NOT_RUN: "yellow",
-}
+_COLOURS = {Outcome.HOLDS: "green", Outcome.BROKEN: "red"}
 
 
 def print_findings(console: Console, findings: Sequence[Finding], address: str, role: str) -> None:
-    """A row a check, and beneath it all that is known of those that do not hold."""
+    """A row a check that ran, and beneath it all that is known of the others."""
     table = Table(title=f"{role} at {address}", title_justify="left", box=box.SIMPLE)
     for heading in ("check", "level", "outcome", "s"):
         table.add_column(heading, justify="right" if heading == "s" else "left", no_wrap=True)
-    table.add_column("why")
+    unsaid: dict[str, list[str]] = {}
     for finding in findings:
+        if finding.outcome in (Outcome.SKIPPED, Outcome.NOT_RUN):
+            why = f"{finding.outcome.value}, {finding.came}"
+            unsaid.setdefault(why, []).append(finding.check.check_id)
+            continue
         table.add_row(
             finding.check.check_id,
             finding.check.level.value,
             Text(finding.outcome.value, _COLOURS[finding.outcome]),
             f"{finding.seconds:.2f}",
-            Text("see below" if finding.outcome is Outcome.BROKEN else finding.came),
         )
     console.print(table)
+    for why, names in unsaid.items():
+        console.print(Text(f"{why}: {', '.join(names)}\n"), soft_wrap=True)
     for finding in findings:
         if finding.outcome is not Outcome.BROKEN:
             continue
         colour = "red" if finding.check.level is Level.MUST else "yellow"
-        console.print(Text(f"\n{finding.check.check_id} ({finding.check.level.value})", colour))
+        console.print(Text(f"{finding.check.check_id} ({finding.check.level.value})", colour))
         for heading, text in (
             ("contract", finding.check.contract),
             ("sent", finding.sent),
@@ -47,7 +47,8 @@ def print_findings(console: Console, findings: Sequence[Finding], address: str, 
             ("remedy", finding.remedy),
         ):
             console.print(Text(f"  {heading:<9}{text}"), soft_wrap=True)
-    console.print(Text(f"\n{summarise(findings)}"))
+        console.print()
+    console.print(Text(summarise(findings)), soft_wrap=True)
 
 
 def summarise(findings: Sequence[Finding]) -> str:

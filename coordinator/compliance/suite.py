@@ -57,6 +57,7 @@ MODULES = (
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOCAL_SERVE_ADDRESS = "127.0.0.1:0"
+ANYWHERE = ("", "0.0.0.0", "[::]")
 
 SETS_UP = ("worker.initialize", "rollout.update-weights")
 """Checks without which none of the later phases means anything."""
@@ -144,6 +145,11 @@ async def run_suite(
             raise SuiteInputError(
                 f"the server at {address} pulls experience from the suite: give --serve-address "
                 "HOST:PORT with a host of this machine that the server reaches"
+            )
+        if serve_address is not None and serve_address.rpartition(":")[0] in ANYWHERE:
+            raise SuiteInputError(
+                f"--serve-address {serve_address} names no host: give the one under which the "
+                "server reaches this machine"
             )
         try:
             await producer.start(serve_address or LOCAL_SERVE_ADDRESS)

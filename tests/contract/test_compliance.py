@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +74,24 @@ async def test_a_reward_that_serves_reward_service_alone_is_judged_by_that_alone
     }
     held = {name for name, one in findings.items() if one.outcome is Outcome.HOLDS}
     assert {"reward.order", "reward.reference-refused", "keys.replay"} <= held
+
+
+def test_the_example_of_a_reward_server_does_all_that_it_must() -> None:
+    script = Path(__file__).parents[2] / "examples" / "reward_server.py"
+    process = subprocess.Popen(
+        [sys.executable, str(script), "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        done = CliRunner().invoke(app, ["compliance", url, "--timeout", f"{TIMEOUT_S}"])
+    finally:
+        process.kill()
+        process.wait(30)
+    assert done.exit_code == 0, done.output
+    assert "all MUST hold" in done.output
+    assert "reward.order " in done.output
+    assert "skipped, the server has no WorkerService" in done.output
 
 
 REWARD_FAULTS = [
