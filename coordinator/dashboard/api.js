@@ -74,7 +74,8 @@ export const api = {
   checkpoint: (run, requestId) => post(`${of(run)}/checkpoint`, { request_id: requestId }),
 };
 
-/** Events of a run after one, as {id, kind, event}; ends when the coordinator ends the stream. */
+/** Events of a run after one, as {id, kind, event}; ends when the coordinator ends the stream.
+ * onOpen(isOver) is called once it answers; it is over where the run has no further event. */
 export async function* events(run, after, signal, onOpen) {
   const headers = { accept: "text/event-stream" };
   if (after) headers["last-event-id"] = after;
@@ -82,7 +83,8 @@ export async function* events(run, after, signal, onOpen) {
   const answer = await response(`${of(run)}/events`, {
     headers, signal: AbortSignal.any([signal, silence.signal]),
   });
-  onOpen();
+  onOpen(answer.status === 204);
+  if (answer.status === 204) return;
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let timer = null;

@@ -240,7 +240,7 @@ function drawLine(context, line, toX, toY) {
     context.fillStyle = faded(line.color, 0.14);
     context.fill();
   }
-  context.lineJoin = "round";
+  context.lineJoin = "bevel"; // Of a noisy line, miters would be spikes beyond its values.
   if (line.shown !== line.raw) stroke(context, thinned(line.xs, line.raw, toX, toY), faded(line.color, 0.28), 1, []);
   const points = thinned(line.xs, line.shown, toX, toY);
   stroke(context, points, colour(line.color), 1.6, line.dash ? [5, 3] : []);

@@ -1,7 +1,8 @@
-// What happened in the run, newest first: states, evaluations, checkpoints and notes.
+// What happened in the run, newest first: states, checkpoints and notes. Steps and evaluations are
+// in the curves; of the latter there is a note as well.
 
 import { byId, el } from "./dom.js";
-import { clock, count, dateAndTime, number } from "./format.js";
+import { clock, count, dateAndTime } from "./format.js";
 
 const KEPT = 100;
 
@@ -29,7 +30,6 @@ export class Events {
 /** A line for an event; null for those that other panels show. */
 function textOf(kind, event) {
   if (kind === "state") return event.state.failure ? `${event.state.state}: ${event.state.failure}` : event.state.state;
-  if (kind === "evaluated") return `held-out score ${number(event.evaluated.metrics["held_out/score"])}`;
   if (kind === "checkpoint_saved") return `checkpoint saved in ${event.checkpoint_saved.directory}`;
   if (kind === "note") return event.note.text;
   return null;

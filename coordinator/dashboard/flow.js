@@ -13,6 +13,7 @@ export class Flow {
     this.onStep = onStep;
     this.clock = { step: 0, known: 0, since: 0 };
     this.graph = null;
+    this.usualSeconds = 0;
     this.following = el("button", { type: "button", "aria-pressed": "true", onclick: () => onStep(0) }, "Follow");
     this.stepInput = el("input", {
       type: "number", min: "1", class: "step-input", "aria-label": "Step",
@@ -57,16 +58,18 @@ export class Flow {
     for (const part of [this.summary, this.rows, this.axis, this.legend, this.path, this.table]) part.hidden = isEmpty;
     if (isEmpty) return;
     if (document.activeElement !== this.stepInput) this.stepInput.value = graph.step;
-    const end = this.endOf(graph);
-    this.renderSummary(graph, end);
-    this.renderRows(graph.nodes, end);
+    const now = this.timeOf(graph);
+    // The axis of a step in progress is as long as a step usually is, so that bars stay in place.
+    const end = graph.is_made ? now : Math.max(now, this.usualSeconds);
+    this.renderSummary(graph, now);
+    this.renderRows(graph.nodes, now, end);
     this.renderAxis(end);
     this.renderPath(graph.nodes);
     this.renderTable();
   }
 
-  /** Seconds that the axis has: of a step in progress, up to now. */
-  endOf(graph) {
+  /** Seconds that the step took; of one in progress, so far. */
+  timeOf(graph) {
     const times = graph.nodes.flatMap((node) => [node.ready_s, node.started_s, node.ended_s]).filter(isTime);
     const known = Math.max(0.001, ...times);
     if (graph.is_made) return known;
@@ -76,18 +79,18 @@ export class Flow {
     return known + (performance.now() - this.clock.since) / 1000;
   }
 
-  renderSummary(graph, end) {
+  renderSummary(graph, took) {
     const critical = graph.nodes.filter((node) => node.is_critical);
     const busy = covered(critical);
     const running = graph.nodes.filter((node) => node.state === "running").map((node) => node.name);
     const parts = graph.is_made
-      ? [`Step ${count(graph.step)}: ${seconds(end)}`, `critical path ${seconds(busy)} (${percent(busy / end)})`]
-      : [`Step ${count(graph.step)} in progress: ${seconds(end)} so far`,
+      ? [`Step ${count(graph.step)}: ${seconds(took)}`, `critical path ${seconds(busy)} (${percent(busy / took)})`]
+      : [`Step ${count(graph.step)} in progress: ${seconds(took)} so far`,
         running.length ? `now ${running.join(", ")}` : "between calls"];
     setText(this.summary, parts.join("; "));
   }
 
-  renderRows(nodes, end) {
+  renderRows(nodes, now, end) {
     const pools = new Map();
     for (const node of nodes) {
       if (!pools.has(node.pool)) pools.set(node.pool, new Map());
@@ -102,17 +105,17 @@ export class Flow {
         () => el("div", { class: "flow-row" }, el("span", { class: "flow-name" }), el("div", { class: "lanes" })),
         (row, [service, calls]) => {
           setText(row.firstChild, service);
-          this.renderBars(row.lastChild, calls, end);
+          this.renderBars(row.lastChild, calls, now, end);
         });
     });
   }
 
-  renderBars(lanes, calls, end) {
+  renderBars(lanes, calls, now, end) {
     const taken = [];
     // What waits for its inputs has no place in time yet; its row is there already.
     const begun = calls.filter((node) => isTime(node.started_s) || isTime(node.ready_s));
     const placed = begun.sort((a, b) => startOf(a) - startOf(b)).map((node) => {
-      const stop = isTime(node.started_s) ? node.ended_s ?? end : end;
+      const stop = isTime(node.started_s) ? node.ended_s ?? now : now;
       let lane = taken.findIndex((free) => free <= startOf(node) + 1e-6);
       if (lane < 0) lane = taken.length;
       taken[lane] = stop;

@@ -105,7 +105,7 @@ export class Header {
       live.title = this.status.problem;
     } else {
       setText(live, this.status.name);
-      live.title = { live: "Events arrive as they happen.", ended: "The run has ended." }[this.status.name] ?? "";
+      live.title = this.status.problem ?? { live: "Events arrive as they happen.", ended: "The run has ended." }[this.status.name] ?? "";
     }
   }
 

@@ -58,6 +58,13 @@ export class History {
     }
   }
 
+  /** Forgets a step and those after it: the run went back to before it, and makes them again. */
+  dropFrom(step) {
+    const row = this.steps.findIndex((known) => known >= step);
+    if (row < 0) return;
+    for (const values of [this.steps, ...this.columns.values()]) values.length = row;
+  }
+
   /** Seconds of steps until the end of each, by "time/step"; of steps that were thinned out, by
    * their neighbour's. */
   elapsed() {

@@ -2,7 +2,7 @@
 
 import { byId, el } from "./dom.js";
 
-const PANELS = ["flow", "mesh", "devices", "curves", "samples", "rewards", "events", "logs"];
+const PANELS = ["flow", "mesh", "devices", "curves", "samples", "events", "rewards", "logs"];
 
 /** actions: {key: [what it does, function]}, besides those of panels and help. */
 export function startKeys(actions) {

@@ -22,7 +22,6 @@ export class Watch {
     this.stopping = new AbortController();
     this.hurry = () => undefined;
     window.addEventListener("online", () => this.hurry(), { signal: this.stopping.signal });
-    this.isLive = false;
     this.loop();
   }
 
@@ -38,11 +37,13 @@ export class Watch {
     while (!this.stopping.signal.aborted) {
       let problem = "the coordinator ended the stream";
       try {
-        const opened = () => {
+        let isOver = false;
+        const opened = (hasNoMore) => {
           failures = 0;
+          isOver = hasNoMore;
           onStatus({ name: "live" });
         };
-        if (await this.read(opened)) {
+        if ((await this.read(opened)) || isOver) {
           onStatus({ name: "ended" });
           return;
         }
@@ -66,6 +67,7 @@ export class Watch {
   /** Reads one connection to its end; true when the run's last event has come. */
   async read(opened) {
     for await (const event of events(this.run, this.after, this.stopping.signal, opened)) {
+      if (event.kind === "problem") throw new ApiError(event.event.status, event.event);
       if (event.id) this.after = event.id;
       this.handlers.onEvent(event);
       if (event.kind === "state" && isFinal(event.event.state.state)) return true;

@@ -24,7 +24,7 @@ const EVERY_MS = { flow: 1000, run: 2000, logs: 2000, services: 3000, devices: 5
 
 const page = {
   runs: [], run: null, chosen: null, history: new History(), compared: new Map(),
-  step: 0, sampleStep: 0, watch: null, wantsAll: false,
+  step: 0, sampleStep: 0, toldStep: 0, watch: null, status: { name: "connecting" }, wantsAll: false, soon: new Set(),
 };
 
 startTheme(byId("theme"));
@@ -63,10 +63,13 @@ async function attempt(read) {
   const run = page.chosen;
   try {
     await read();
+    if (header.status.name === "unreachable") header.setStatus(page.status);
   } catch (error) {
     const isAway = error instanceof TypeError || (error instanceof ApiError && error.status === 503);
     if (run !== page.chosen) return;
     if (!isAway) showError(error);
+    // Of a run that goes on, the watch itself says so.
+    else if (header.status.name !== "disconnected") header.setStatus({ name: "unreachable", problem: error.message });
   }
 }
 
@@ -132,7 +135,7 @@ async function refreshRuns() {
 
 async function choose(id, comparedIds = []) {
   page.watch?.stop();
-  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0, knowsVersions: false });
+  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, knowsVersions: false });
   for (const panel of [mesh, devices, events]) panel.clear();
   header.tell("");
   header.choose(page.runs, id, comparedIds);
@@ -149,7 +152,8 @@ async function choose(id, comparedIds = []) {
 }
 
 function onStatus(status) {
-  const isBack = status.name === "live" && header.status.name === "disconnected";
+  const isBack = status.name === "live" && header.status.name !== "connecting";
+  page.status = status;
   header.setStatus(status);
   if (isBack) for (const read of [refreshRun, refreshServices, refreshDevices, refreshAlerts]) attempt(read);
 }
@@ -159,12 +163,25 @@ function onEvent(event) {
   const { kind, event: told } = event;
   if (kind === "state") attempt(refreshRun);
   if (kind !== "step_made" && kind !== "evaluated") return;
+  if (kind === "step_made") {
+    if (told.step <= page.toldStep) page.history.dropFrom(told.step);
+    page.toldStep = told.step;
+  }
   // Those that were before the page was opened are drawn already.
-  const isNew = told.step > (page.history.steps.at(-1) ?? 0);
+  if (told.step < (page.history.steps.at(-1) ?? 0)) return;
   page.history.add(told.step, told[kind].metrics);
-  if (!isNew) return;
-  showHistory();
-  for (const read of [refreshRun, refreshAlerts, refreshSamples, refreshFlow]) attempt(read);
+  soon(showHistory);
+  for (const read of [refreshRun, refreshAlerts, refreshSamples, refreshFlow]) soon(read);
+}
+
+/** Does something within a tenth of a second, once for all events that come until then. */
+function soon(read) {
+  if (page.soon.has(read)) return;
+  page.soon.add(read);
+  setTimeout(() => {
+    page.soon.delete(read);
+    attempt(read);
+  }, 100);
 }
 
 function show(run) {
@@ -174,6 +191,7 @@ function show(run) {
 
 function showHistory() {
   showNumbers(page.history);
+  flow.usualSeconds = page.history.newest("time/step") ?? 0;
   mesh.setSampledVersion(page.history.newest("policy_version/max"));
   rewards.render(page.history);
   curves.setRuns([{ id: page.chosen, history: page.history }, ...[...page.compared].map(([id, history]) => ({ id, history }))]);

@@ -12,7 +12,7 @@ const TILES = [
   { name: "completion_length/mean", label: "Completion", unit: "tokens" },
   { name: "time/step", label: "Step", format: seconds },
   { name: "tokens_per_second", label: "Throughput", unit: "tok/s" },
-  { name: "staleness/max", label: "Staleness", unit: "steps" },
+  { name: "staleness/max", label: "Steps behind" },
 ];
 
 /** Shows each newest value, and how it differs from the mean of the ten before. */

@@ -36,6 +36,7 @@ export class Rewards {
     }
     this.empty.hidden = rewards.size > 0;
     this.box.hidden = rewards.size === 0;
+    byId("main").classList.toggle("has-rewards", rewards.size > 0);
     const columns = COLUMNS.filter(([name]) => [...rewards.values()].some((values) => values.has(name)));
     this.box.replaceChildren(el("table", {},
       el("caption", { class: "quiet" }, "In the newest step"),

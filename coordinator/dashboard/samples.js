@@ -4,6 +4,7 @@ import { byId, el, emptyState, keyed, setText } from "./dom.js";
 import { count, number } from "./format.js";
 import { tokenCells, tokenLegend } from "./tokens.js";
 
+const SNIPPET = 160;
 const ORDERS = {
   row: (a, b) => a.row - b.row,
   best: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
@@ -61,7 +62,8 @@ export class Samples {
       setText(reward, number(sample.reward));
       reward.className = `sample-reward ${(sample.reward ?? 0) > 0 ? "good" : "bad"}`;
       reward.style.setProperty("--share", String(Math.abs(sample.reward ?? 0) / largest));
-      setText(text, sample.prompt.trim().slice(0, 160));
+      setText(text.firstChild, sample.prompt.trim().slice(0, SNIPPET));
+      setText(text.lastChild, sample.completion.trim().slice(0, SNIPPET) || "empty completion");
       item.setAttribute("aria-selected", String(isChosen));
       item.tabIndex = isChosen ? 0 : -1;
       item.dataset.row = sample.row;
@@ -70,7 +72,7 @@ export class Samples {
   }
 
   makeItem() {
-    const item = el("div", { role: "option", class: "sample-item" }, el("span"), el("span", { class: "sample-prompt" }));
+    const item = el("div", { role: "option", class: "sample-item" }, el("span"), el("span", { class: "sample-text" }, el("span", { class: "quiet" }), el("span")));
     item.addEventListener("click", () => this.choose(Number(item.dataset.row)));
     return item;
   }

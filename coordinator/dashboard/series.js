@@ -40,15 +40,17 @@ export function ticks(low, high, about) {
   return found;
 }
 
-/** Points of a line in pixels: at most first, least, largest and last of each pixel column. */
+/** Points of a line in pixels: of each pixel column the least and the largest, in their order. */
 export function thinned(xs, values, toX, toY) {
   const points = [];
   let column = null;
   let kept = null;
   const flush = () => {
     if (kept === null) return;
-    const inOrder = [...new Set([kept.first, kept.low, kept.high, kept.last])].sort((a, b) => a - b);
-    for (const row of inOrder) points.push([toX(xs[row]), toY(values[row])]);
+    const first = Math.min(kept.low, kept.high);
+    const last = Math.max(kept.low, kept.high);
+    points.push([toX(xs[first]), toY(values[first])]);
+    if (last > first) points.push([toX(xs[last]), toY(values[last])]);
     kept = null;
   };
   for (let row = 0; row < xs.length; row += 1) {
@@ -58,11 +60,10 @@ export function thinned(xs, values, toX, toY) {
     if (at !== column || kept === null) {
       flush();
       column = at;
-      kept = { first: row, low: row, high: row, last: row };
+      kept = { low: row, high: row };
     } else {
       if (value < values[kept.low]) kept.low = row;
       if (value > values[kept.high]) kept.high = row;
-      kept.last = row;
     }
   }
   flush();

@@ -195,7 +195,7 @@ def test_thinned_lines_keep_every_peak(opened: Any) -> None:
     heights = [y for _, y in points]
     assert max(heights) == 50
     assert min(heights) == -50
-    assert len(points) <= 4 * 400
+    assert len(points) <= 2 * 401
 
 
 def test_runs_are_compared_in_colours_of_their_own(opened: Any) -> None:
@@ -267,6 +267,21 @@ def test_hostile_completions_stay_text(
     assert page.evaluate("window.stolen") is None
 
 
+def test_health_of_outside_rewards_is_shown(
+    opened: Any, server: PageServer, tmp_path: Path
+) -> None:
+    server.fill("judged", tmp_path, num_steps=2, with_leases=False)
+    health = {
+        "reward/helpful/mean": 0.25, "reward/helpful/latency_p99_seconds": 1.5,
+        "reward/helpful/errors": 3.0, "reward/short/mean": -0.5,
+    }  # fmt: skip
+    server.call(server.store.append_metrics("judged", {"step": 3, **health}))
+    page = opened("judged")
+    rows = page.locator("#rewards tbody tr")
+    assert rows.all_inner_texts() == ["helpful\t0.25\t1.50 s\t3", "short\t-0.5\t\u2013\t\u2013"]
+    expect(rows.first.locator(".trouble")).to_have_text("3")
+
+
 def test_tokens_are_coloured_by_log_prob_and_foreign_ones_are_hatched(opened: Any) -> None:
     page = opened("history")
     cells = page.locator("#samples .tokens .token")
@@ -310,6 +325,41 @@ def test_a_cut_is_shown_and_no_step_is_missed(opened: Any, server: PageServer) -
     records = records_of(server, "live")
     assert shown[""] == [record["step"] for record in records] == list(range(1, made + 1))
     assert shown["mean"] == [record["reward/mean"] for record in records]
+
+
+def test_steps_that_are_made_again_replace_what_they_were(
+    opened: Any, server: PageServer, tmp_path: Path
+) -> None:
+    record = server.fill("again", tmp_path, num_steps=6, is_live=True, with_leases=False)
+    page = opened("again")
+    expect(page.locator("#live")).to_have_text("live")
+    expect(page.locator("#events-body li")).not_to_have_count(0)
+    # The run resumed from a checkpoint of step 3.
+    server.call(server.store.update_run("again", step=3))
+    for _ in range(2):
+        server.make_step("again")
+    wait_for(lambda: plotted(page, "Reward")[""][-1] == 5, "the steps made again are plotted")
+    lines = records_of(server, "again")
+    assert record.step == 6
+    assert plotted(page, "Reward") == {
+        "": [1, 2, 3, 4, 5],
+        "mean": [line["reward/mean"] for line in lines[:3] + lines[6:8]],
+    }
+
+
+def test_a_coordinator_that_is_away_is_shown_also_of_an_ended_run(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with PageServer() as leaving:
+        leaving.fill("over", tmp_path, num_steps=2)
+        page = Watched(browser, leaving.url).page
+        drawn_after_ms(page)
+        expect(page.locator("#live")).to_have_text("ended")
+        leaving.stop()
+        expect(page.locator("#live")).to_have_text("unreachable", timeout=15_000)
+        leaving.start()
+        expect(page.locator("#live")).to_have_text("ended", timeout=15_000)
+        page.context.close()
 
 
 def test_a_token_is_asked_for_once_and_kept_for_the_tab(browser: Browser, tmp_path: Path) -> None:
@@ -388,7 +438,7 @@ def test_every_shortcut_is_told_and_leads_somewhere(opened: Any) -> None:
         assert help_dialog.locator("kbd", has_text=re.compile(f"^{re.escape(key)}$")).count() == 1
     page.keyboard.press("Escape")
     for key, panel in enumerate(
-        ("flow", "mesh", "devices", "curves", "samples", "rewards", "events", "logs"), 1
+        ("flow", "mesh", "devices", "curves", "samples", "events", "rewards", "logs"), 1
     ):
         page.keyboard.press(str(key))
         assert page.evaluate("document.activeElement.id") == panel

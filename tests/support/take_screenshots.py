@@ -1,4 +1,6 @@
-"""Takes the pictures of the dashboard in docs/images: python tests/support/take_screenshots.py
+"""Takes the pictures of the dashboard in docs/images.
+
+    python tests/support/take_screenshots.py
 
 The runs are invented. A picture is at most 300 KB.
 """
@@ -21,8 +23,8 @@ from support.page_server import PageServer
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 MAX_BYTES = 300_000
-NUM_STEPS = 400
-DESKTOP = {"viewport": {"width": 1440, "height": 1000}}
+NUM_STEPS = 150
+DESKTOP = {"viewport": {"width": 1280, "height": 800}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 1.5}
 
 
@@ -38,9 +40,7 @@ def take(browser: Browser, url: str, name: str, *, at: str = "", **context: Any)
     opened.close()
     size = (IMAGES / f"{name}.png").stat().st_size
     if size > MAX_BYTES:
-        raise SystemExit(
-            f"{name}.png has {size} bytes, more than {MAX_BYTES}: show less of the page"
-        )
+        raise SystemExit(f"{name}.png has {size} bytes, more than {MAX_BYTES}: show less")
 
 
 def _go_to(page: Page, panel: str) -> None:
