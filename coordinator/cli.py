@@ -22,6 +22,7 @@ from rich.console import Console
 
 from rolemesh.coordinator import run_files
 from rolemesh.coordinator.commands.compliance import compliance
+from rolemesh.coordinator.commands.coordinator import coordinator
 from rolemesh.coordinator.commands.reward import reward
 from rolemesh.coordinator.console import (
     JsonConsole,
@@ -366,6 +367,7 @@ def doctor(
 
 
 app.command()(compliance)
+app.command()(coordinator)
 app.add_typer(reward, name="reward")
 
 

@@ -1,0 +1,173 @@
+"""`rolemesh coordinator`: takes recipes and makes runs of them until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from rolemesh.coordinator.api.credentials import read_token
+from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.console import JsonConsole
+from rolemesh.coordinator.files import write_atomically
+from rolemesh.coordinator.hub import Hub
+from rolemesh.coordinator.recipe import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.state.opening import open_store
+from rolemesh.coordinator.state.store import StateStoreError, masked_url
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+DATA_FOLDER = Path("rolemesh-data")
+PLACE_FILE = "coordinator.json"
+"""In the data folder while the coordinator lives: address, URL and pid."""
+
+_LOCK_FILE = "coordinator.lock"
+
+
+def coordinator(
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of runs and of the embedded store.")
+    ] = DATA_FOLDER,
+    store_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Redis or Valkey server, which may outlive this process, and its runs with it; "
+            "left out, one is started in DIR and ends with this process.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of CoordinatorService; 0 takes a free one.")
+    ] = 50050,
+    http_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Of REST and the dashboard; 0 takes a free one."),
+    ] = 8080,
+    max_runs: Annotated[int, typer.Option(min=1, help="Most runs that go on at a time.")] = 4,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Holds the token; else ROLEMESH_API_TOKEN does, if set."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Takes recipes over gRPC and REST, and makes each a run in a process of its own.
+
+    SIGTERM or Ctrl-C ends it: with the embedded store its runs first, each after the step in
+    progress (a second time: at once); with --store-url they go on, and the next coordinator on the
+    same DIR finds them.
+    """
+    try:
+        spec = _store_spec(store_url)
+        token_file = None if token_file is None else token_file.absolute()
+        token = read_token(token_file, os.environ)
+        directory = data.absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(
+            filename=directory / "coordinator.log",
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
+            force=True,
+        )
+        with _held(directory):
+            asyncio.run(
+                _serve(spec, directory, host, port, http_port, max_runs, token_file, token, as_json)
+            )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    except StateStoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _store_spec(url: str | None) -> EmbeddedStoreSpec | RedisStoreSpec:
+    if url is None:
+        return EmbeddedStoreSpec()
+    try:
+        return RedisStoreSpec(url=url)
+    except ValidationError:
+        raise ValueError(
+            f"--store-url is {masked_url(url)!r}: give e.g. redis://127.0.0.1:6379/0"
+        ) from None
+
+
+async def _serve(
+    spec: EmbeddedStoreSpec | RedisStoreSpec,
+    directory: Path,
+    host: str,
+    port: int,
+    http_port: int,
+    max_runs: int,
+    token_file: Path | None,
+    token: str | None,
+    as_json: bool,
+) -> None:
+    ending = asyncio.Event()
+    async with open_store(spec, directory) as store:
+        hub = Hub(
+            store,
+            directory,
+            outlives=isinstance(spec, RedisStoreSpec),
+            max_runs=max_runs,
+            token_file=token_file,
+        )
+
+        def end() -> None:
+            if ending.is_set():
+                hub.hurry()
+            ending.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, end)
+        await hub.adopt()
+        operations = StoreOperations(store, creator=hub)
+        async with open_doors(
+            operations, host=host, grpc_port=port, http_port=http_port, token=token
+        ) as doors:
+            facts = {"address": doors.address, "url": doors.url, "pid": os.getpid()}
+            place = directory / PLACE_FILE
+            write_atomically(place, json.dumps(facts) + "\n")
+            _say(f"runs in {directory / 'runs'}; gRPC {doors.address}; {doors.url}", facts, as_json)
+            try:
+                await ending.wait()
+                # Its runs are told of, and can be watched, until they have ended.
+                await hub.close()
+            finally:
+                place.unlink(missing_ok=True)
+
+
+def _say(text: str, facts: dict[str, str | int | None], as_json: bool) -> None:
+    if as_json:
+        JsonConsole().write("coordinator", facts)
+    else:
+        print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+@contextlib.contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Holds the folder against another coordinator, until the end of the block or the process."""
+    # The file stays: see session.py.
+    with (directory / _LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--data: another coordinator uses {directory}: stop it, or give another folder"
+            ) from error
+        yield

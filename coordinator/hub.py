@@ -1,0 +1,298 @@
+"""The long-lived coordinator: takes recipes, makes each a run in a process of its own, and ends.
+
+What it knows stands in the store and in the folders of its runs. So another hub on the same data,
+started after this one however it ended, goes on where it was; where the store outlives the hub, so
+do the runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rolemesh.coordinator.algorithm_specs import CustomSpec
+from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.files import write_atomically
+from rolemesh.coordinator.launch import last_lines
+from rolemesh.coordinator.observer import QuietObserver
+from rolemesh.coordinator.recipe import ApiSpec, Recipe, RedisStoreSpec
+from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.coordinator.recipe_loading import (
+    ENVIRONMENT_PREFIX,
+    SERVICE_PREFIX,
+    dump_recipe,
+    read_recipe,
+)
+from rolemesh.coordinator.run_records import end_abandoned, enter_run
+from rolemesh.coordinator.session import InputError, Session
+from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.store import RunNotFoundError, StateStore, StateStoreError
+from rolemesh.rpc.errors import (
+    CapacityError,
+    InvalidRequestError,
+    PreconditionError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+CONSOLE_LOG = "console"
+"""Log of a run: what its process printed."""
+
+_REQUEST_FILE = "request.json"
+_RECIPE_FILE = "recipe.yaml"
+_PROCESS_FILE = "process.json"
+_POLL_S = 0.5
+_MAX_RUNS_LISTED = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RunProcess:
+    """The process that makes a run. Its time of creation tells it from a later one of its id."""
+
+    pid: int
+    created_at: float
+
+    @classmethod
+    def of(cls, pid: int) -> _RunProcess | None:
+        """The process of that id; None when there is none."""
+        try:
+            return cls(pid=pid, created_at=psutil.Process(pid).create_time())
+        except psutil.NoSuchProcess:
+            return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs still."""
+        return _RunProcess.of(self.pid) == self
+
+
+class Hub:
+    """Makes runs on one store. Owner: one asyncio loop on the main thread of its process.
+
+    Example::
+
+        async with open_store(RedisStoreSpec(url=url), data) as store:
+            hub = Hub(store, data, outlives=True, max_runs=4, token_file=None)
+            await hub.adopt()
+            operations = StoreOperations(store, creator=hub)
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        directory: Path,
+        *,
+        outlives: bool,
+        max_runs: int,
+        token_file: Path | None,
+    ) -> None:
+        """Prepares; `adopt` finds what an earlier hub left.
+
+        Args:
+            store: A Redis or Valkey that other processes reach as well.
+            directory: Folder of the coordinator, absolute; runs lie in its subfolder runs.
+            outlives: Whether the store, and with it the runs, may outlive this process.
+            max_runs: Most runs that go on at a time.
+            token_file: File with the token of this coordinator, which is that of its runs, too.
+        """
+        self._store = store
+        self._directory = directory
+        self._outlives = outlives
+        self._max_runs = max_runs
+        self._token_file = token_file
+        self._processes: dict[str, _RunProcess] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+        self._creating = asyncio.Lock()
+
+    async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
+        """Starts a run; see RunCreator."""
+        request = {"recipe": recipe, "overrides": list(overrides)}
+        async with self._creating:
+            if self._is_closing:
+                raise UnavailableError("this coordinator is about to end")
+            if await self._is_known(run_id, request):
+                return
+            resolved = self._resolved(run_id, recipe, overrides)
+            if len(self._processes) >= self._max_runs:
+                raise CapacityError(
+                    f"{len(self._processes)} runs go on, and this coordinator may have "
+                    f"{self._max_runs}: wait for one to end, stop one, or start the coordinator "
+                    "with a greater --max-runs",
+                    reason="TOO_MANY_RUNS",
+                    metadata={"max_runs": str(self._max_runs)},
+                )
+            folder = self.folder(run_id)
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / _REQUEST_FILE, json.dumps(request))
+            _write_private(folder / _RECIPE_FILE, dump_recipe(resolved))
+            await enter_run(self._store, resolved, run_id, folder)
+            try:
+                await self._spawn(run_id)
+            except OSError as error:
+                await end_abandoned(self._store, run_id, RunError(f"no process: {error}"))
+                raise
+
+    def folder(self, run_id: str) -> Path:
+        """Folder of a run."""
+        return self._directory / "runs" / run_id
+
+    async def _is_known(self, run_id: str, request: Mapping[str, object]) -> bool:
+        """Whether this very run was created before."""
+        try:
+            await self._store.get_run(run_id)
+        except RunNotFoundError:
+            return False
+        place = self.folder(run_id) / _REQUEST_FILE
+        if place.is_file() and json.loads(place.read_text()) == request:
+            return True
+        raise PreconditionError(
+            f"run {run_id!r} exists already, with another recipe: choose another run id",
+            reason="RUN_EXISTS",
+            metadata={"run_id": run_id},
+        )
+
+    def _resolved(self, run_id: str, text: str, overrides: Sequence[str]) -> Recipe:
+        """The recipe as the run's process gets it, with what can be checked here checked."""
+        try:
+            recipe = read_recipe(text, "recipe", overrides=overrides, environment=os.environ)
+            # Those of its own: nobody else is to be told where they are.
+            api = ApiSpec(http_port=None, token_file=self._token_file)
+            store = RedisStoreSpec(url=self._store.url)
+            recipe = recipe.model_copy(update={"api": api, "store": store})
+            if not isinstance(recipe.algorithm, CustomSpec):
+                # The code of a custom one is for the run's own process to run.
+                Session(recipe, self.folder(run_id), QuietObserver(), run_id=run_id)
+        except (RecipeError, InputError) as error:
+            raise InvalidRequestError(str(error), reason="RECIPE_INVALID") from error
+        return recipe
+
+    async def _spawn(self, run_id: str) -> None:
+        folder = self.folder(run_id)
+        program = [sys.executable, "-m", "rolemesh.coordinator.cli"]
+        flags = {"--out": str(folder), "--run-id": run_id}
+        words = [word for flag, value in flags.items() for word in (flag, value)]
+        command = [*program, "train", str(folder / _RECIPE_FILE), *words, "--json"]
+        if not self._outlives:
+            # Without its store it could go nowhere: the kernel tells it when this process ends.
+            wrapper = [sys.executable, "-I", "-S", str(Path(bound_process.__file__))]
+            command = [*wrapper, str(os.getpid()), *command]
+        with self._log(run_id).open("ab") as stream:
+            child = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=_environment(os.environ),
+                # Ctrl-C in a terminal goes to the whole group: this process alone decides.
+                start_new_session=True,
+            )
+        process = _RunProcess.of(child.pid)
+        if process is not None:
+            facts = {"pid": process.pid, "created_at": process.created_at}
+            write_atomically(folder / _PROCESS_FILE, json.dumps(facts))
+            self._processes[run_id] = process
+        self._watch(run_id, child)
+
+    def _log(self, run_id: str) -> Path:
+        return self.folder(run_id) / "logs" / f"{CONSOLE_LOG}.log"
+
+    def _watch(self, run_id: str, child: asyncio.subprocess.Process | None) -> None:
+        task = asyncio.create_task(self._until_gone(run_id, child), name=f"watch {run_id}")
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+
+    async def _until_gone(self, run_id: str, child: asyncio.subprocess.Process | None) -> None:
+        """Waits for a run's process, and tells of the run what it could not tell itself."""
+        how = "has ended"
+        if child is not None:
+            code = await child.wait()
+            name = signal.Signals(-code).name if code < 0 else ""
+            how = f"was killed by {name}" if name else f"ended with exit code {code}"
+        else:
+            # It is no child of ours: nothing tells us of its end.
+            while run_id in self._processes and self._processes[run_id].is_alive:  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
+        process = self._processes.pop(run_id, None)
+        pid = "" if process is None else f" (pid {process.pid})"
+        try:
+            await self._abandoned(run_id, f"its process{pid} {how}")
+        except StateStoreError:
+            logger.exception("that run %s has ended could not be written down", run_id)
+
+    async def _abandoned(self, run_id: str, cause: str) -> None:
+        """Ends a run that nobody makes any more, unless it has told its end itself."""
+        log = self._log(run_id)
+        lines = [f"  | {line}" for line in await asyncio.to_thread(last_lines, log)]
+        said = "\n".join((f"the end of its log, {log}:", *lines)) if lines else "without a word"
+        await end_abandoned(self._store, run_id, RunError(f"{cause}; {said}"))
+
+    async def adopt(self) -> None:
+        """Finds the runs of an earlier hub: watches those that go on, and ends the others.
+
+        Raises:
+            StateStoreError: The store failed.
+        """
+        for record in await self._store.list_runs(_MAX_RUNS_LISTED):
+            is_ours = Path(record.directory) == self.folder(record.run_id)
+            if record.state.is_final or not is_ours:
+                continue
+            place = self.folder(record.run_id) / _PROCESS_FILE
+            process = _RunProcess(**json.loads(place.read_text())) if place.is_file() else None
+            if process is not None and process.is_alive:
+                self._processes[record.run_id] = process
+                self._watch(record.run_id, None)
+            else:
+                await self._abandoned(record.run_id, "its process is gone")
+
+    def hurry(self) -> None:
+        """Has runs that are ending end at once."""
+        if not self._outlives:
+            self._terminate()
+
+    def _terminate(self) -> None:
+        """The first SIGTERM ends a run after its step, the second one at once."""
+        for process in self._processes.values():
+            if process.is_alive:
+                os.kill(process.pid, signal.SIGTERM)
+
+    async def close(self) -> None:
+        """Ends the runs where the store ends with this process, else leaves them as they are."""
+        async with self._creating:
+            self._is_closing = True
+        if self._outlives:
+            for watch in self._watches:
+                watch.cancel()
+        else:
+            self._terminate()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a run's process: those that set fields of a recipe have had their effect."""
+    fields = [
+        name
+        for name in environment
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and "__" in name
+        and not name.startswith(SERVICE_PREFIX)
+    ]
+    kept = {name: value for name, value in environment.items() if name not in fields}
+    # The current directory must not shadow a package.
+    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Writes a file that nobody else may read: the URL of a store may hold its password."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)

@@ -1,0 +1,206 @@
+"""`rolemesh coordinator` as a process: it makes runs over gRPC, and a new one goes on after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
+
+from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.store import RunStream
+from rolemesh.rpc.channel import open_channel
+from rolemesh.rpc.errors import (
+    CapacityError,
+    InvalidRequestError,
+    PreconditionError,
+    RolemeshError,
+)
+from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+Stub = coordinator_pb2_grpc.CoordinatorServiceStub
+STOPPED = coordinator_pb2.RUN_STATE_STOPPED
+TOKEN = "s3cret"
+
+
+class Coordinator:
+    """A coordinator's process, and a client of it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, facts: dict[str, Any]) -> None:
+        self.process = process
+        self.address: str = facts["address"]
+        self.url: str = facts["url"]
+
+    @asynccontextmanager
+    async def stub(self) -> AsyncIterator[Stub]:
+        async with open_channel(self.address) as channel:
+            yield Stub(channel)
+
+    async def create(self, run_id: str, recipe: str, *overrides: str) -> coordinator_pb2.Run:
+        request = coordinator_pb2.CreateRunRequest(
+            run_id=run_id, recipe=recipe, overrides=overrides
+        )
+        async with self.stub() as stub:
+            return (await stub.CreateRun(request, metadata=AUTHORIZED)).run
+
+    async def run(self, run_id: str) -> coordinator_pb2.Run:
+        request = coordinator_pb2.GetRunRequest(run_id=run_id)
+        async with self.stub() as stub:
+            return (await stub.GetRun(request, metadata=AUTHORIZED)).run
+
+    async def stop_run(self, run_id: str) -> None:
+        request = coordinator_pb2.StopRunRequest(run_id=run_id)
+        async with self.stub() as stub:
+            await stub.StopRun(request, metadata=AUTHORIZED)
+
+    async def watch(
+        self, run_id: str, after: str = "", *, at_most: int = 0
+    ) -> list[coordinator_pb2.RunEvent]:
+        """Events to the end of the run, or the first so many."""
+        request = coordinator_pb2.WatchRunRequest(run_id=run_id, after_event_id=after)
+        events: list[coordinator_pb2.RunEvent] = []
+        async with self.stub() as stub:
+            async for message in stub.WatchRun(request, metadata=AUTHORIZED):
+                events.append(message.event)
+                if len(events) == at_most:
+                    break
+        return events
+
+
+AUTHORIZED = (("authorization", f"Bearer {TOKEN}"),)
+
+
+@asynccontextmanager
+async def coordinator(folder: Path, *arguments: str) -> AsyncIterator[Coordinator]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rolemesh.coordinator.cli", "coordinator", "--json"),
+        *("--data", "data", "--port", "0", "--http-port", "0", *arguments),
+        cwd=folder,
+        env={**environment, "ROLEMESH_API_TOKEN": TOKEN},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        yield Coordinator(process, json.loads(await process.stdout.readline()))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def recipe_for(mesh: FakeMesh, **run: Any) -> str:
+    services = {role: {"address": address} for role, address in mesh.addresses.items()}
+    recipe = fake_recipe(services=services, evaluation={"num_prompts": 0}, **run)
+    values = recipe.model_dump(mode="json")
+    # The coordinator gives its own.
+    del values["store"]
+    return yaml.safe_dump(values)
+
+
+def slow_steps(service: str, method: str) -> float:
+    return 0.05 if method == "Update" else 0.0
+
+
+async def test_a_watch_through_a_coordinator_that_is_killed_misses_and_repeats_nothing(
+    tmp_path: Path,
+) -> None:
+    async with (
+        fake_mesh(delay=slow_steps) as mesh,
+        EmbeddedValkey(tmp_path / "valkey") as server,
+    ):
+        outlives = ("--store-url", server.url)
+        recipe = recipe_for(mesh, steps=10_000)
+        async with coordinator(tmp_path, *outlives) as first:
+            made = await first.create("watched", recipe)
+            assert made.state == coordinator_pb2.RUN_STATE_STARTING
+            # A repeat is the same run.
+            assert (await first.create("watched", recipe)).created_at == made.created_at
+            seen = await first.watch("watched", at_most=12)
+            first.process.kill()
+            await first.process.wait()
+        # The run goes on without it.
+        before = len(mesh.methods(0)) + len(mesh.calls)
+        await until(lambda: len(mesh.calls) > before + 50)
+        async with coordinator(tmp_path, *outlives) as second:
+            assert (await second.create("watched", recipe)).created_at == made.created_at
+            with pytest.raises(PreconditionError) as other:
+                await second.create("watched", recipe, "run.steps=1")
+            assert other.value.reason == "RUN_EXISTS"
+            rest = asyncio.create_task(second.watch("watched", seen[-1].event_id))
+            await asyncio.sleep(0.5)
+            await second.stop_run("watched")
+            seen += await rest
+            assert (await second.run("watched")).state == STOPPED
+        store = RedisStateStore(server.url)
+        told = await store.read_entries("watched", RunStream.EVENTS, limit=100_000)
+        await store.close()
+    assert [event.event_id for event in seen] == [entry.entry_id for entry in told]
+    steps = [event.step for event in seen if event.HasField("step_made")]
+    assert steps == list(range(1, steps[-1] + 1))
+    states = [event.state.state for event in seen if event.HasField("state")]
+    assert states[0] == coordinator_pb2.RUN_STATE_STARTING
+    assert states[-1] == STOPPED
+    assert (tmp_path / "data/runs/watched/model/weight.json").is_file()
+
+
+async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_last_words(
+    tmp_path: Path,
+) -> None:
+    async with fake_mesh() as mesh, coordinator(tmp_path, "--max-runs", "1") as hub:
+        recipe = recipe_for(mesh, steps=10_000)
+        for text, override, named in (
+            (recipe, "run.stepz=3", "stepz"),
+            ("run: [", "run.steps=3", "recipe:1"),
+            (recipe, "algorithm.type=absent", "absent"),
+        ):
+            with pytest.raises(InvalidRequestError, match=named) as refused:
+                await hub.create("refused", text, override)
+            assert refused.value.reason == "RECIPE_INVALID"
+        for run_id in ("", "../up", ".hidden", "a/b", "x" * 129):
+            with pytest.raises(InvalidRequestError) as refused:
+                await hub.create(run_id, recipe)
+            assert refused.value.reason == "RUN_ID_INVALID"
+        # Only the run's own process runs the code of others: it finds none, and ends.
+        custom = '{type: custom, function: "absent.py:absent"}'
+        await hub.create("doomed", recipe, f"algorithm={custom}")
+        last = (await hub.watch("doomed"))[-1]
+        assert last.state.state == coordinator_pb2.RUN_STATE_FAILED
+        assert "ended with exit code 2" in last.state.failure
+        assert "absent.py" in last.state.failure
+        assert (await hub.run("doomed")).failure == last.state.failure
+
+        await hub.create("going", recipe)
+        await hub.watch("going", at_most=5)
+        with pytest.raises(CapacityError, match="1 runs go on") as full:
+            await hub.create("too-many", recipe)
+        assert full.value.reason == "TOO_MANY_RUNS"
+        async with hub.stub() as stub:
+            with pytest.raises(RolemeshError) as stranger:
+                await stub.ListRuns(coordinator_pb2.ListRunsRequest())
+        assert stranger.value.reason == "TOKEN_MISSING"
+        async with httpx.AsyncClient(headers=dict(AUTHORIZED), base_url=hub.url) as client:
+            listed = (await client.get("api/v1/runs")).json()
+        assert {run["run_id"] for run in listed["runs"]} == {"doomed", "going"}
+        # With the embedded store, the runs end in order before the coordinator does.
+        pid = json.loads((tmp_path / "data/runs/going/process.json").read_text())["pid"]
+        hub.process.send_signal(signal.SIGTERM)
+        assert await hub.process.wait() == 0
+        assert not psutil.pid_exists(pid)
+    summary = json.loads((tmp_path / "data/runs/going/summary.json").read_text())
+    assert summary["state"] == "stopped"
+    assert summary["steps"] >= 1
