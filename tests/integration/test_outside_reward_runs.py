@@ -196,3 +196,34 @@ async def test_a_stated_value_stands_for_what_failed(
     assert (await run.run.execute()).state is RunState.SUCCEEDED
     assert [record["reward/mean"] for record in run.metrics] == [-2.5, -2.5]
     assert run.metrics[0]["reward/openrlhf/failed_rows"] == NUM_ROWS
+
+
+async def test_two_ranks_judge_whole_groups_each_and_leave_out_the_same_rows(
+    model: Path,
+    addresses: dict[str, str],
+    server: RewardServer,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    source = {
+        "type": "openrlhf",
+        "urls": server.url + "/get_reward",
+        "batch_size": 1,
+        "concurrency": 1,
+        "on_failure": {"type": "drop_group"},
+    }
+    server.faults = [None, None, "nan"]
+    folder = tmp_path_factory.mktemp("wide")
+    with service_processes(folder, ("reward",), "--layout", "dp=2") as wide:
+        run = Run(
+            model,
+            {**addresses, **wide},
+            tmp_path,
+            {"source": source, "layout": {"dp": 2}},
+            run__steps=1,
+        )
+        assert (await run.run.execute()).state is RunState.SUCCEEDED
+    (record,) = run.metrics
+    assert record["reward/dropped_rows"] == 2
+    assert record["groups/count"] == 3
+    assert len(server.requests) == NUM_ROWS

@@ -46,7 +46,9 @@ class LearnedRun:
 
 
 @contextmanager
-def service_processes(directory: Path, roles: Sequence[str] = ROLES) -> Iterator[dict[str, str]]:
+def service_processes(
+    directory: Path, roles: Sequence[str] = ROLES, *flags: str
+) -> Iterator[dict[str, str]]:
     """A process for each role, which outlives runs; gives their addresses.
 
     One loop for all of them would do without processes, but transformers loads one model at a time:
@@ -57,7 +59,7 @@ def service_processes(directory: Path, roles: Sequence[str] = ROLES) -> Iterator
         for role in roles:
             started[role] = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1"),
+                    *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1", *flags),
                     *("--announce", str(directory / f"{role}.json")),
                     *("--log-directory", str(directory), "--parent-pid", str(os.getpid())),
                 ],
