@@ -103,7 +103,7 @@ class RoleConnection:
         """Returns when the service says that it serves.
 
         Raises:
-            RunError: It does not within deadline_s seconds.
+            RunError: It does not within deadline_s seconds, or cannot.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
@@ -115,6 +115,11 @@ class RoleConnection:
                 )
             except (UnavailableError, DeadlineError) as error:
                 last = error.message
+            except UnsupportedError as error:
+                raise RunError(
+                    f"services.{self.role}: the service at {self.address} has no standard gRPC "
+                    f"health, for which a run waits: {self._as_outsider()}"
+                ) from error
             else:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
@@ -165,8 +170,8 @@ class RoleConnection:
                 "and rolemesh's own reward service sends it the trajectories"
             )
         return (
-            f"make it pull experience by reference (`rolemesh compliance {self.address} --role "
-            f"{self.role}` says what is missing), or point the recipe at another service"
+            f"add what is missing (`rolemesh compliance {self.address} --role {self.role}` says "
+            "what), or point the recipe at another service"
         )
 
     async def finish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,7 @@ class Producer:
         samples: Sequence[Sample],
         run_id: str,
         *,
+        more: Mapping[str, ColumnData] | None = None,
         without: Sequence[str] = (),
         shards: Sequence[Sequence[int]] = (),
         is_torn: bool = False,
@@ -106,11 +107,12 @@ class Producer:
         Args:
             samples: the rows.
             run_id: that they belong to.
+            more: columns to add.
             without: columns to leave out.
             shards: rows of each shard, ascending; none: one shard has all.
             is_torn: whether a fetch ends before all bytes of the payload were sent.
         """
-        whole = columns_of(samples)
+        whole = columns_of(samples) | (more or {})
         kept = Columns({name: whole[name] for name in whole if name not in without})
         group = experience_pb2.ColumnGroup(
             columns=[column.schema for column in encode(kept)[0].columns]

@@ -29,7 +29,7 @@ from rolemesh.coordinator.compliance.subject import (
 )
 from rolemesh.coordinator.compliance.worker_checks import expect_progress_then_one_result
 from rolemesh.rpc.columns import Columns
-from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2, weights_pb2, weights_pb2_grpc
+from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2, weights_pb2
 
 NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
 SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} samples each"
@@ -107,7 +107,7 @@ async def no_weights(subject: Subject) -> None:
 async def update_weights(subject: Subject) -> None:
     """Weights of the server's own manifest, made up and served by the suite."""
     need("WeightsService", subject)
-    manifest = await weights_pb2_grpc.WeightsServiceStub(subject.channel).GetManifest(
+    manifest = await subject.weights.GetManifest(
         weights_pb2.GetManifestRequest(), timeout=subject.timeout_s
     )
     sent = f"UpdateWeights of {len(manifest.parameters)} made-up parameters"

@@ -31,8 +31,10 @@ from rolemesh.v1 import (
     reward_pb2_grpc,
     rollout_pb2,
     rollout_pb2_grpc,
+    trainer_pb2_grpc,
     value_pb2,
     value_pb2_grpc,
+    weights_pb2_grpc,
     worker_pb2,
     worker_pb2_grpc,
 )
@@ -104,6 +106,8 @@ class Subject:
         self.logprob = logprob_pb2_grpc.LogprobServiceStub(self.channel)
         self.value = value_pb2_grpc.ValueServiceStub(self.channel)
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self.channel)
+        self.trainer = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+        self.weights = weights_pb2_grpc.WeightsServiceStub(self.channel)
 
     async def close(self) -> None:
         """Lets the channels go."""

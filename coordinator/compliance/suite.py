@@ -18,6 +18,7 @@ from rolemesh.coordinator.compliance import (
     reward_checks,
     rollout_checks,
     scoring_checks,
+    trainer_checks,
     transport_checks,
     worker_checks,
 )
@@ -52,6 +53,7 @@ MODULES = (
     rollout_checks,
     consumer_checks,
     producer_checks,
+    trainer_checks,
 )
 """Importing them fills the list of checks. Within a phase checks run in this order."""
 

@@ -11,6 +11,9 @@ from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.recipe import ServiceSpec
 from rolemesh.rpc.channel import ChannelTraffic
 
+HEALTHY_S = 60.0
+"""Longer than a test may take: whoever waits for it fails."""
+
 
 @pytest.mark.parametrize("address", ["h.example:50051", "10.0.0.1:1", "[::1]:50051"])
 def test_an_address_may_be_written_with_its_scheme(address: str) -> None:
@@ -27,12 +30,17 @@ def test_what_is_no_address_is_refused(address: object) -> None:
         ServiceSpec.model_validate({"address": address})
 
 
+async def meet(connection: RoleConnection) -> None:
+    await connection.wait_healthy(HEALTHY_S)
+    await connection.learn_capabilities()
+
+
 async def refusal(role: str, *faults: str, server_role: str = "", inline: bool = False) -> str:
     async with outsider(server_role or role, *faults, inline=inline) as server:
         connection = RoleConnection(role, server.address, ChannelTraffic())
         try:
             with pytest.raises(RunError) as raised:
-                await connection.learn_capabilities()
+                await meet(connection)
         finally:
             await connection.close()
         return str(raised.value).replace(server.address, "HOST:1")
@@ -50,6 +58,12 @@ async def test_a_model_that_pulls_nothing_is_told_how_to_find_out_what_is_missin
     assert "`rolemesh compliance HOST:1 --role reference`" in told
 
 
+async def test_a_server_without_health_is_not_waited_for() -> None:
+    assert "has no standard gRPC health" in await refusal("reference", "no_health")
+    told = await refusal("reward", "no_health", inline=True)
+    assert "write `reward: grpc://HOST:1`" in told
+
+
 async def test_another_role_and_missing_families_are_named() -> None:
     assert "is a 'critic', not a 'reference'" in await refusal("reference", server_role="critic")
-    assert "lacks rolemesh.v1.TrainerService, rolemesh.v1.WeightsService" in await refusal("critic")
+    assert "lacks rolemesh.v1.ExperienceService" in await refusal("critic", "claims_less")

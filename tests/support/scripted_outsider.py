@@ -41,7 +41,10 @@ from rolemesh.v1 import (
     operation_pb2,
     reward_pb2,
     rollout_pb2,
+    tensor_pb2,
+    trainer_pb2,
     value_pb2,
+    weights_pb2,
     worker_pb2,
 )
 
@@ -52,7 +55,7 @@ GIANT_BYTES = 3 << 20
 _FAMILIES = {
     "reward": ("RewardService",),
     "reference": ("LogprobService",),
-    "critic": ("ValueService",),
+    "critic": ("ValueService", "TrainerService", "WeightsService"),
     "actor": ("RolloutService", "LogprobService"),
 }
 
@@ -68,6 +71,9 @@ class ScriptedOutsider:
         self.address = ""
         self.run_id = ""
         self.is_asleep = False
+        self.version = 0
+        self._weight = 0.0
+        self._gradient: float | None = None
         self._epochs: dict[str, int] = {}
         self._answers: dict[tuple[Any, ...], tuple[bytes, asyncio.Task[Any]]] = {}
         self._held: dict[str, Columns] = {}
@@ -86,11 +92,13 @@ class ScriptedOutsider:
         for name in _FAMILIES[self.role]:
             self._add(server, name, getattr(self, f"_{name}"))
         if not self.inline:
-            services += ["rolemesh.v1.WorkerService", "rolemesh.v1.ExperienceService"]
+            services += ["rolemesh.v1.WorkerService"]
+            services += [] if self.has("claims_less") else ["rolemesh.v1.ExperienceService"]
             self._add(server, "WorkerService", self._WorkerService)
             self._add(server, "ExperienceService", self._ExperienceService)
         health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        if not self.has("no_health"):
+            health_pb2_grpc.add_HealthServicer_to_server(health, server)
         shown = [] if self.has("no_reflection") else services
         reflection.enable_server_reflection((*shown, reflection.SERVICE_NAME), server)
         self.services = services
@@ -239,7 +247,9 @@ class ScriptedOutsider:
         state = worker_pb2.WORKER_STATE_READY if self.run_id else worker_pb2.WORKER_STATE_IDLE
         if self.has("never_ready"):
             state = worker_pb2.WORKER_STATE_IDLE
-        return worker_pb2.GetStatusResponse(state=state, run_id=self.run_id)
+        return worker_pb2.GetStatusResponse(
+            state=state, run_id=self.run_id, policy_version=self.version
+        )
 
     async def _initialize(self, request: Any) -> AsyncIterator[Any]:
         async def work() -> Any:
@@ -507,6 +517,60 @@ class ScriptedOutsider:
             rows.append(row)
         dtype = np.float64 if self.has("doubles") else np.float32
         return ColumnData.completion(rows, dtype)
+
+    # --- training --------------------------------------------------------------------------
+
+    def _TrainerService(self) -> dict[str, Any]:
+        return {
+            "ForwardBackward": self._stream(
+                trainer_pb2.ForwardBackwardRequest, self._forward_backward
+            ),
+            "OptimStep": self._unary(trainer_pb2.OptimStepRequest, self._optim_step),
+        }
+
+    async def _forward_backward(self, request: Any) -> AsyncIterator[Any]:
+        if request.loss.type != "ppo_value" and not self.has("any_loss"):
+            raise InvalidRequestError("loss.type is unknown", reason="SPEC_INVALID")
+
+        async def work() -> Any:
+            batch = await self._pull(request.experience, ["returns"])
+            self._gradient = float(batch["returns"].values.mean())
+            self._weight += self.has("moves_early")
+            loss = float("nan") if self.has("nan_metric") else self._gradient
+            report = experience_pb2.CallReport(metrics={"loss": loss})
+            return trainer_pb2.ForwardBackwardResult(report=report)
+
+        async for event in self._streamed(request, trainer_pb2.ForwardBackwardResponse, work):
+            yield event
+
+    async def _optim_step(self, request: Any) -> Any:
+        async def work() -> Any:
+            if request.expected_policy_version != self.version and not self.has("any_version"):
+                raise PreconditionError("another version", reason="VERSION_MISMATCH")
+            if self._gradient is None and not self.has("steps_on_nothing"):
+                raise PreconditionError("no gradient", reason="NO_GRADIENT")
+            self._weight += 0.0 if self.has("never_moves") else self._gradient or 0.0
+            self._gradient = None
+            self.version += 1 + self.has("counts_double")
+            return trainer_pb2.OptimStepResponse(policy_version=self.version)
+
+        return await self._keyed(request, work)
+
+    def _WeightsService(self) -> dict[str, Any]:
+        async def manifest(request: Any) -> Any:
+            parameter = weights_pb2.ParameterSpec(
+                name="weight", shape=[1], dtype=tensor_pb2.DATA_TYPE_FLOAT32
+            )
+            number = 2 if self.has("twin_parameters") else 1
+            return weights_pb2.GetManifestResponse(parameters=[parameter] * number)
+
+        async def checksums(request: Any) -> Any:
+            return weights_pb2.GetChecksumsResponse(checksums={"weight": str(self._weight)})
+
+        return {
+            "GetManifest": self._unary(weights_pb2.GetManifestRequest, manifest),
+            "GetChecksums": self._unary(weights_pb2.GetChecksumsRequest, checksums),
+        }
 
     # --- samples ---------------------------------------------------------------------------
 

@@ -1,0 +1,197 @@
+"""TrainerService and WeightsService: gradients first, then one step, once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf import json_format, struct_pb2
+
+from rolemesh.coordinator.compliance.check import Level, check
+from rolemesh.coordinator.compliance.samples import ordinary_samples
+from rolemesh.coordinator.compliance.subject import (
+    Subject,
+    events_of,
+    expect,
+    need,
+    result_in,
+    shorten,
+)
+from rolemesh.rpc.columns import ColumnData
+from rolemesh.v1 import trainer_pb2, weights_pb2, worker_pb2
+
+TRAINED_ROLES = ("actor", "critic")
+PRECONDITION = (grpc.StatusCode.FAILED_PRECONDITION,)
+
+LOSSES = {"actor": "sft", "critic": "ppo_value"}
+"""A loss of each role; the suite serves the columns that they read."""
+
+
+def _part(name: str) -> trainer_pb2.AlgorithmPart:
+    return trainer_pb2.AlgorithmPart(
+        type=name, parameters=json_format.ParseDict({}, struct_pb2.Struct())
+    )
+
+
+def _backward(subject: Subject, loss: str) -> Any:
+    need("TrainerService", subject)
+    samples = ordinary_samples()
+    lengths = [len(sample.completion_tokens) for sample in samples]
+    columns = {
+        "loss_mask": ColumnData.completion([[True] * length for length in lengths], np.bool_),
+        "values": ColumnData.completion([[0.0] * length for length in lengths]),
+        "returns": ColumnData.completion([[1.0] * length for length in lengths]),
+    }
+    request = trainer_pb2.ForwardBackwardRequest(
+        key=subject.key("compliance.backward"),
+        experience=subject.producer.serve(samples, subject.run_id, more=columns),
+        loss=_part(loss),
+    )
+    return subject.trainer.ForwardBackward(request, timeout=subject.timeout_s)
+
+
+async def _step(subject: Subject, key: Any, version: int) -> trainer_pb2.OptimStepResponse:
+    request = trainer_pb2.OptimStepRequest(key=key, expected_policy_version=version)
+    need("TrainerService", subject)
+    return await subject.trainer.OptimStep(request, timeout=subject.timeout_s)
+
+
+async def _version(subject: Subject) -> int:
+    request = worker_pb2.GetStatusRequest(run_id=subject.run_id)
+    status = await subject.worker.GetStatus(request, timeout=subject.timeout_s)
+    return int(status.policy_version)
+
+
+async def _checksums(subject: Subject) -> dict[str, str]:
+    need("WeightsService", subject)
+    request = weights_pb2.GetChecksumsRequest(holder=weights_pb2.WEIGHTS_HOLDER_TRAINER)
+    answer = await subject.weights.GetChecksums(request, timeout=subject.timeout_s)
+    return dict(answer.checksums)
+
+
+@check(
+    "trainer.no-gradient",
+    Level.MUST,
+    "OptimStep: FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.",
+    roles=TRAINED_ROLES,
+)
+async def no_gradient(subject: Subject) -> None:
+    """A step of nothing would still decay weights."""
+    await subject.refused(
+        _step(subject, subject.key(), await _version(subject)),
+        "OptimStep without ForwardBackward",
+        PRECONDITION,
+        "NO_GRADIENT",
+        "refuse a step without gradients",
+    )
+
+
+@check(
+    "trainer.loss-invalid",
+    Level.MUST,
+    "ForwardBackward: INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the "
+    "field.",
+    roles=TRAINED_ROLES,
+)
+async def loss_invalid(subject: Subject) -> None:
+    """Of a loss that nobody has."""
+    await subject.refused(
+        events_of(_backward(subject, "compliance_no_such_loss")),
+        "ForwardBackward with an unknown loss",
+        (grpc.StatusCode.INVALID_ARGUMENT,),
+        "SPEC_INVALID",
+        "refuse losses that you do not have, by name",
+    )
+
+
+@check(
+    "trainer.steps",
+    Level.MUST,
+    "ForwardBackward accumulates gradients without changing weights; OptimStep raises "
+    "policy_version by one, and a repeat steps once.",
+    roles=TRAINED_ROLES,
+)
+async def steps(subject: Subject) -> None:
+    """Two calls, of which the second one alone moves weights, once."""
+    before, version = await _checksums(subject), await _version(subject)
+    sent = f"ForwardBackward with the loss {LOSSES[subject.role]}"
+    result = result_in(await events_of(_backward(subject, LOSSES[subject.role])), sent)
+    loss = getattr(result, "report", trainer_pb2.ForwardBackwardResult().report).metrics["loss"]
+    expect(
+        math.isfinite(loss),
+        sent=sent,
+        came=f"a loss of {loss}",
+        remedy='report the finite metric "loss"',
+    )
+    expect(
+        await _checksums(subject) == before and await _version(subject) == version,
+        sent=sent,
+        came="other weights, or another version",
+        remedy="keep gradients, and leave weights and version to OptimStep",
+    )
+    key = subject.key("compliance.step")
+    first, again = [(await _step(subject, key, version)).policy_version for _ in range(2)]
+    now = await _version(subject)
+    expect(
+        first == again == now == version + 1,
+        sent=f"OptimStep at version {version}, twice with one key, then GetStatus",
+        came=f"versions {first}, {again} and {now}",
+        remedy="step once a key, and raise the version by one",
+    )
+    expect(
+        await _checksums(subject) != before,
+        sent="GetChecksums before and after OptimStep",
+        came="the same checksums",
+        remedy="apply the gradients, and hash the weights as they are",
+    )
+
+
+@check(
+    "trainer.version",
+    Level.MUST,
+    "OptimStep: FAILED_PRECONDITION (VERSION_MISMATCH): the weights are not at "
+    "expected_policy_version.",
+    roles=TRAINED_ROLES,
+)
+async def version_mismatch(subject: Subject) -> None:
+    """A coordinator that has missed a step must hear of it."""
+    version = await _version(subject)
+    await events_of(_backward(subject, LOSSES[subject.role]))
+    await subject.refused(
+        _step(subject, subject.key(), version + 1),
+        f"OptimStep that expects version {version + 1} at version {version}",
+        PRECONDITION,
+        "VERSION_MISMATCH",
+        "compare the expected version with that of the weights first",
+    )
+    await _step(subject, subject.key(), version)
+
+
+@check(
+    "weights.manifest",
+    Level.MUST,
+    "GetManifest: the parameters, in the model's order. Tied parameters appear once.",
+    roles=TRAINED_ROLES,
+)
+async def manifest(subject: Subject) -> None:
+    """Names are unique, and shapes are those of tensors."""
+    need("WeightsService", subject)
+    answer = await subject.weights.GetManifest(
+        weights_pb2.GetManifestRequest(), timeout=subject.timeout_s
+    )
+    parameters = answer.parameters
+    names = [parameter.name for parameter in parameters]
+    odd = [
+        parameter.name
+        for parameter in parameters
+        if not parameter.dtype or any(size < 1 for size in parameter.shape)
+    ]
+    expect(
+        bool(names) and len(names) == len(set(names)) and not odd,
+        sent="GetManifest",
+        came=f"{len(names)} parameters, {len(set(names))} names, without type or size: "
+        f"{shorten(odd)}",
+        remedy="name each parameter once, with its global shape and element type",
+    )
