@@ -1,0 +1,302 @@
+"""The SDK's primitives against real services of a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from support.learning_runs import service_processes
+from support.learning_tasks import model_of, write_task
+from support.tcp_proxy import TcpProxy
+
+from rolemesh.coordinator.sdk import (
+    AsyncMesh,
+    Auxiliary,
+    ColumnData,
+    Columns,
+    Experience,
+    Mesh,
+    Prompt,
+    PromptSlice,
+    RetryPolicy,
+    Trajectory,
+    WorkerState,
+)
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    UnsupportedError,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICK = RetryPolicy(budget_s=20.0, first_s=0.01, longest_s=0.05)
+SAMPLING = {"samples_per_prompt": 2, "max_new_tokens": 6}
+
+EPOCHS = 60
+"""Optimizer steps of an update that lasts long enough to be cut in the middle."""
+
+LEARNED = 0.75
+"""Mean reward after the steps of the example; a policy that draws letters at will gets 0.05."""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    roles = ("actor", "critic", "reference", "reward")
+    with service_processes(tmp_path_factory.mktemp("services"), roles) as addresses:
+        yield addresses
+
+
+def specs(task: Path) -> dict[str, dict[str, Any]]:
+    model, optimizer = model_of(task / "model"), {"learning_rate": 1e-2}
+    return {
+        "actor": {
+            "model": model,
+            "optimizer": optimizer,
+            "rollout": {"type": "hf", "max_model_len": 64},
+            "data": {"type": "jsonl", "path": str(task / "prompts.jsonl")},
+        },
+        "critic": {"model": model, "optimizer": optimizer},
+        "reference": {"model": model},
+        "reward": {"source": {"type": "arithmetic"}},
+    }
+
+
+_RUN_NUMBERS = iter(range(1_000_000))
+
+
+@pytest.fixture
+async def mesh(addresses: dict[str, str], task: Path) -> AsyncIterator[AsyncMesh]:
+    run_id = f"sdk-{next(_RUN_NUMBERS)}"
+    async with AsyncMesh(addresses, run_id=run_id, retry=QUICK) as mesh:
+        await asyncio.gather(
+            *(mesh[role].initialize(spec, run_seed=3) for role, spec in specs(task).items())
+        )
+        yield mesh
+        for role in mesh.values():
+            await role.drain()
+
+
+async def test_services_say_what_they_are_and_how(mesh: AsyncMesh) -> None:
+    capabilities = await mesh["critic"].capabilities()
+    assert capabilities.role == "critic"
+    assert "rolemesh.v1.ValueService" in capabilities.services
+    status = await mesh["actor"].status()
+    assert (status.state, status.run_id, status.policy_version) == (
+        WorkerState.READY,
+        mesh.run_id,
+        0,
+    )
+    await mesh["critic"].sleep()
+    assert (await mesh["critic"].status()).state is WorkerState.ASLEEP
+    await mesh["critic"].wake()
+    assert (await mesh["critic"].status()).state is WorkerState.READY
+    assert list(mesh) == ["actor", "critic", "reference", "reward"]
+
+
+async def test_a_whole_step_of_ppo_is_written_with_primitives(mesh: AsyncMesh) -> None:
+    actor, critic = mesh["actor"], mesh["critic"]
+    batch = await actor.sample(PromptSlice(start=0, count=4), **SAMPLING)
+    assert (batch.num_rows, batch.run_id, batch.step) == (8, mesh.run_id, 0)
+    scored = await asyncio.gather(
+        mesh["reference"].compute_logprobs(batch, "reference_logprobs"),
+        critic.compute_values(batch),
+        actor.compute_logprobs(batch, "own_logprobs", with_entropy=True),
+    )
+    for part in scored:
+        batch |= part
+    columns = await mesh.fetch(batch, ["logprobs", "own_logprobs", "own_logprobs_entropy"])
+    # One model, held twice: what was sampled is scored alike.
+    np.testing.assert_allclose(
+        columns["logprobs"].values, columns["own_logprobs"].values, atol=1e-4
+    )
+    rewards = np.linspace(0, 1, 8, dtype=np.float32)
+    batch |= await actor.put(Columns({"rewards": ColumnData.row(rewards)}))
+    batch |= await actor.compute_advantages(batch, "gae")
+    assert batch.columns[-2:] != ()
+    fetched = await mesh.fetch(batch, ["rewards", "advantages"], rows=[7, 0])
+    np.testing.assert_array_equal(fetched["rewards"].values, rewards[[7, 0]])
+
+    before = await actor.get_checksums()
+    gradient = await actor.forward_backward(batch, {"type": "ppo_policy"})
+    assert gradient.outputs.num_rows == 8
+    assert np.isfinite(gradient.report.metrics["loss"])
+    assert await actor.get_checksums() == before
+    assert (await actor.optim_step(learning_rate=1e-3)).policy_version == 1
+    assert (await actor.get_checksums()).by_rank != before.by_rank
+    updated = await critic.update(batch, "ppo_value", epochs=2, mini_batch_rows=4)
+    assert updated.policy_version == critic.policy_version == 4
+    assert await mesh.release() > 0
+    with pytest.raises(Exception, match="not held here"):
+        await mesh.fetch(batch)
+
+
+async def test_prompts_of_the_caller_are_completed_and_told_apart(mesh: AsyncMesh) -> None:
+    tokens = [5, 6, 7]
+    batch = await mesh["actor"].sample(
+        ["say a", tokens, Prompt(text="say b", prompt_id=40, answer="b")], **SAMPLING
+    )
+    columns = await mesh.fetch(batch)
+    assert columns["prompt_ids"].values.tolist() == [0, 0, 1, 1, 40, 40]
+    assert columns["answer"].strings() == ["", "", "", "", "b", "b"]
+    assert [row[:3].tolist() for row in columns["tokens"].rows()[2:4]] == [tokens] * 2
+    lengths = columns["tokens"].lengths() - columns["prompt_lengths"].values
+    np.testing.assert_array_equal(columns["logprobs"].lengths(), lengths)
+    mesh.begin_step()
+    other = await mesh["actor"].sample(["say a"], **SAMPLING)
+    assert other.step == 1
+
+
+async def test_data_of_the_caller_trains_and_is_selected(mesh: AsyncMesh) -> None:
+    actor = mesh["actor"]
+    rows = [[5, 6, 65, 66], [5, 6, 67, 68]]
+    texts = await actor.put(
+        Columns(
+            {
+                "tokens": ColumnData.sequence(rows),
+                "prompt_lengths": ColumnData.row([2, 2], np.int64),
+                "loss_mask": ColumnData.completion([[True] * 2] * 2, bool),
+                "prompt_ids": ColumnData.row([0, 1], np.int64),
+                "rewards": ColumnData.row([1.0, 1.0], np.float32),
+            }
+        )
+    )
+    losses = []
+    for _ in range(4):
+        gradient = await actor.forward_backward(texts, "sft")
+        losses.append(gradient.report.metrics["loss"])
+        await actor.optim_step()
+    assert losses[-1] < losses[0]
+    auxiliary = [Auxiliary(experience=texts, loss="sft", weight=0.5)]
+    assert (await actor.update(texts, "sft", auxiliary=auxiliary)).policy_version == 5
+
+    nothing = await actor.select_groups(texts, "reward_spread")
+    assert (nothing.experience, nothing.num_groups) == (None, 0)
+    both = Experience.concat([texts, texts])
+    assert (await mesh.fetch(both, ["tokens"]))["tokens"].rows()[3].tolist() == rows[1]
+
+
+async def test_a_reward_judges_references_and_what_is_sent_along(mesh: AsyncMesh) -> None:
+    batch = await mesh["actor"].sample([Prompt(text="2 + 3?", answer="5")], **SAMPLING)
+    judged = await mesh["reward"].compute_reward(batch, pass_at=[1])
+    assert judged.columns == ("rewards",)
+    assert judged.report is not None
+    assert "pass@1" in judged.report.metrics
+    rewards = await mesh["reward"].judge(
+        [Trajectory(prompt="2 + 3?", completion=text, answer="5") for text in ("5", "6")]
+    )
+    assert rewards.values[0] > rewards.values[1]
+
+
+async def test_weights_are_published_fetched_saved_loaded_and_exported(
+    mesh: AsyncMesh, tmp_path: Path
+) -> None:
+    actor = mesh["actor"]
+    manifest = await actor.get_manifest()
+    published = await actor.publish_weights("float32")
+    assert published.parameters == manifest.parameters
+    name = manifest.parameters[0].name
+    weights = await actor.fetch_weights(published, [name])
+    assert weights[name].shape == manifest.parameters[0].shape
+    everything = await actor.fetch_weights(published)
+    np.testing.assert_array_equal(everything[name], weights[name])
+
+    saved = await actor.save_state(str(tmp_path / "state"))
+    assert saved.policy_version == 0
+    before = await actor.get_checksums()
+    batch = await actor.sample(["say a"], **SAMPLING)
+    await actor.update(batch, "sft")
+    assert (await actor.get_checksums()).by_rank != before.by_rank
+    assert (await actor.load_state(str(tmp_path / "state"))).policy_version == 0
+    assert (await actor.get_checksums()).by_rank == before.by_rank
+    assert (await actor.export(str(tmp_path / "model"))).num_bytes > 0
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+async def test_what_a_service_refuses_is_one_error_with_its_reason(mesh: AsyncMesh) -> None:
+    actor, batch = mesh["actor"], await mesh["actor"].sample(["say a"], **SAMPLING)
+    with pytest.raises(InvalidRequestError) as missing:
+        await actor.forward_backward(batch, "ppo_policy")
+    assert missing.value.reason == "COLUMN_MISSING"
+    with pytest.raises(InvalidRequestError) as spec:
+        await actor.forward_backward(batch, {"type": "sft", "colour": 1})
+    assert spec.value.reason == "SPEC_INVALID"
+    with pytest.raises(PreconditionError) as version:
+        await actor.update(batch, "sft", expected_policy_version=9)
+    assert version.value.reason == "VERSION_MISMATCH"
+    with pytest.raises(UnsupportedError):
+        await mesh["critic"].sample(["say a"])
+    with pytest.raises(UnsupportedError):
+        await mesh["actor"].update_weights(await actor.publish_weights("float32"))
+    for call, says in (
+        (actor.read(PromptSlice(start=0, count=1), "poem"), "kind is 'poem'"),
+        (actor.read(PromptSlice(start=0, count=1, split="all")), "split is 'all'"),
+        (actor.get_checksums("me"), "holder is 'me'"),
+        (actor.forward_backward(batch, {"clip": 1}), '"type"'),
+        (actor.publish_weights("complex64"), "complex64"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            await call
+
+
+async def test_a_mesh_that_came_later_takes_over(
+    mesh: AsyncMesh, addresses: dict[str, str]
+) -> None:
+    async with AsyncMesh(addresses, run_id=mesh.run_id, epoch=mesh.epoch + 1) as later:
+        await later["actor"].sample(["say a"], **SAMPLING)
+        with pytest.raises(PreconditionError) as fenced:
+            await mesh["actor"].sample(["say a"], **SAMPLING)
+    assert fenced.value.reason == "STALE_EPOCH"
+    mesh.epoch += 2  # drained by the fixture
+
+
+async def test_a_step_whose_connection_is_cut_is_made_once(
+    mesh: AsyncMesh, addresses: dict[str, str]
+) -> None:
+    batch = await mesh["actor"].sample([f"say {letter}" for letter in "abcdefgh"], **SAMPLING)
+    proxy = TcpProxy(int(addresses["actor"].rpartition(":")[2]))
+    await proxy.start()
+    async with AsyncMesh(
+        {"actor": proxy.address}, run_id=mesh.run_id, epoch=mesh.epoch + 1, retry=QUICK
+    ) as cut:
+        for number in (1, 2, 3):
+            updating = asyncio.create_task(cut["actor"].update(batch, "sft", epochs=EPOCHS))
+            await asyncio.sleep(0.1)
+            assert not updating.done()
+            await proxy.cut()
+            await asyncio.sleep(0.05)
+            await proxy.start()
+            assert (await updating).policy_version == number * EPOCHS
+        await proxy.cut()
+    assert (await mesh["actor"].status()).policy_version == 3 * EPOCHS
+    mesh.epoch += 2  # drained by the fixture
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_of_an_own_loop_raises_the_reward(
+    addresses: dict[str, str], task: Path
+) -> None:
+    with Mesh({"actor": addresses["actor"]}, run_id="own-loop", retry=QUICK) as mesh:
+        mesh["actor"].initialize(specs(task)["actor"], run_seed=1)
+        curve = example("own_loop").train(mesh, num_steps=40)
+        mesh["actor"].drain()
+    assert sum(curve[:3]) / 3 < LEARNED / 2
+    assert sum(curve[-3:]) / 3 > LEARNED, curve
