@@ -5,7 +5,7 @@ import { bytes, clock, percent } from "./format.js";
 import { canvasFont, colour, faded, onThemeChange } from "./theme.js";
 import { hideTip, showTip } from "./tip.js";
 
-const ROW = 22;
+const [ROW, LOW_ROW, MANY] = [22, 14, 24]; // Rows of more devices than that are lower.
 const CELL = 4; // Pixels: narrower columns are mixed, not seen.
 const AXIS = 18;
 const SPANS = [[5, "5 minutes"], [15, "15 minutes"], [60, "1 hour"]];
@@ -96,13 +96,15 @@ export class Devices {
     // A run that is younger than the span fills the width all the same, from half a minute on.
     const first = Math.max(last - this.minutes * 60e3, Math.min(...rows.map((device) => device.times[0]), last - 30e3));
     const columns = Math.max(1, Math.floor(width / CELL));
+    this.rowHeight = rows.length > MANY ? LOW_ROW : ROW;
+    this.box.style.setProperty("--row", `${this.rowHeight}px`);
     this.cells = { rows, first, last, columns, values: rows.map((device) => this.binned(device, first, last, columns)) };
-    const height = rows.length * ROW;
+    const height = rows.length * this.rowHeight;
     const context = prepared(this.canvas, width, height + AXIS);
     this.cells.values.forEach((cells, row) => cells.forEach((value, column) => {
       if (Number.isNaN(value)) return;
       context.fillStyle = faded("heat", 0.06 + 0.94 * Math.min(1, Math.max(0, value)));
-      context.fillRect((column * width) / columns, row * ROW + 1, width / columns, ROW - 2);
+      context.fillRect((column * width) / columns, row * this.rowHeight + 1, width / columns, this.rowHeight - 2);
     }));
     this.drawAxis(context, width, height, first, last);
     this.names.replaceChildren(...rows.map((device) => el("div", {}, nameOf(device))));
@@ -150,7 +152,7 @@ export class Devices {
   point(event) {
     const box = this.plot.getBoundingClientRect();
     const column = Math.floor(((event.clientX - box.left) / box.width) * this.cells.columns);
-    this.tell(Math.floor((event.clientY - box.top) / ROW), column, { x: event.clientX, y: event.clientY });
+    this.tell(Math.floor((event.clientY - box.top) / this.rowHeight), column, { x: event.clientX, y: event.clientY });
   }
 
   key(event) {
@@ -161,7 +163,7 @@ export class Devices {
     const [r, c] = moves[event.key];
     const at = [Math.min(Math.max(r, 0), this.cells.rows.length - 1), Math.min(Math.max(c, 0), this.cells.columns - 1)];
     const box = this.plot.getBoundingClientRect();
-    this.tell(...at, { x: box.left + (at[1] / this.cells.columns) * box.width, y: box.top + at[0] * ROW + ROW });
+    this.tell(...at, { x: box.left + (at[1] / this.cells.columns) * box.width, y: box.top + at[0] * this.rowHeight + this.rowHeight });
   }
 
   tell(row, column, anchor) {

@@ -135,7 +135,7 @@ export class Flow {
   renderAxis(end) {
     const marks = ticks(0, end, 6).filter((mark) => mark <= end);
     this.axis.replaceChildren(...marks.map((mark) => {
-      const label = el("span", {}, mark === 0 ? "0" : brief(seconds(mark)));
+      const label = el("span", { class: mark > 0.95 * end ? "at-end" : null }, mark === 0 ? "0" : brief(seconds(mark)));
       label.style.left = `${(100 * mark) / end}%`;
       return label;
     }));

@@ -1,7 +1,7 @@
 // Tokens of a completion as cells, coloured by log-prob or advantage.
 
 import { el } from "./dom.js";
-import { number, percent } from "./format.js";
+import { brief, number, percent } from "./format.js";
 import { giveTip } from "./tip.js";
 
 const SHOWN = 1024;
@@ -32,7 +32,7 @@ export function tokenLegend(colouredBy) {
   const entries = colouredBy === "advantage"
     ? [["adv-minus2", "worse than expected"], ["adv-0", "as expected"], ["adv-plus2", "better"]]
     : PROBABILITIES.map((from, place) => [
-      `prob-${place}`, place === 0 ? "p < 1 %" : `\u2265 ${percent(from)}`]);
+      `prob-${place}`, place === 0 ? "p < 1 %" : `\u2265 ${brief(percent(from))}`]);
   return el("p", { class: "token-legend quiet" },
     ...entries.map(([name, label]) => el("span", {}, el("i", { class: `token ${name}` }), label)),
     el("span", {}, el("i", { class: "token foreign" }), "not the policy's own"));
