@@ -270,7 +270,10 @@ EXTERNAL: Final = "external"
 
 
 class ExternalSpec(Spec):
-    """Steps that a client of the services makes: the run starts them and holds them for it."""
+    """Steps that a client of the services makes: the run starts them and holds them for it.
+
+    run.steps and run.prompts_per_step are not read, and may be left out.
+    """
 
     type: Literal["external"] = EXTERNAL
 

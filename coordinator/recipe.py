@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.coordinator.addresses import plain_address
-from rolemesh.coordinator.algorithm_specs import AlgorithmSpec
+from rolemesh.coordinator.algorithm_specs import EXTERNAL, AlgorithmSpec
 from rolemesh.coordinator.schedule_specs import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.trackers.specs import TrackerSpec
 from rolemesh.engine.layout import TrainLayout
@@ -232,6 +232,15 @@ class Recipe(Spec):
             return data
         roles = [role for role in ROLES if data.get(role) is not None]
         return {**data, "pools": {"main": {"roles": roles}}} if roles else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_steps_to_the_client(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("algorithm") != {"type": EXTERNAL}:
+            return data
+        run = data.get("run")
+        # Required of every other algorithm; here nobody reads them.
+        return {**data, "run": {"steps": 1, "prompts_per_step": 1, **run}} if run else data
 
     @property
     def roles(self) -> tuple[str, ...]:

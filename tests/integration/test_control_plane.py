@@ -1,0 +1,172 @@
+"""What a coordinator shows of a run over real services, and a run that a client drives."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_roles import until
+from support.learning_runs import service_processes
+from support.mesh_runs import tiny_model
+
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.samples import MAX_TEXT_BYTES
+from rolemesh.coordinator.sdk import AsyncMesh
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
+from rolemesh.coordinator.watcher import WatchSettings
+from rolemesh.rpc.errors import PreconditionError
+from rolemesh.v1 import coordinator_pb2
+
+STEPS = 3
+PROMPTS = 4
+# The run takes a second.
+OFTEN = WatchSettings(interval_s=0.1)
+GROUP = 2
+MEAN_TOLERANCE = 1e-6
+"""Rewards are float32, and their mean is taken in another order."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("services")
+    with service_processes(folder, ("actor", "reward")) as addresses:
+        yield addresses
+
+
+def recipe_of(model: Path, addresses: dict[str, str], **changes: Any) -> Recipe:
+    data = {"type": "reasoning_gym", "task": "chain_sum", "train_size": 16, "held_out_size": 4}
+    values: dict[str, Any] = {
+        "run": {
+            "name": "shown",
+            "steps": STEPS,
+            "prompts_per_step": PROMPTS,
+            "evaluation": {"num_prompts": 0},
+            # Every row, so that the mean of what is shown is the mean of the step.
+            "samples": PROMPTS * GROUP,
+        },
+        "algorithm": {
+            "type": "grpo",
+            "sampling": {"samples_per_prompt": GROUP, "max_new_tokens": 6},
+            "mini_batch_rows": 4,
+        },
+        "actor": {
+            "model": {"path": str(model), "compute_dtype": "float32"},
+            "optimizer": {"learning_rate": 1e-4},
+            "rollout": {"type": "hf", "max_model_len": 256},
+            "data": data,
+        },
+        "reward": {"source": {"type": "arithmetic"}},
+        "services": {role: {"address": address} for role, address in addresses.items()},
+        "store": {"type": "memory"},
+    }
+    return Recipe.model_validate({**values, **changes})
+
+
+async def test_samples_and_device_use_are_those_of_the_run(
+    model: Path, addresses: dict[str, str], tmp_path: Path
+) -> None:
+    store = MemoryStateStore()
+    operations = StoreOperations(store)
+    run = TrainingRun(
+        recipe_of(model, addresses),
+        directory=tmp_path,
+        addresses=addresses,
+        store=store,
+        watch=OFTEN,
+    )
+    await run.execute()
+    record = await store.get_run(run.run_id)
+    told = await operations.list_samples(run.run_id)
+    assert (told.step, list(told.steps)) == (STEPS, list(range(1, STEPS + 1)))
+    assert [sample.row for sample in told.samples] == list(range(PROMPTS * GROUP))
+    rewards = [sample.reward for sample in told.samples]
+    assert math.fsum(rewards) / len(rewards) == pytest.approx(
+        record.metrics["reward/mean"], abs=MEAN_TOLERANCE
+    )
+    lengths = [len(sample.token_ids) for sample in told.samples]
+    assert sum(lengths) / len(lengths) == record.metrics["completion_length/mean"]
+    for sample in told.samples:
+        per_token = (sample.logprobs, sample.loss_mask, sample.advantages)
+        assert {len(values) for values in per_token} == {len(sample.token_ids)}
+        assert all(value <= 0 for value in sample.logprobs)
+        assert sample.prompt
+        assert len(sample.prompt.encode()) <= MAX_TEXT_BYTES
+        assert sample.answer.lstrip("-").isdigit()
+        assert sample.policy_version == record.metrics["policy_version/max"]
+    # The rows of a group answer one prompt.
+    prompts = [sample.prompt for sample in told.samples]
+    assert prompts[0::GROUP] == prompts[1::GROUP]
+    assert len(set(prompts)) == PROMPTS
+    notes = [
+        event.note.text
+        async for event in operations.watch_run(run.run_id)
+        if event.HasField("note")
+    ]
+    assert not [note for note in notes if "samples" in note]
+
+    use = await operations.get_device_use(run.run_id)
+    assert [(one.service, one.device) for one in use.devices] == [
+        ("actor", "cpu"),
+        ("reward", "cpu"),
+    ]
+    assert all(0 <= busy <= 1 for one in use.devices for busy in one.busy)
+    assert max(use.devices[0].busy) > 0
+    assert set(record.services) == {"actor", "reward"}
+    # Samples are not traffic of the step.
+    assert record.metrics["coordinator/calls"] < 10
+
+
+async def test_a_client_that_attaches_later_fences_off_the_one_before(
+    model: Path, addresses: dict[str, str], tmp_path: Path
+) -> None:
+    store = MemoryStateStore()
+    operations = StoreOperations(store)
+    recipe = recipe_of(model, addresses, algorithm={"type": "external"}, run={"name": "driven"})
+    run = TrainingRun(recipe, directory=tmp_path / "1", addresses=addresses, store=store)
+    task = asyncio.create_task(run.execute())
+
+    async def is_running() -> bool:
+        return bool(store._runs) and (
+            (await operations.get_run(run.run_id)).state == coordinator_pb2.RUN_STATE_RUNNING
+        )
+
+    async def attached() -> AsyncMesh:
+        told = await operations.attach_run(run.run_id)
+        return AsyncMesh(
+            {service.name: service.address for service in told.services},
+            run_id=run.run_id,
+            epoch=told.fencing_epoch,
+            step=told.step + 1,
+        )
+
+    await until(is_running)
+    async with await attached() as first:
+        await first["actor"].sample(["1 + 1 ="], max_new_tokens=2)
+        async with await attached() as second:
+            await second["actor"].sample(["1 + 2 ="], max_new_tokens=2)
+            with pytest.raises(PreconditionError) as fenced:
+                await first["actor"].sample(["1 + 3 ="], max_new_tokens=2)
+            assert fenced.value.reason == "STALE_EPOCH"
+            await operations.stop_run(run.run_id)
+            summary = await task
+            with pytest.raises(PreconditionError):
+                await second["actor"].sample(["1 + 4 ="], max_new_tokens=2)
+    assert summary.state is RunState.STOPPED
+    assert (await store.get_run(run.run_id)).state is RunState.STOPPED
+    # The services are free at once for another run.
+    other = TrainingRun(
+        recipe_of(model, addresses), directory=tmp_path / "2", addresses=addresses, store=store
+    )
+    assert (await other.execute()).state is RunState.SUCCEEDED
