@@ -18,6 +18,7 @@ from rolemesh.coordinator.errors import NodeFailedError, RunError
 from rolemesh.coordinator.futures import ExperienceFuture, Node, NodeKind, NodeState, Outcome, Part
 from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.state.store import StateStoreError
+from rolemesh.rpc import tracing
 from rolemesh.v1 import experience_pb2
 
 Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
@@ -51,6 +52,7 @@ class Dataflow:
         self._pools = pools
         self._tasks: list[asyncio.Future[Outcome]] = []
         self._failure: BaseException | None = None
+        self._span = tracing.begin(f"step {step}", step=step)
         # Durations come from the monotonic clock, the offset makes them Unix times.
         self._offset = time.time() - time.monotonic()
 
@@ -97,8 +99,7 @@ class Dataflow:
             if is_leased:
                 outcome = await self._leased(node, lambda: work(node, experience))
             else:
-                self._starts(node)
-                outcome = await work(node, experience)
+                outcome = await self._started(node, lambda: work(node, experience))
             if columns:
                 _check_rows(node, experience, outcome.experience)
             return outcome
@@ -250,12 +251,23 @@ class Dataflow:
         async with self._pools.lease((node.role, *others), order) as (chosen, switched):
             node.role, node.pool = chosen, self._pools.of(chosen).name
             node.phases |= switched
-            self._starts(node)
-            return await work()
+            return await self._started(node, work)
 
-    def _starts(self, node: Node) -> None:
+    async def _started(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         node.started_at = self._now()
         node.state = NodeState.RUNNING
+        with tracing.span(
+            node.name, parent=self._span, step=self.step, role=node.role, operation=node.method,
+            block=node.block, waited_seconds=node.started_at - node.queued_at,
+        ) as span:  # fmt: skip
+            outcome = await work()
+            tracing.note(
+                span,
+                num_tokens=outcome.report.num_tokens,
+                num_bytes=sum(outcome.report.fetched_bytes.values()),
+                policy_version=outcome.policy_version,
+            )
+        return outcome
 
     async def _run(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
         try:
@@ -347,6 +359,8 @@ class Dataflow:
                 task.cancel()
             await self._settle()
             raise
+        finally:
+            tracing.end(self._span, self._failure)
         for node in self.nodes:
             # Cancelled before it could begin to wait.
             if node.state is NodeState.QUEUED:

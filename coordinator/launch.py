@@ -21,6 +21,7 @@ from typing import Self
 
 from rolemesh.coordinator.recipe import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
+from rolemesh.rpc.tracing import trace_environment
 
 START_DEADLINE_S = 300.0
 """Longest wait for a service to announce itself: it imports torch and vLLM before."""
@@ -133,6 +134,8 @@ def service_commands(recipe: Recipe) -> MakeCommand:
                 recipe, service, os.environ.get("CUDA_VISIBLE_DEVICES")
             ),
         }
+        if recipe.tracing is not None:
+            environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
         layout = recipe.layout(role)
         # Every size, and also of one rank: neither the defaults of a recipe nor a variable that is
         # set here for another service may count.

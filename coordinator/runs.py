@@ -48,6 +48,7 @@ from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.coordinator.training import TrainingLoop
 from rolemesh.coordinator.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.wishes import Wishes
+from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 
 START_DEADLINE_S = 300.0
@@ -218,7 +219,8 @@ class TrainingRun:
             )
         failure: BaseException | None = None
         try:
-            await self._unless_ended(self._live(mesh, loop, journal, epoch))
+            with tracing.span(f"run {self.recipe.run.name}", run_id=self.run_id):
+                await self._unless_ended(self._live(mesh, loop, journal, epoch))
         except BaseException as error:
             failure = error
             raise

@@ -228,12 +228,16 @@ class Session:
         spec = self.recipe.tracing
         if spec is None and not tracing.is_configured(os.environ):
             return contextlib.nullcontext()
-        tell = asyncio.get_running_loop().call_soon_threadsafe
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            loop.call_soon_threadsafe(self._observer.on_event, text)
+
         return tracing.tracing_to(
             "rolemesh-coordinator",
             endpoint=None if spec is None else spec.endpoint,
             sample_ratio=None if spec is None else spec.sample_ratio,
-            on_problem=lambda text: tell(self._observer.on_event, text) and None,
+            on_problem=tell,
         )
 
     @asynccontextmanager

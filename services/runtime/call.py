@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from rolemesh.engine.memory import PhaseMemory
+from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.compute import ComputeThread
 from rolemesh.services.runtime.operations import Operation, task_of
@@ -143,7 +144,8 @@ class Call:
         token = _open_frame.set(frame)
         started = time.monotonic()
         try:
-            yield
+            with tracing.span(name):
+                yield
         finally:
             elapsed = time.monotonic() - started
             _open_frame.reset(token)

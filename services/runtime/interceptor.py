@@ -13,13 +13,16 @@ from typing import Any, NoReturn
 
 import grpc
 from grpc_status import rpc_status
+from opentelemetry.trace import Span
 
+from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
 from rolemesh.rpc.errors import InternalError, InvalidRequestError, to_status
 from rolemesh.rpc.policy import method_policy
 from rolemesh.services.runtime.errors import describe, is_expected
 from rolemesh.services.runtime.face import FAILED_RANK
 from rolemesh.services.runtime.metrics import ServiceMetrics
+from rolemesh.v1 import experience_pb2, operation_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -79,19 +82,21 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, full_method: str, behavior: Any) -> Any:
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            with self._serving(full_method, context) as (call, outcome):
+            with self._serving(full_method, context, request) as (call, outcome, span):
                 try:
                     self._check_deadline(full_method, call)
-                    return await behavior(request, context)
+                    response = await behavior(request, context)
+                    _note_result(span, response)
+                    return response
                 except Exception as error:
-                    await self._abort(full_method, context, call, outcome, error)
+                    await self._abort(full_method, context, call, outcome, span, error)
 
         return serve
 
     def _streaming(self, full_method: str, behavior: Any) -> Any:
         # No generator: grpc.aio would drive it, and a write that fails would leave it open.
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            with self._serving(full_method, context) as (call, outcome):
+            with self._serving(full_method, context, request) as (call, outcome, span):
                 try:
                     self._check_deadline(full_method, call)
                     responses = behavior(request, context)
@@ -99,24 +104,29 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                         responses = await responses
                     async with contextlib.aclosing(responses):
                         async for response in responses:
+                            _note_result(span, response)
                             await _send(full_method, context.write(response))
                 except Exception as error:
-                    await self._abort(full_method, context, call, outcome, error)
+                    await self._abort(full_method, context, call, outcome, span, error)
 
         return serve
 
     @contextlib.contextmanager
     def _serving(
-        self, full_method: str, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Iterator[tuple[CallContext, list[str]]]:
+        self, full_method: str, context: grpc.aio.ServicerContext[Any, Any], request: Any
+    ) -> Iterator[tuple[CallContext, list[str], Span]]:
         remaining = context.time_remaining()
         deadline = math.inf if remaining is None else time.monotonic() + remaining
         with (
             self._metrics.call(full_method) as outcome,
             serving_call(_request_id(context), deadline) as call,
+            tracing.serving(
+                full_method, context.invocation_metadata(), self._role, self._rank
+            ) as span,
         ):
+            _note_operation(span, request)
             try:
-                yield call, outcome
+                yield call, outcome, span
             except (asyncio.CancelledError, GeneratorExit):
                 outcome[0] = "CANCELLED"
                 raise
@@ -135,11 +145,13 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         context: grpc.aio.ServicerContext[Any, Any],
         call: CallContext,
         outcome: list[str],
+        span: Span,
         error: Exception,
     ) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         described = describe(error)
+        tracing.fail(span, described)
         outcome[0] = described.code.name
         if is_expected(error):
             logger.warning("%s: %s: %s", full_method, described.reason, described.message)
@@ -164,6 +176,27 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         )
         await _send(full_method, context.abort_with_status(rpc_status.to_status(status)))
         raise AssertionError("abort returned")  # it always raises
+
+
+def _note_operation(span: Span, request: Any) -> None:
+    """What the caller asks for, where the request carries a key."""
+    key = getattr(request, "key", None)
+    if span.is_recording() and isinstance(key, operation_pb2.OperationKey) and key.operation:
+        tracing.note(span, run_id=key.run_id, step=key.step, operation=key.operation)
+
+
+def _note_result(span: Span, response: Any) -> None:
+    """What a call took and left, where the response says it."""
+    if not span.is_recording():
+        return
+    result = getattr(response, "result", response)
+    version = getattr(result, "policy_version", None)
+    tracing.note(span, policy_version=version or None)
+    report = getattr(result, "report", None)
+    if isinstance(report, experience_pb2.CallReport):
+        tracing.note(
+            span, num_tokens=report.num_tokens, num_bytes=sum(report.fetched_bytes.values())
+        )
 
 
 async def _send(full_method: str, sending: Awaitable[None]) -> None:

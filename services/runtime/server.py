@@ -26,6 +26,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from rolemesh.engine.transport.shm import remove_leftovers
+from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.services.runtime.config import ConfigError, ServiceConfig, load_config
 from rolemesh.services.runtime.face import Face
@@ -272,7 +273,11 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
     if config.world_size > 1 and config.rank_store is None:
         return run_ranks(config)
     try:
-        is_finished = asyncio.run(_serve(role, config))
+        with tracing.from_environment(f"rolemesh-{config.role}", os.environ):
+            is_finished = asyncio.run(_serve(role, config))
+    except tracing.TracingError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
     except ServiceStartError as error:
         logger.error("%s", error)
         return EXIT_FAILED

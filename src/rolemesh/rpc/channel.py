@@ -21,6 +21,7 @@ import grpc
 
 from rolemesh.rpc.errors import from_rpc_error
 from rolemesh.rpc.policy import Idempotency, method_policies
+from rolemesh.rpc.tracing import outgoing
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata key of the id under which a call is found in the logs of both ends."""
@@ -307,6 +308,7 @@ class _MeshMethod:
         given = tuple(metadata or ())
         if all(key != REQUEST_ID_KEY for key, _ in given):
             given = (*given, (REQUEST_ID_KEY, request_id))
+        given = (*given, *outgoing(self._full_method))
         self._traffic.calls += 1
         call = self._multi_callable(request, timeout=timeout, metadata=given, **options)
         return MeshCall(call, self._full_method, self._address)
