@@ -120,7 +120,10 @@ class Prober:
                 f"none of {count} rows got a reward, only None",
                 "a run needs a reward for each row: try rows to which it applies (--jsonl)",
             )
-        text = f"{count} row{'s' * (count > 1)} in {1000 * self.seconds:.0f} ms, {min(found):g} to {max(found):g}"
+        text = (
+            f"{count} row{'s' * (count > 1)} in {1000 * self.seconds:.0f} ms, "
+            f"{min(found):g} to {max(found):g}"
+        )
         if len(found) < count:
             text += f"; to {count - len(found)} rows it does not apply"
         return Finding(probe="answer", level=Level.OK, text=text)

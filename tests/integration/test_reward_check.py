@@ -1,0 +1,182 @@
+"""`rolemesh reward check` finds what is wrong with a reward, and says nothing of a right one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.example_servers import EXAMPLES, OUTSIDER, ROOT, compile_protos, script
+
+LYING = Path(__file__).parents[1] / "support" / "lying_rewards.py"
+HOSTILE = LYING.with_name("hostile_rewards.py")
+ROLEMESH = Path(sys.executable).with_name("rolemesh")
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROLEMESH), "reward", "check", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def findings(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code, and findings by probe."""
+    ended = check("--json", *arguments)
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert lines, ended.stderr
+    assert lines[-1]["type"] == "verdict"
+    return ended.returncode, {line["probe"]: line for line in lines if line["type"] == "finding"}
+
+
+def levels(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {probe: finding["level"] for probe, finding in found.items()}
+
+
+PROBES = [
+    *("answer", "repeat", "order", "alone", "empty", "unicode", "long", "concurrency", "malformed"),
+    "after",
+]
+
+
+@pytest.mark.parametrize("example", ["reward_server.py", "reward_http_openrlhf.py"])
+def test_nothing_is_wrong_with_the_examples(example: str) -> None:
+    with script(EXAMPLES / example, "0") as url:
+        code, found = findings(url)
+    assert levels(found) == dict.fromkeys(PROBES, "ok"), found
+    assert code == 0
+
+
+def test_a_function_is_checked_like_a_server() -> None:
+    code, found = findings(f"python:{EXAMPLES / 'reward_function_trl.py'}:accuracy")
+    assert code == 0
+    assert levels(found)["order"] == "ok"
+    assert levels(found)["concurrency"] == "skip"
+
+
+@pytest.mark.parametrize(
+    ("fault", "probe", "level", "text"),
+    [
+        ("short", "answer", "fail", "expected 6 rewards"),
+        ("nan", "answer", "fail", "a finite number for row 0"),
+        ("text", "answer", "fail", "a number for row 0, found the text 'good'"),
+        ("sorted", "order", "fail", "do not follow their rows"),
+        ("random", "repeat", "warn", "the same rows got other rewards"),
+        ("random", "order", "skip", "change by themselves"),
+        ("constant", "order", "skip", "the same reward"),
+        ("compares", "alone", "warn", "a row alone got another reward"),
+        ("empty", "empty", "fail", "status 500"),
+        ("ascii", "unicode", "fail", "status 500"),
+        ("brief", "long", "warn", "status 413"),
+        ("alone", "concurrency", "fail", "at once failed"),
+        ("malformed", "malformed", "warn", "does not refuse what is no request"),
+    ],
+)
+def test_what_is_wrong_is_found(fault: str, probe: str, level: str, text: str) -> None:
+    with script(LYING, fault) as url:
+        code, found = findings(url)
+    assert found[probe]["level"] == level
+    assert text in found[probe]["text"]
+    assert code == ("fail" in levels(found).values())
+
+
+def test_a_service_that_knows_keys_cannot_hide_behind_them(tmp_path: Path) -> None:
+    image = compile_protos(ROOT / "protos", tmp_path / "reward.binpb")
+    with script(OUTSIDER, str(image), "reward", "keys") as url:
+        # Its reward is the number of keys that it has seen.
+        code, found = findings(url, "--prompt=a", "--completion=a key")
+    assert levels(found)["repeat"] == "warn"
+    assert code == 0
+
+
+def test_nobody_there_is_told_with_a_remedy() -> None:
+    code, found = findings("grpc://127.0.0.1:1")
+    assert code == 1
+    assert list(found) == ["answer"]
+    assert "reachable" in found["answer"]["text"]
+
+
+def test_a_function_that_cannot_be_imported_is_told() -> None:
+    code, found = findings("python:no.such.module:f")
+    assert code == 1
+    assert "ModuleNotFoundError" in found["open"]["text"]
+
+
+def test_people_see_what_was_sent_and_what_came() -> None:
+    with script(LYING, "empty") as url:
+        ended = check(url)
+    assert ended.returncode == 1
+    assert f"{url}: sending 6 rows" in ended.stdout
+    assert "2  'What is 12 + 30?' -> '42'" in ended.stdout
+    assert "FAIL  empty" in ended.stdout
+    assert "-> a policy writes such things" in ended.stdout
+    assert "1 found that a run would fail" in ended.stdout
+
+
+def test_rows_of_a_file_are_sent(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"prompt": "a", "completion": "bb", "level": 3}\n\n{"prompt": "a", "completion": "c"}\n'
+    )
+    with script(LYING, "") as url:
+        ended = check("--json", "--jsonl", str(rows), url)
+    judged = json.loads(ended.stdout.splitlines()[0])
+    assert [row["reward"] for row in judged["rows"]] == [2.0, 1.0]
+
+
+def test_all_rewards_of_a_recipe_are_checked(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    base = ROOT / "recipes" / "quickstart-grpo.yaml"
+    with script(LYING, "") as url:
+        recipe.write_text(
+            "reward:\n"
+            "  source:\n"
+            "    type: weighted_sum\n"
+            "    rewards:\n"
+            f"    - {url}\n"
+            "    - {source: {type: arithmetic}, weight: 0.5}\n"
+            f"    - python:{EXAMPLES / 'reward_function_trl.py'}:brevity\n"
+        )
+        ended = check("--json", "--recipe", str(base), "--recipe", str(recipe))
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert ended.returncode == 0, ended.stderr
+    assert len({line["source"] for line in lines if line["type"] == "judged"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "there is no SOURCE"),
+        (["foo"], "'foo' is no source of rewards"),
+        (["{type: kserve, urls: 'http://h:1'}"], "model"),
+        (["{type: arithmetic}"], "computes itself"),
+        (["grpc://host"], "give the port too"),
+        (["grpc://h:1", "--prompt=a"], "stand together"),
+        (["grpc://h:1", "--jsonl=/nowhere"], "cannot be read"),
+        (["--recipe", str(ROOT / "recipes" / "quickstart-grpo.yaml")], "nobody to call"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], text: str) -> None:
+    ended = check(*arguments)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_check_imports_no_torch() -> None:
+    program = (
+        "import sys, rolemesh.services.reward.outside.check.__main__; "
+        "print(sorted({'torch', 'vllm', 'transformers', 'numpy', 'rolemesh.coordinator'} "
+        "& set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.strip() == "[]"
