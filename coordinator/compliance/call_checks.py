@@ -22,10 +22,10 @@ from rolemesh.coordinator.compliance.subject import (
     describe_error,
     events_of,
     expect,
+    expect_progress_then_one_result,
     result_in,
     shorten,
 )
-from rolemesh.coordinator.compliance.worker_checks import expect_progress_then_one_result
 from rolemesh.rpc.errors import ERROR_DOMAIN, RolemeshError
 from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2
 

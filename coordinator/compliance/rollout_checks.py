@@ -22,12 +22,12 @@ from rolemesh.coordinator.compliance.subject import (
     Subject,
     events_of,
     expect,
+    expect_progress_then_one_result,
     experience_in,
     need,
     result_in,
     shorten,
 )
-from rolemesh.coordinator.compliance.worker_checks import expect_progress_then_one_result
 from rolemesh.rpc.columns import Columns
 from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2, weights_pb2
 

@@ -353,6 +353,20 @@ def expect(holds: bool, *, sent: str, came: Callable[[], str] | str, remedy: str
         )
 
 
+def expect_progress_then_one_result(
+    events: Sequence[Any], sent: str, between: tuple[str, ...] = ("progress",)
+) -> None:
+    """Raises BrokenContractError unless the result is one message, the last one."""
+    kinds = [str(event.WhichOneof("event")) for event in events]
+    results = [place for place, kind in enumerate(kinds) if kind not in between]
+    expect(
+        results == [len(kinds) - 1],
+        sent=sent,
+        came=f"the messages {shorten(kinds)}",
+        remedy="send progress as often as once a second, then one result, and end the stream",
+    )
+
+
 def describe_error(error: RolemeshError) -> str:
     """Code, reason and message of an error."""
     return f"{error.code.name} ({error.reason}): {shorten(error.message)}"

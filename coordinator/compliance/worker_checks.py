@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
 
 import grpc
 
 from rolemesh.coordinator.compliance.check import (
+    MODEL_ROLES,
     REWARD_ROLES,
     BrokenContractError,
     Level,
@@ -20,13 +19,16 @@ from rolemesh.coordinator.compliance.check import (
 from rolemesh.coordinator.compliance.subject import (
     EPOCH,
     Subject,
+    describe_error,
     events_of,
     expect,
+    expect_progress_then_one_result,
     result_in,
     shorten,
 )
 from rolemesh.coordinator.connection import REQUIRED_SERVICES
 from rolemesh.rpc.channel import CHUNK_BYTES
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.v1 import operation_pb2, worker_pb2
 
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
@@ -141,7 +143,7 @@ async def capabilities(subject: Subject) -> None:
     "worker.references",
     Level.MUST,
     "accepts_references: every role but a reward pulls experience by reference.",
-    roles=("reference", "critic", "actor", "rollout"),
+    roles=MODEL_ROLES,
     phase=Phase.BEFORE,
 )
 async def references(subject: Subject) -> None:
@@ -237,25 +239,20 @@ async def spec_invalid(subject: Subject) -> None:
 )
 async def initialize(subject: Subject) -> None:
     """The run takes the service. What follows needs it."""
-    events = await events_of(subject.initialize())
+    given = "the spec of --spec" if subject.spec else "an empty spec, since there is no --spec"
+    try:
+        events = await events_of(subject.initialize())
+    except InvalidRequestError as error:
+        raise BrokenContractError(
+            sent=f"Initialize with {given}",
+            came=describe_error(error),
+            remedy="give --spec FILE with the section of a recipe that this server takes; its "
+            "schema is GetCapabilities.spec_schema_json",
+        ) from error
     result = result_in(events, "Initialize")
     assert isinstance(result, worker_pb2.InitializeResult)
     subject.initialized = result
     expect_progress_then_one_result(events, "Initialize")
-
-
-def expect_progress_then_one_result(
-    events: Sequence[Any], sent: str, between: tuple[str, ...] = ("progress",)
-) -> None:
-    """Raises BrokenContractError unless the result is one message, the last one."""
-    kinds = [str(event.WhichOneof("event")) for event in events]
-    results = [place for place, kind in enumerate(kinds) if kind not in between]
-    expect(
-        results == [len(kinds) - 1],
-        sent=sent,
-        came=f"the messages {shorten(kinds)}",
-        remedy="send progress as often as once a second, then one result, and end the stream",
-    )
 
 
 @check(
@@ -341,8 +338,8 @@ async def held(subject: Subject) -> None:
 )
 async def sleep(subject: Subject) -> None:
     """Asked only of roles that share a device."""
-    request = worker_pb2.SleepRequest(key=subject.key("compliance.sleep"))
-    await subject.worker.Sleep(request, timeout=subject.timeout_s)
+    key = subject.key("compliance.sleep")
+    await subject.worker.Sleep(worker_pb2.SleepRequest(key=key), timeout=subject.timeout_s)
     try:
         await subject.refused(
             events_of(subject.work(subject.key())),
