@@ -186,6 +186,7 @@ class CoordinatorServiceServicer(object):
         Errors:
         NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
         FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,6 +212,7 @@ class CoordinatorServiceServicer(object):
         Errors:
         NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
         FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -78,6 +78,7 @@ class CoordinatorServiceStub:
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
     """
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
     """Takes the wish to pause back.
@@ -95,6 +96,7 @@ class CoordinatorServiceStub:
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
     """Sends the events of a run, first those that were, then those that come.
@@ -218,6 +220,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
     """
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
     """Takes the wish to pause back.
@@ -235,6 +238,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Sends the events of a run, first those that were, then those that come.
@@ -391,6 +395,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
           FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+          FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
         """
 
     @_abc_1.abstractmethod
@@ -420,6 +425,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
           FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+          FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
         """
 
     @_abc_1.abstractmethod
