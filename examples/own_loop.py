@@ -2,7 +2,7 @@
 
 Usage, with a run of a recipe whose algorithm is {type: external}:
 
-    python examples/own_loop.py 127.0.0.1:7700 my-run
+    python examples/own_loop.py 127.0.0.1:50050 my-run
 
 The policy learns to write letters of the first half of the alphabet. Needs no torch here.
 """

@@ -44,7 +44,7 @@ class AsyncClient:
 
     Example::
 
-        async with AsyncClient("127.0.0.1:7700") as client:
+        async with AsyncClient("127.0.0.1:50050") as client:
             run = await client.create_run(Path("recipe.yaml"))
             async for event in client.watch_run(run.run_id):
                 print(event)
@@ -162,7 +162,8 @@ class AsyncClient:
     async def attach(self, run_id: str) -> AsyncMesh:
         """Takes over a run of the algorithm "external": from now on its services are the caller's.
 
-        Whoever had it before is refused by the services. The caller closes what is returned.
+        Whoever had it before is refused by the services. Calls have the deadlines of their methods,
+        since they may train for long. The caller closes what is returned.
         """
         answer = await self._call(self._stub.AttachRun, pb.AttachRunRequest(run_id=run_id))
         return AsyncMesh(
@@ -171,7 +172,6 @@ class AsyncClient:
             epoch=answer.fencing_epoch,
             step=answer.step + 1,
             policy_versions={one.name: one.policy_version for one in answer.services},
-            deadline_s=self._deadline_s,
             retry=self._retry,
         )
 

@@ -33,7 +33,7 @@ class Client:
 
     Example::
 
-        with Client("127.0.0.1:7700") as client:
+        with Client("127.0.0.1:50050") as client:
             for event in client.watch_run("run-1"):
                 print(event)
             print(client.get_metrics("run-1")["reward/mean"])
