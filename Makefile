@@ -35,8 +35,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model judge sums quickstart test test-slow test-gpu test-trackers format lint \
-	type protos protos-check bench bench-peers check lock
+.PHONY: help setup model judge sums quickstart browser test test-slow test-gpu test-trackers format \
+	lint type protos protos-check bench bench-peers check lock
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -67,7 +67,10 @@ sums: setup ## given answers to sums, for the recipes that learn from data
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)
 
-test: setup ## everything that needs no GPU and is not slow; ARGS='-k name'
+browser: ## the Chromium that the dashboard's tests drive; nothing to do when there is one
+	requirements/install_chromium.sh
+
+test: setup browser ## everything that needs no GPU and is not slow; ARGS='-k name'
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-slow: setup ## the tests that take minutes
