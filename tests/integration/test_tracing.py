@@ -52,7 +52,7 @@ def test_a_run_is_one_connected_tree(traced: tuple[Collector, CliRun]) -> None:
     root = one(collector.spans, "run tiny")
     assert root.parent_id == b""
     assert root.attributes["run_id"] == json.loads((run.out / "summary.json").read_text())["run_id"]
-    assert not [span for span in collector.spans if span.trace_id != root.trace_id]
+    assert [span for span in collector.spans if span.trace_id != root.trace_id] == []
     assert len(collector.below(root)) == len(collector.spans) - 1
     assert {span.service for span in collector.spans} == {
         f"rolemesh-{name}" for name in ("coordinator", "actor", "critic", "reference", "reward")

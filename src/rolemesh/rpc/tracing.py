@@ -34,8 +34,8 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
 FLUSH_DEADLINE_S = 2.0
 """Longest wait at the end of a process for its last spans to be sent."""
 
-UNTRACED = ("/rolemesh.v1.WorkerService/GetStatus",)
-"""Calls that are made once a second whatever happens."""
+UNTRACED = ("/rolemesh.v1.WorkerService/GetStatus", "/rolemesh.v1.WorkerService/Drain")
+"""Calls about processes and no work: made once a second whatever happens, or at the end."""
 
 PREFIX = "rolemesh."
 """Of attributes: rolemesh.role, rolemesh.step and so on."""
