@@ -51,7 +51,7 @@ def test_ids_are_unique_and_every_check_quotes_a_contract() -> None:
         assert one.run.__doc__
 
 
-@pytest.mark.parametrize("role", ["reward", "reference", "critic"])
+@pytest.mark.parametrize("role", ["reward", "reference", "critic", "rollout"])
 async def test_an_outsider_that_is_right_passes_everything(role: str) -> None:
     findings = await judge(role)
     assert broken(findings) == [], [findings[name].came for name in broken(findings)]
@@ -216,6 +216,17 @@ ROLLOUT_FAULTS = [
 async def test_wrong_completions_are_caught(fault: str, caught: str) -> None:
     findings = await judge("actor", fault, names=("rollout",))
     assert caught in broken(findings), {name: findings[name].came for name in broken(findings)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught"),
+    [("samples_anyway", "rollout.no-weights"), ("old_version", "rollout.update-weights")],
+)
+async def test_a_rollout_service_that_is_wrong_about_weights_is_caught(
+    fault: str, caught: str
+) -> None:
+    findings = await judge("rollout", fault, names=("rollout",))
+    assert broken(findings) == [caught], [findings[name].came for name in broken(findings)]
 
 
 async def test_a_server_that_hangs_ends_in_findings() -> None:
