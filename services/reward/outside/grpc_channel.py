@@ -26,33 +26,55 @@ from rolemesh.services.reward.outside.base import (
 from rolemesh.services.reward.outside.http import bearer_token
 
 
-def open_endpoint(url: str, spec: EndpointRewardSpec) -> MeshChannel:
-    """A channel to grpc://host:port or, with TLS and the system's certificates, grpcs://host:port.
+class GrpcEndpoint:
+    """One place: grpc://host:port or, with TLS and the system's certificates, grpcs://host:port.
 
-    Raises:
-        ValueError: the URL has no port.
+    Owner: the loop on which it is first used; a channel belongs to the loop that opened it.
     """
-    parts = urlsplit(url)
-    if parts.port is None:
-        raise ValueError(f"urls has {url!r}: give the port too, e.g. {parts.scheme}://host:50051")
-    address = f"{parts.netloc}"
-    options: list[tuple[str, Any]] = [
-        *CLIENT_OPTIONS,
-        ("grpc.max_receive_message_length", spec.max_response_bytes),
-        # Tries are counted and spaced by `EndpointReward` alone.
-        ("grpc.enable_retries", 0),
-    ]
-    if parts.scheme == "grpcs":
-        channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), options=options)
-    else:
-        channel = grpc.aio.insecure_channel(address, options=options)
-    return MeshChannel(channel, address, ChannelTraffic())
 
+    def __init__(self, url: str, spec: EndpointRewardSpec) -> None:
+        """Connects to nobody yet.
 
-def call_metadata(spec: EndpointRewardSpec) -> tuple[tuple[str, str], ...]:
-    """The token, where the spec names one; ValueError when its variable is not set."""
-    token = bearer_token(spec)
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+        Raises:
+            ValueError: the URL has no port, or the token's variable is not set.
+        """
+        parts = urlsplit(url)
+        if parts.port is None:
+            raise ValueError(
+                f"urls has {url!r}: give the port too, e.g. {parts.scheme}://host:50051"
+            )
+        self._address = parts.netloc
+        self._is_encrypted = parts.scheme == "grpcs"
+        self._max_bytes = spec.max_response_bytes
+        self._channel: MeshChannel | None = None
+        token = bearer_token(spec)
+        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        """Of each call: the token, where there is one."""
+
+    @property
+    def channel(self) -> MeshChannel:
+        """The connection, opened when it is first asked for."""
+        if self._channel is None:
+            options: list[tuple[str, Any]] = [
+                *CLIENT_OPTIONS,
+                ("grpc.max_receive_message_length", self._max_bytes),
+                # Tries are counted and spaced by `EndpointReward` alone.
+                ("grpc.enable_retries", 0),
+            ]
+            channel = (
+                grpc.aio.secure_channel(
+                    self._address, grpc.ssl_channel_credentials(), options=options
+                )
+                if self._is_encrypted
+                else grpc.aio.insecure_channel(self._address, options=options)
+            )
+            self._channel = MeshChannel(channel, self._address, ChannelTraffic())
+        return self._channel
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._channel is not None:
+            await self._channel.close()
 
 
 def reward_error(endpoint: str, error: RolemeshError) -> OutsideRewardError:

@@ -18,11 +18,7 @@ from rolemesh.services.reward.outside.base import (
     checked_rewards,
     current_step,
 )
-from rolemesh.services.reward.outside.grpc_channel import (
-    call_metadata,
-    open_endpoint,
-    reward_error,
-)
+from rolemesh.services.reward.outside.grpc_channel import GrpcEndpoint, reward_error
 from rolemesh.v1 import operation_pb2, reward_pb2, reward_pb2_grpc
 
 
@@ -37,10 +33,8 @@ class GrpcRewardClient(RewardClient):
         """Connects to nobody yet; ValueError when the URL or the token's variable is wrong."""
         self.endpoint = url
         self._spec = spec
-        self._metadata = call_metadata(spec)
         self._run_id = f"reward-{uuid.uuid4().hex}"
-        self._channel = open_endpoint(url, spec)
-        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+        self._grpc = GrpcEndpoint(url, spec)
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`."""
@@ -55,10 +49,11 @@ class GrpcRewardClient(RewardClient):
             ),
             trajectories=batch,
         )
+        stub = reward_pb2_grpc.RewardServiceStub(self._grpc.channel)
         found: reward_pb2.Rewards | None = None
         try:
-            async for message in self._stub.ComputeReward(
-                request, timeout=self._spec.timeout_s, metadata=self._metadata
+            async for message in stub.ComputeReward(
+                request, timeout=self._spec.timeout_s, metadata=self._grpc.metadata
             ):
                 if message is None:  # what gRPC gives for bytes that it cannot read
                     raise self._invalid("bytes that are no ComputeRewardResponse")
@@ -90,7 +85,7 @@ class GrpcRewardClient(RewardClient):
 
     async def close(self) -> None:
         """Closes the connection."""
-        await self._channel.close()
+        await self._grpc.close()
 
     def _invalid(self, found: str) -> RewardAnswerInvalidError:
         return RewardAnswerInvalidError(

@@ -17,11 +17,7 @@ from rolemesh.services.reward.outside.base import (
     checked_rewards,
     shown,
 )
-from rolemesh.services.reward.outside.grpc_channel import (
-    call_metadata,
-    open_endpoint,
-    reward_error,
-)
+from rolemesh.services.reward.outside.grpc_channel import GrpcEndpoint, reward_error
 from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
 from rolemesh.services.reward.outside.inference_protocol import (
     INFER_METHOD,
@@ -53,13 +49,7 @@ class KServeGrpcClient(RewardClient):
         """Connects to nobody yet; ValueError when the URL or the token's variable is wrong."""
         self.endpoint = url
         self._spec = spec
-        self._metadata = call_metadata(spec)
-        self._channel = open_endpoint(url, spec)
-        self._infer = self._channel.unary_unary(
-            INFER_METHOD,
-            request_serializer=ModelInferRequest.SerializeToString,
-            response_deserializer=ModelInferResponse.FromString,
-        )
+        self._grpc = GrpcEndpoint(url, spec)
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`."""
@@ -70,9 +60,14 @@ class KServeGrpcClient(RewardClient):
             )
             tensor.contents.bytes_contents.extend(text.encode("utf-8", "replace") for text in texts)
         request.outputs.add(name=self._spec.output)
+        infer = self._grpc.channel.unary_unary(
+            INFER_METHOD,
+            request_serializer=ModelInferRequest.SerializeToString,
+            response_deserializer=ModelInferResponse.FromString,
+        )
         try:
-            response = await self._infer(
-                request, timeout=self._spec.timeout_s, metadata=self._metadata
+            response = await infer(
+                request, timeout=self._spec.timeout_s, metadata=self._grpc.metadata
             )
         except RolemeshError as error:
             raise reward_error(self.endpoint, error) from error
@@ -92,7 +87,7 @@ class KServeGrpcClient(RewardClient):
 
     async def close(self) -> None:
         """Closes the connection."""
-        await self._channel.close()
+        await self._grpc.close()
 
     def _values(self, response: Any, index: int) -> list[Any]:
         """Numbers of an output, wherever the server has put them."""

@@ -24,8 +24,8 @@ from rolemesh.engine.user_code import UserCodeError, load_named
 from rolemesh.services.reward.outside.functions import answers, forms, frames
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 
-MAX_TRACEBACK_CHARACTERS = 8000
-"""Of a longer one the end counts."""
+MAX_TRACEBACK_CHARACTERS = 1500
+"""Of a longer one the end counts: the message of an error is cut at 2000 when it travels."""
 
 _PR_SET_PDEATHSIG = 1
 
