@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,9 +65,12 @@ class _RunProcess:
 
     @classmethod
     def of(cls, pid: int) -> _RunProcess | None:
-        """The process of that id; None when there is none."""
+        """The process of that id; None when there is none, or nothing but its exit code."""
         try:
-            return cls(pid=pid, created_at=psutil.Process(pid).create_time())
+            found = psutil.Process(pid)
+            if found.status() == psutil.STATUS_ZOMBIE:
+                return None
+            return cls(pid=pid, created_at=found.create_time())
         except psutil.NoSuchProcess:
             return None
 
@@ -138,7 +142,7 @@ class Hub:
             _write_private(folder / _RECIPE_FILE, dump_recipe(resolved))
             await enter_run(self._store, resolved, run_id, folder)
             try:
-                await self._spawn(run_id)
+                self._spawn(run_id)
             except OSError as error:
                 await end_abandoned(self._store, run_id, RunError(f"no process: {error}"))
                 raise
@@ -177,20 +181,21 @@ class Hub:
             raise InvalidRequestError(str(error), reason="RECIPE_INVALID") from error
         return recipe
 
-    async def _spawn(self, run_id: str) -> None:
+    def _spawn(self, run_id: str) -> None:
         folder = self.folder(run_id)
         program = [sys.executable, "-m", "rolemesh.coordinator.cli"]
         flags = {"--out": str(folder), "--run-id": run_id}
         words = [word for flag, value in flags.items() for word in (flag, value)]
-        command = [*program, "train", str(folder / _RECIPE_FILE), *words, "--json"]
+        command = [*program, "train", str(folder / _RECIPE_FILE), *words]
         if not self._outlives:
             # Without its store it could go nowhere: the kernel tells it when this process ends.
             wrapper = [sys.executable, "-I", "-S", str(Path(bound_process.__file__))]
             command = [*wrapper, str(os.getpid()), *command]
         with self._log(run_id).open("ab") as stream:
-            child = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
+            # Not asyncio's: that one kills its children when this process ends in order.
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
                 env=_environment(os.environ),
@@ -207,28 +212,32 @@ class Hub:
     def _log(self, run_id: str) -> Path:
         return self.folder(run_id) / "logs" / f"{CONSOLE_LOG}.log"
 
-    def _watch(self, run_id: str, child: asyncio.subprocess.Process | None) -> None:
+    def _watch(self, run_id: str, child: subprocess.Popen[bytes] | None) -> None:
         task = asyncio.create_task(self._until_gone(run_id, child), name=f"watch {run_id}")
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
 
-    async def _until_gone(self, run_id: str, child: asyncio.subprocess.Process | None) -> None:
+    async def _until_gone(self, run_id: str, child: subprocess.Popen[bytes] | None) -> None:
         """Waits for a run's process, and tells of the run what it could not tell itself."""
         how = "has ended"
+        while self._goes_on(run_id, child):  # noqa: ASYNC110 - not every one is a child of ours
+            await asyncio.sleep(_POLL_S)
         if child is not None:
-            code = await child.wait()
+            code = child.returncode
             name = signal.Signals(-code).name if code < 0 else ""
             how = f"was killed by {name}" if name else f"ended with exit code {code}"
-        else:
-            # It is no child of ours: nothing tells us of its end.
-            while run_id in self._processes and self._processes[run_id].is_alive:  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
         process = self._processes.pop(run_id, None)
         pid = "" if process is None else f" (pid {process.pid})"
         try:
             await self._abandoned(run_id, f"its process{pid} {how}")
         except StateStoreError:
             logger.exception("that run %s has ended could not be written down", run_id)
+
+    def _goes_on(self, run_id: str, child: subprocess.Popen[bytes] | None) -> bool:
+        if child is not None:
+            return child.poll() is None
+        # It is no child of ours, but of a coordinator before this one.
+        return self._processes[run_id].is_alive
 
     async def _abandoned(self, run_id: str, cause: str) -> None:
         """Ends a run that nobody makes any more, unless it has told its end itself."""

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,9 @@ COORDINATOR_FILE = "coordinator.json"
 _LOCK_FILE = "coordinator.lock"
 _WATCH_GRACE_S = 1.0
 """How long whoever watches the run may take to hear of its end."""
+
+_LOOK_S = 1.0
+"""Between two looks for a wish to stop, while services start."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -192,7 +195,7 @@ class Session:
             )
             for name in self._own:
                 self._observer.on_phase(name, "start", 0, 0)
-            started = await launcher.start()
+            started = await _unless_stopped(launcher.start(), store, self.run_id)
             run = TrainingRun(
                 self.recipe,
                 directory=self.directory,
@@ -261,6 +264,26 @@ class Session:
             finally:
                 await operations.watches_end(_WATCH_GRACE_S)
                 place.unlink(missing_ok=True)
+
+
+async def _unless_stopped(
+    starting: Coroutine[Any, Any, dict[str, str]], store: StateStore, run_id: str
+) -> dict[str, str]:
+    """What services answer that start, unless somebody wants the run to stop before they have.
+
+    Raises:
+        RunAbortedError: Somebody does.
+    """
+    task = asyncio.create_task(starting)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_LOOK_S)
+            if not task.done() and (await store.get_run(run_id)).stop_requested:
+                raise RunAbortedError("stopped before its services had started")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 @contextlib.contextmanager

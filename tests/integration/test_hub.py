@@ -112,6 +112,12 @@ def recipe_for(mesh: FakeMesh, **run: Any) -> str:
     return yaml.safe_dump(values)
 
 
+async def until_calls(mesh: FakeMesh, number: int) -> None:
+    """Returns once the run has made so many more calls."""
+    before = len(mesh.calls)
+    await until(lambda: len(mesh.calls) > before + number)
+
+
 def slow_steps(service: str, method: str) -> float:
     return 0.05 if method == "Update" else 0.0
 
@@ -131,11 +137,13 @@ async def test_a_watch_through_a_coordinator_that_is_killed_misses_and_repeats_n
             # A repeat is the same run.
             assert (await first.create("watched", recipe)).created_at == made.created_at
             seen = await first.watch("watched", at_most=12)
-            first.process.kill()
-            await first.process.wait()
-        # The run goes on without it.
-        before = len(mesh.methods(0)) + len(mesh.calls)
-        await until(lambda: len(mesh.calls) > before + 50)
+        # It was told to end, and the run goes on without it; the next one is killed.
+        await until_calls(mesh, 50)
+        async with coordinator(tmp_path, *outlives) as killed:
+            seen += await killed.watch("watched", seen[-1].event_id, at_most=5)
+            killed.process.kill()
+            await killed.process.wait()
+        await until_calls(mesh, 50)
         async with coordinator(tmp_path, *outlives) as second:
             assert (await second.create("watched", recipe)).created_at == made.created_at
             with pytest.raises(PreconditionError) as other:

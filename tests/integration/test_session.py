@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
+from rolemesh.coordinator import session as session_module
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.errors import RunAbortedError
+from rolemesh.coordinator.launch import LaunchError, ServiceCommand
 from rolemesh.coordinator.observer import QuietObserver
 from rolemesh.coordinator.session import InputError, Session
+from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 
 
@@ -32,3 +43,64 @@ async def test_two_sessions_in_one_folder_are_kept_apart(tmp_path: Path) -> None
         assert {call.key[0] for call in mesh.calls} == {first.run_id}
         with pytest.raises(InputError, match="holds a run already"):
             await third.execute()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStateStore:
+    """The store of every session, which outlives it."""
+    store = MemoryStateStore()
+
+    @asynccontextmanager
+    async def opened(*arguments: Any) -> AsyncIterator[MemoryStateStore]:
+        yield store
+
+    monkeypatch.setattr(session_module, "open_store", opened)
+    return store
+
+
+def session_whose_services_run(
+    program: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Session:
+    command = ServiceCommand(arguments=[sys.executable, "-c", program], environment={})
+    monkeypatch.setattr(session_module, "service_commands", lambda recipe: lambda *names: command)
+    # Its models are nowhere.
+    monkeypatch.setattr(session_module, "check_paths", lambda *arguments: None)
+    return Session(fake_recipe(steps=1), directory, QuietObserver(), run_id="starting")
+
+
+async def last_state(store: MemoryStateStore) -> tuple[RunState, str]:
+    """State and failure as the record has them, which the last event has too."""
+    record = await store.get_run("starting")
+    events = [event async for event in StoreOperations(store).watch_run("starting")]
+    assert events[-1].state.failure == record.failure
+    assert len([event for event in events if event.HasField("state")]) == 2
+    return record.state, record.failure
+
+
+async def test_a_run_is_known_while_its_services_start_and_can_be_stopped_then(
+    tmp_path: Path, store: MemoryStateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import time; time.sleep(300)"
+    session = session_whose_services_run(program, tmp_path, monkeypatch)
+    task = asyncio.create_task(session.execute())
+    place = tmp_path / "coordinator.json"
+    await until(lambda: place.is_file())
+    async with httpx.AsyncClient(base_url=json.loads(place.read_text())["url"]) as client:
+        (run,) = (await client.get("api/v1/runs")).json()["runs"]
+        assert (run["run_id"], run["state"]) == ("starting", "starting")
+        assert (await client.post("api/v1/runs/starting/stop")).json()["state"] == "stopping"
+    with pytest.raises(RunAbortedError, match="before its services had started"):
+        await task
+    assert (await last_state(store))[0] is RunState.STOPPED
+
+
+async def test_a_run_whose_services_do_not_start_has_failed(
+    tmp_path: Path, store: MemoryStateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "raise SystemExit('no memory for me')"
+    session = session_whose_services_run(program, tmp_path, monkeypatch)
+    with pytest.raises(LaunchError, match="no memory for me"):
+        await session.execute()
+    state, failure = await last_state(store)
+    assert state is RunState.FAILED
+    assert "no memory for me" in failure
