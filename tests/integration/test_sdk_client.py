@@ -32,7 +32,13 @@ from rolemesh.coordinator.sdk import (
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunStream
 from rolemesh.coordinator.state.store import RunState as StoredState
-from rolemesh.rpc.errors import DeadlineError, NotFoundError, PreconditionError, UnavailableError
+from rolemesh.rpc.errors import (
+    DeadlineError,
+    ForbiddenError,
+    NotFoundError,
+    PreconditionError,
+    UnavailableError,
+)
 from rolemesh.v1 import coordinator_pb2 as pb
 
 QUICK = RetryPolicy(budget_s=20.0, first_s=0.01, longest_s=0.05)
@@ -379,6 +385,22 @@ async def test_the_synchronous_client_does_the_same_in_a_thread(
     assert numbers(events) == [0, 1, 2]
     assert reward == math.pi
     assert shown == f"Client('{coordinator.address}')"
+
+
+async def test_the_token_is_shown_where_the_coordinator_asks_for_one(
+    store: MemoryStateStore,
+) -> None:
+    server, port = await serve_coordinator(StoreOperations(store), token="s3cret")
+    for token in (None, "other"):
+        async with AsyncClient(f"127.0.0.1:{port}", token=token, retry=QUICK) as client:
+            with pytest.raises(ForbiddenError):
+                await client.get_run("run")
+            with pytest.raises(ForbiddenError):
+                await anext(client.watch_run("run"))
+    async with AsyncClient(f"127.0.0.1:{port}", token="s3cret", retry=QUICK) as client:
+        assert (await client.get_run("run")).run_id == "run"
+        assert "s3cret" not in repr(client)
+    await server.stop(None)
 
 
 async def test_a_recipe_travels_as_text_file_or_fields(
