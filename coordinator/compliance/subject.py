@@ -49,6 +49,9 @@ SAMPLING = rollout_pb2.Sampling(
 )
 NUM_PROMPTS = 3
 
+MAX_MESSAGES = 2_000
+"""No stream of the suite's own calls has so many: one that has does not end."""
+
 INITIALIZE_PATIENCE = 10
 """Initialize loads models: it may take so many times longer than another call."""
 
@@ -302,8 +305,21 @@ class Subject:
 
 
 async def events_of(call: Any) -> list[Any]:
-    """All messages of a stream."""
-    return [message async for message in call]
+    """All messages of a stream.
+
+    Raises:
+        BrokenContractError: it sends more than MAX_MESSAGES.
+    """
+    events = []
+    async for message in call:
+        events.append(message)
+        expect(
+            len(events) <= MAX_MESSAGES,
+            sent="a call",
+            came=f"more than {MAX_MESSAGES} messages",
+            remedy="send progress at most once a second, and end the stream with the result",
+        )
+    return events
 
 
 def result_in(events: Sequence[Any], sent: str) -> Message:

@@ -236,6 +236,11 @@ async def test_a_server_that_hangs_ends_in_findings() -> None:
     assert "DEADLINE_EXCEEDED" in findings["reward.one-each"].came
 
 
+async def test_a_stream_without_end_is_not_followed_without_end() -> None:
+    findings = await judge("reward", "floods", names=("streams.one-result-last",), inline=True)
+    assert "more than" in findings["streams.one-result-last"].came
+
+
 async def test_a_call_without_a_deadline_may_not_wait_for_ever() -> None:
     names = ("transport.no-deadline",)
     findings = await judge("reward", "waits_for_ever", names=names, timeout_s=HANG_TIMEOUT_S)

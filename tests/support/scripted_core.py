@@ -171,6 +171,8 @@ class OutsiderCore:
     ) -> AsyncIterator[Any]:
         if self.has("hangs"):
             await asyncio.sleep(3600)
+        while self.has("floods"):
+            yield response(progress=operation_pb2.Progress(stage="still there"))
         if self.has("dies"):
             asyncio.get_running_loop().create_task(self.stop())
             await asyncio.sleep(3600)
