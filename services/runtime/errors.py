@@ -133,6 +133,15 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.services.reward.outside.base.RewardAnswerInvalidError": CatalogueEntry(
             _PRECONDITION, "REWARD_ANSWER_INVALID"
         ),
+        "rolemesh.services.reward.outside.functions.process.FunctionFailedError": CatalogueEntry(
+            _PRECONDITION, "REWARD_FAILED"
+        ),
+        "rolemesh.services.reward.outside.functions.answers.FunctionFaultError": CatalogueEntry(
+            _PRECONDITION, "REWARD_FAILED"
+        ),
+        "rolemesh.services.reward.outside.check.samples.CheckInputError": CatalogueEntry(
+            _INVALID, "CHECK_INPUT_INVALID"
+        ),
         # libraries
         "pydantic_core._pydantic_core.ValidationError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "torch.OutOfMemoryError": CatalogueEntry(_EXHAUSTED, "OUT_OF_MEMORY"),

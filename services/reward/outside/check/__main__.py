@@ -30,6 +30,7 @@ from rolemesh.engine.specs import (
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardRow, shown
 from rolemesh.services.reward.outside.check import samples
 from rolemesh.services.reward.outside.check.probes import Finding, Level, Malformed, Prober
+from rolemesh.services.reward.outside.check.samples import CheckInputError
 from rolemesh.services.reward.outside.counts import RequestCounts
 from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.http import JsonEndpoint
@@ -43,10 +44,6 @@ _SOURCE: TypeAdapter[Any] = TypeAdapter(SingleRewardSpec)
 _SHOWN_CHARACTERS = 60
 _REQUEST_METRICS = {*RequestCounts(seconds=[0.0]).metrics()}
 """What asking took, and no word of the reward's own."""
-
-
-class SourceError(ValueError):
-    """What is to be tried is no source from outside."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         targets = [target for text in given.sources for target in _targets(text, given.timeout)]
         report = Report(as_json=given.json)
         return asyncio.run(_check_all(targets, rows, report))
-    except (SourceError, samples.SampleError) as error:
+    except CheckInputError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
@@ -156,7 +153,7 @@ async def _check(
     try:
         reward = make_outside_reward(name, spec)
     except ValueError as error:
-        raise SourceError(str(error)) from error
+        raise CheckInputError(str(error)) from error
     try:
         await reward.open()
         prober = Prober(
@@ -208,12 +205,12 @@ def _malformed(spec: OutsideRewardSpec) -> Malformed | None:
 def _rows(given: argparse.Namespace) -> list[RewardRow]:
     if given.jsonl is not None:
         if given.prompt is not None or given.completion is not None:
-            raise samples.SampleError("--jsonl stands with --prompt or --completion: give one kind")
+            raise CheckInputError("--jsonl stands with --prompt or --completion: give one kind")
         return samples.read_rows(given.jsonl)
     if given.prompt is None and given.completion is None:
         return samples.sample_rows()
     if given.prompt is None or given.completion is None:
-        raise samples.SampleError("--prompt and --completion stand together: give both")
+        raise CheckInputError("--prompt and --completion stand together: give both")
     return [samples.make_row(given.prompt, given.completion, given.answer)]
 
 
@@ -228,9 +225,9 @@ def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewar
                 raise
         spec = _SOURCE.validate_python(source)
     except (ValidationError, ValueError, yaml.YAMLError) as error:
-        raise SourceError(f"SOURCE {shown(text)}: {error}") from error
+        raise CheckInputError(f"SOURCE {shown(text)}: {error}") from error
     if not isinstance(spec, OutsideRewardSpec):
-        raise SourceError(
+        raise CheckInputError(
             f"SOURCE {shown(text)} is a reward that the reward service computes itself: there is "
             "nobody to call"
         )

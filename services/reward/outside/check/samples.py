@@ -26,8 +26,8 @@ _ODD_TEXTS = (
 )
 
 
-class SampleError(ValueError):
-    """A file of rows cannot be read."""
+class CheckInputError(ValueError):
+    """What is to be tried, or the rows to try it with, cannot be read."""
 
 
 def sample_rows() -> list[RewardRow]:
@@ -58,12 +58,12 @@ def read_rows(path: Path) -> list[RewardRow]:
     """Rows of a JSONL file: prompt and completion as text, maybe answer; the rest is metadata.
 
     Raises:
-        SampleError: it cannot be read; names the line.
+        CheckInputError: it cannot be read; names the line.
     """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SampleError(f"--jsonl {path} cannot be read: {error}") from error
+        raise CheckInputError(f"--jsonl {path} cannot be read: {error}") from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -71,19 +71,19 @@ def read_rows(path: Path) -> list[RewardRow]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise SampleError(f"--jsonl {path}, line {number} is no JSON: {error}") from error
+            raise CheckInputError(f"--jsonl {path}, line {number} is no JSON: {error}") from error
         if not isinstance(record, dict):
             record = {}
         prompt, completion = record.pop("prompt", None), record.pop("completion", None)
         answer = record.pop("answer", "")
         if not all(isinstance(text, str) for text in (prompt, completion, answer)):
-            raise SampleError(
+            raise CheckInputError(
                 f"--jsonl {path}, line {number}: give an object with the texts prompt and "
                 "completion, and maybe answer"
             )
         rows.append(make_row(prompt, completion, answer, record))
     if not 0 < len(rows) <= MOST_ROWS:
-        raise SampleError(f"--jsonl {path} has {len(rows)} rows: give 1 to {MOST_ROWS}")
+        raise CheckInputError(f"--jsonl {path} has {len(rows)} rows: give 1 to {MOST_ROWS}")
     return rows
 
 

@@ -20,30 +20,26 @@ MAX_ANSWER_BYTES = 8 << 20
 """Largest frame from a worker: numbers, metrics and a traceback."""
 
 
-class FrameError(ValueError):
-    """A frame is too large, or holds no JSON object."""
-
-
 def encode(message: dict[str, Any], max_bytes: int) -> bytes:
     """The message as a frame.
 
     Raises:
-        FrameError: it takes more than `max_bytes`, or holds what JSON cannot, such as NaN.
+        ValueError: it takes more than `max_bytes`, or holds what JSON cannot, such as NaN.
     """
     try:
         body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise FrameError(f"a message cannot be written as JSON: {error}") from error
+        raise ValueError(f"a message cannot be written as JSON: {error}") from error
     if len(body) > max_bytes:
-        raise FrameError(f"a message has {len(body)} bytes, more than {max_bytes}")
+        raise ValueError(f"a message has {len(body)} bytes, more than {max_bytes}")
     return HEADER.pack(len(body)) + body
 
 
 def body_length(header: bytes, max_bytes: int) -> int:
-    """Length of the object after this header; FrameError when it is more than `max_bytes`."""
+    """Length of the object after this header; ValueError when it is more than `max_bytes`."""
     (length,) = HEADER.unpack(header)
     if length > max_bytes:
-        raise FrameError(f"a message announces {length} bytes, more than {max_bytes}")
+        raise ValueError(f"a message announces {length} bytes, more than {max_bytes}")
     return int(length)
 
 
@@ -51,14 +47,14 @@ def decode(body: bytes) -> dict[str, Any]:
     """The object of a frame.
 
     Raises:
-        FrameError: it is no JSON object, or holds NaN or an infinity.
+        ValueError: it is no JSON object, or holds NaN or an infinity.
     """
     try:
         message = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"a message is no JSON: {error}") from error
+        raise ValueError(f"a message is no JSON: {error}") from error
     if not isinstance(message, dict):
-        raise FrameError(f"a message is a {type(message).__name__}, not an object")
+        raise ValueError(f"a message is a {type(message).__name__}, not an object")
     return message
 
 

@@ -183,7 +183,7 @@ class FunctionProcess:
         """Sends a message and waits for the answer; whatever else happens ends the process."""
         try:
             frame = frames.encode(message, frames.MAX_CALL_BYTES)
-        except frames.FrameError as error:
+        except ValueError as error:
             raise self._failed(str(error), "lower batch_size") from error
         assert self._writer is not None
         is_answered = False
@@ -205,7 +205,7 @@ class FunctionProcess:
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._end_error() from None
-        except frames.FrameError as error:
+        except ValueError as error:
             raise self._failed(f"{error} from its process", _MESSED) from error
         finally:
             if not is_answered:

@@ -111,7 +111,7 @@ async def _awaited(given: Any) -> Any:
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
         frame = frames.encode(message, frames.MAX_ANSWER_BYTES)
-    except frames.FrameError as error:
+    except ValueError as error:
         fault = FunctionFaultError(f"an answer that cannot be sent ({error})", "log less")
         frame = frames.encode({"error": _fault(fault)}, frames.MAX_ANSWER_BYTES)
     connection.sendall(frame)

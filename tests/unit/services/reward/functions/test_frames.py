@@ -20,9 +20,9 @@ def test_a_message_comes_back_as_it_was() -> None:
 
 
 def test_a_large_message_is_refused_at_both_ends() -> None:
-    with pytest.raises(frames.FrameError, match="more than 10"):
+    with pytest.raises(ValueError, match="more than 10"):
         frames.encode({"text": "x" * 20}, 10)
-    with pytest.raises(frames.FrameError, match="announces 4294967295 bytes"):
+    with pytest.raises(ValueError, match="announces 4294967295 bytes"):
         frames.body_length(b"\xff\xff\xff\xff", 10)
 
 
@@ -32,10 +32,10 @@ def test_a_large_message_is_refused_at_both_ends() -> None:
     ids=["list", "empty", "cut", "nan", "infinity", "no text", "deep"],
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
-    with pytest.raises(frames.FrameError):
+    with pytest.raises(ValueError, match="a message is"):
         frames.decode(body)
 
 
 def test_nan_is_not_sent() -> None:
-    with pytest.raises(frames.FrameError):
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
         frames.encode({"a": float("nan")}, 1000)
