@@ -1,4 +1,4 @@
-"""The command line: `rolemesh train|serve|status|logs|trace|export|doctor`.
+"""The command line: `rolemesh train|coordinator|serve|status|logs|trace|export|doctor|...`.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 """

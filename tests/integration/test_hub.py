@@ -118,6 +118,12 @@ async def until_calls(mesh: FakeMesh, number: int) -> None:
     await until(lambda: len(mesh.calls) > before + number)
 
 
+def pid_of(run_id: str, folder: Path) -> int:
+    """Process that makes a run."""
+    place = folder / "data" / "runs" / run_id / "process.json"
+    return int(json.loads(place.read_text())["pid"])
+
+
 def slow_steps(service: str, method: str) -> float:
     return 0.05 if method == "Update" else 0.0
 
@@ -192,6 +198,13 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
         assert "absent.py" in last.state.failure
         assert (await hub.run("doomed")).failure == last.state.failure
 
+        await hub.create("killed", recipe)
+        await hub.watch("killed", at_most=5)
+        os.kill(pid_of("killed", tmp_path), signal.SIGKILL)
+        last = (await hub.watch("killed"))[-1]
+        assert last.state.state == coordinator_pb2.RUN_STATE_FAILED
+        assert "was killed by SIGKILL" in last.state.failure
+
         await hub.create("going", recipe)
         await hub.watch("going", at_most=5)
         with pytest.raises(CapacityError, match="1 runs go on") as full:
@@ -203,9 +216,9 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
         assert stranger.value.reason == "TOKEN_MISSING"
         async with httpx.AsyncClient(headers=dict(AUTHORIZED), base_url=hub.url) as client:
             listed = (await client.get("api/v1/runs")).json()
-        assert {run["run_id"] for run in listed["runs"]} == {"doomed", "going"}
+        assert [run["run_id"] for run in listed["runs"]] == ["going", "killed", "doomed"]
         # With the embedded store, the runs end in order before the coordinator does.
-        pid = json.loads((tmp_path / "data/runs/going/process.json").read_text())["pid"]
+        pid = pid_of("going", tmp_path)
         hub.process.send_signal(signal.SIGTERM)
         assert await hub.process.wait() == 0
         assert not psutil.pid_exists(pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -165,6 +166,22 @@ async def test_what_all_ranks_refuse_alike_does_no_harm(service: ServiceProcess)
         with pytest.raises(InvalidRequestError, match="column 'tokens' is missing"):
             await values(channel, experience_pb2.ExperienceRef(num_rows=1), epoch=8)
         assert (await values(channel, epoch=8, sequence=1)).experience.num_rows == 4
+
+
+async def test_the_face_says_how_busy_the_devices_of_all_ranks_are(
+    service: ServiceProcess,
+) -> None:
+    async with open_channel(service.address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+
+        async def devices() -> list[worker_pb2.DeviceUse]:
+            return list((await worker.GetStatus(worker_pb2.GetStatusRequest())).devices)
+
+        # The face answers at once, and asks the others for the next time.
+        while len(found := await devices()) == 1:  # noqa: ASYNC110 - the service says no event
+            await asyncio.sleep(0.05)
+    assert [(use.rank, use.device) for use in found] == [(rank, "cpu") for rank in range(4)]
+    assert all(use.memory_bytes > 0 for use in found)
 
 
 async def test_drain_gives_all_ranks_back(service: ServiceProcess) -> None:
