@@ -116,7 +116,7 @@ def mounts(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
 
 
 def test_mesh_is_a_store_a_coordinator_and_one_container_a_role(config: dict[str, Any]) -> None:
-    expected = {"store", "models", "coordinator", "prometheus", *ROLES}
+    expected = {"store", "models", "coordinator", "prometheus", "grafana", *ROLES}
     assert set(config["services"]) == expected
     for role in ROLES:
         assert config["services"][role]["command"] == ["serve", role]
@@ -140,7 +140,7 @@ def test_the_coordinator_waits_for_every_role_that_is_started(config: dict[str, 
 
 
 def test_every_lasting_container_has_a_health_check(config: dict[str, Any]) -> None:
-    for name in ("store", "prometheus", *ROLES):
+    for name in ("store", "prometheus", "grafana", *ROLES):
         assert config["services"][name]["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL"), name
 
 
@@ -176,6 +176,7 @@ def test_prometheus_scrapes_every_role_at_its_metrics_port(config: dict[str, Any
     targets = {
         entry["labels"]["role"]: entry["targets"]
         for job in scrape["scrape_configs"]
+        if job["job_name"] == "rolemesh"
         for entry in job["static_configs"]
     }
     expected = {
@@ -264,7 +265,7 @@ def test_no_port_is_published_beyond_loopback(config: dict[str, Any]) -> None:
     ]
     for name, port in published:
         assert ipaddress.ip_address(port.get("host_ip", "0.0.0.0")).is_loopback, (name, port)
-    assert {name for name, _ in published} <= {"prometheus"}
+    assert {name for name, _ in published} <= {"prometheus", "grafana"}
 
 
 def test_roles_store_and_coordinator_are_on_a_network_without_a_way_out(
