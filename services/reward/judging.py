@@ -95,6 +95,8 @@ class Judge:
         outside = [part for part in parts if isinstance(part, OutsidePart)]
         self.may_drop = any(isinstance(part.on_failure, DropGroupSpec) for part in outside)
         """Whether rows may come without a reward."""
+        self.asks_outside = bool(outside)
+        """Whether somebody else has a say."""
         self.tells_parts = bool(outside) or len(parts) > 1
         """Whether metrics say what each source gave."""
         own = [

@@ -9,16 +9,17 @@ import grpc
 import torch
 from google.protobuf.message import Message
 
+from rolemesh.engine.agreement import gather_facts
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.reward_model import RewardModel
-from rolemesh.engine.rewards.sources import ClassifierReward, reward_metrics
+from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
 from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
-from rolemesh.services.reward.judging import Judge, OwnPart
+from rolemesh.services.reward.judging import Judge, Judged, OwnPart
 from rolemesh.services.reward.outcome import (
     IS_JUDGED,
     LOSS_MASK,
@@ -26,7 +27,7 @@ from rolemesh.services.reward.outcome import (
     judgement_metrics,
     make_judge,
 )
-from rolemesh.services.reward.outside.base import current_step
+from rolemesh.services.reward.outside.base import OutsideRewardError, current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.data_servicer import DataServicer
 from rolemesh.services.runtime.device import rank_device
@@ -179,14 +180,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 )
             share, columns = await self._share(request.experience, call)
             batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
-            if not share.counts:
-                await judge.take_part(batch, call)
+            judged = await self._judged(batch, call, counts=share.counts)
+            if judged is None:
                 return experience_pb2.ExperienceResult(
                     experience=self._runtime.publish(request.key, batch, share=share),
                     report=call.report({}, 0),
                 )
-            ids = batch["prompt_ids"].values if judge.may_drop else None
-            judged = await judge.judge(batch, call, ids)
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(
                     request.key, judged_columns(self._role.column, batch, judged, judge), share
@@ -252,6 +251,33 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         )
         async for response in stream:
             yield response
+
+    async def _judged(self, batch: Experience, call: Call, *, counts: bool) -> Judged | None:
+        """This rank's rows judged; None where another rank's judgement of them counts.
+
+        Raises:
+            OutsideRewardError: a reward from outside failed; on other ranks RewardInvalidError.
+        """
+        judge, world = self._role.judge, self._runtime.mesh.world
+        judged, failure = None, None
+        try:
+            if counts:
+                ids = batch["prompt_ids"].values if judge.may_drop else None
+                judged = await judge.judge(batch, call, ids)
+            else:
+                await judge.take_part(batch, call)
+        except (OutsideRewardError, RewardInvalidError) as error:
+            failure = error
+        if judge.asks_outside and world.size > 1:
+            # Ranks of which one alone fails would count as torn apart, and end the service.
+            told = None if failure is None else str(failure)
+            found = await call.compute(gather_facts, told, world, rank_device())
+            others = [text for text in found if text is not None]
+            if others and failure is None:
+                failure = RewardInvalidError(others[0])
+        if failure is not None:
+            raise failure
+        return judged
 
     async def _share(
         self, ref: experience_pb2.ExperienceRef, call: Call

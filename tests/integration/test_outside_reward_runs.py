@@ -218,12 +218,32 @@ async def test_two_ranks_judge_whole_groups_each_and_leave_out_the_same_rows(
         run = Run(
             model,
             {**addresses, **wide},
-            tmp_path,
+            tmp_path / "run",
             {"source": source, "layout": {"dp": 2}},
             run__steps=1,
         )
         assert (await run.run.execute()).state is RunState.SUCCEEDED
+        # What fails on one rank alone is told by all, and leaves the service as fit as before.
+        server.faults = [None, None, "nan"]
+        failing = {**source, "on_failure": {"type": "fail"}}
+        broken = Run(
+            model,
+            {**addresses, **wide},
+            tmp_path / "broken",
+            {"source": failing, "layout": {"dp": 2}},
+            run__steps=1,
+        )
+        with pytest.raises(RunError, match=r"reward\.compute_reward failed.*a finite number"):
+            await broken.run.execute()
+        again = Run(
+            model,
+            {**addresses, **wide},
+            tmp_path / "again",
+            {"source": source, "layout": {"dp": 2}},
+            run__steps=1,
+        )
+        assert (await again.run.execute()).state is RunState.SUCCEEDED
     (record,) = run.metrics
     assert record["reward/dropped_rows"] == 2
     assert record["groups/count"] == 3
-    assert len(server.requests) == NUM_ROWS
+    assert len(server.requests) >= 3 * NUM_ROWS - 1
