@@ -75,6 +75,7 @@ class AsyncClient:
         self._deadline_s = deadline_s
         self._retry = RetryPolicy() if retry is None else retry
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._is_closed = False
         self._channel = open_channel(address, retries=False)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
 
@@ -88,6 +89,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; calls in flight are cancelled."""
+        self._is_closed = True
         await self._channel.close()
 
     def __repr__(self) -> str:
@@ -319,6 +321,8 @@ class AsyncClient:
     # --- what they share ---
 
     def _started(self, method: Any, request: Any) -> Any:
+        if self._is_closed:
+            raise CallCancelledError("the client is closed: make another one")
         # The deadline of one call is not one of a stream that lasts as long as its run.
         timeout = None if isinstance(request, pb.WatchRunRequest) else self._deadline_s
         return method(request, timeout=timeout, metadata=self._metadata)

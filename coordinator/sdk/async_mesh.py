@@ -14,7 +14,7 @@ from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
 from rolemesh.rpc.columns import Columns
-from rolemesh.rpc.errors import UnsupportedError
+from rolemesh.rpc.errors import CallCancelledError, UnsupportedError
 from rolemesh.v1 import operation_pb2
 
 Answer = TypeVar("Answer")
@@ -68,6 +68,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         self._deadline_s = deadline_s
         self._retry = RetryPolicy() if retry is None else retry
         self._numbers = itertools.count()
+        self._is_closed = False
         self._channels: dict[str, MeshChannel] = {}
         versions = policy_versions or {}
         self._roles = {
@@ -85,6 +86,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
 
     async def close(self) -> None:
         """Closes all connections; services keep what they hold."""
+        self._is_closed = True
         for channel in self._channels.values():
             await channel.close()
 
@@ -169,6 +171,8 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         """The answer of a call, repeated with the same request while its peer does not answer."""
 
         async def once() -> Answer:
+            if self._is_closed:
+                raise CallCancelledError("the mesh is closed: make another one")
             return await method(request, timeout=self._deadline_s)
 
         return await repeated(self._retry, once)

@@ -18,6 +18,7 @@ from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.sdk import (
     AsyncClient,
+    AsyncMesh,
     CheckpointSaved,
     Client,
     Evaluated,
@@ -33,6 +34,7 @@ from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunStream
 from rolemesh.coordinator.state.store import RunState as StoredState
 from rolemesh.rpc.errors import (
+    CallCancelledError,
     DeadlineError,
     ForbiddenError,
     NotFoundError,
@@ -161,6 +163,19 @@ async def test_nobody_there_is_unavailable_once_the_budget_is_used_up() -> None:
     async with AsyncClient("127.0.0.1:1", retry=policy) as client:
         with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 does not answer"):
             await client.get_run("run")
+
+
+async def test_a_closed_client_says_so(coordinator: Coordinator) -> None:
+    client = AsyncClient(coordinator.address)
+    await client.close()
+    with pytest.raises(CallCancelledError, match="closed"):
+        await client.get_run("run")
+    with pytest.raises(CallCancelledError, match="closed"):
+        await anext(client.watch_run("run"))
+    mesh = AsyncMesh({"actor": coordinator.address}, run_id="run")
+    await mesh.close()
+    with pytest.raises(CallCancelledError, match="closed"):
+        await mesh["actor"].status()
 
 
 async def test_a_call_survives_a_coordinator_that_starts_again(coordinator: Coordinator) -> None:
