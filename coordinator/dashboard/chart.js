@@ -88,7 +88,7 @@ export class Chart {
       ? [0, extent([totals(this.lines)])[1]]
       : extent(this.lines.flatMap((line) => [line.raw, line.low ?? [], line.high ?? []]));
     if (this.spec.zero && low > 0) low = 0;
-    if (low > high) [low, high] = [0, 1];
+    if (low > high || (this.spec.zero && high === 0)) [low, high] = [0, 1];
     // A line that stays where it is: in the middle, or, from zero on, high up.
     if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 10, high + (Math.abs(high) || 1) / 10];
     const room = (high - low) * 0.04;
@@ -123,7 +123,9 @@ export class Chart {
   }
 
   drawStack(context, toX, toY) {
-    const below = new Array(this.lines[0].xs.length).fill(0);
+    // Steps of which nothing is known, e.g. the evaluation before the first, leave a gap.
+    const isKnown = this.lines[0].raw.map((_, row) => this.lines.some((line) => !Number.isNaN(line.raw[row])));
+    const below = isKnown.map((known) => (known ? 0 : NaN));
     for (const line of this.lines) {
       const top = line.raw.map((value, row) => below[row] + (Number.isNaN(value) ? 0 : value));
       const up = thinned(line.xs, top, toX, toY);

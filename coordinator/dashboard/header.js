@@ -99,12 +99,14 @@ export class Header {
   renderStatus() {
     const live = byId("live");
     live.dataset.status = this.status.name;
+    // Without the seconds that count down, which would be read aloud one by one.
+    setText(byId("live-said"), this.status.name);
     if (this.status.name === "disconnected") {
       const left = Math.max(0, Math.ceil((this.status.retryAt - Date.now()) / 1000));
       setText(live, left > 0 ? `disconnected, again in ${left} s` : "disconnected, trying again");
       live.title = this.status.problem;
     } else {
-      setText(live, this.status.name);
+      setText(live, this.status.name === "gone" ? "ended, coordinator gone" : this.status.name);
       live.title = this.status.problem ?? { live: "Events arrive as they happen.", ended: "The run has ended." }[this.status.name] ?? "";
     }
   }

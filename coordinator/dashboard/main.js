@@ -20,11 +20,12 @@ import { Rewards } from "./rewards.js";
 import { Samples } from "./samples.js";
 import { nextTheme, startTheme } from "./theme.js";
 
+const FLOW_DELAY_MS = 3000; // The first graph of a run is written a second after its step begins.
 const EVERY_MS = { flow: 1000, run: 2000, logs: 2000, services: 3000, devices: 5000, runs: 5000, alerts: 10000 };
 
 const page = {
   runs: [], run: null, chosen: null, history: new History(), compared: new Map(),
-  step: 0, sampleStep: 0, toldStep: 0, watch: null, status: { name: "connecting" }, wantsAll: false, soon: new Set(),
+  step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, watch: null, status: { name: "connecting" }, wantsAll: false, soon: new Set(),
 };
 
 startTheme(byId("theme"));
@@ -63,12 +64,13 @@ async function attempt(read) {
   const run = page.chosen;
   try {
     await read();
-    if (header.status.name === "unreachable") header.setStatus(page.status);
+    if (["unreachable", "gone"].includes(header.status.name)) header.setStatus(page.status);
   } catch (error) {
     const isAway = error instanceof TypeError || (error instanceof ApiError && error.status === 503);
     if (run !== page.chosen) return;
     if (!isAway) showError(error);
-    // Of a run that goes on, the watch itself says so.
+    // The coordinator of a single run leaves with it: then all is well.
+    else if (page.status.name === "ended") header.setStatus({ name: "gone", problem: error.message });
     else if (header.status.name !== "disconnected") header.setStatus({ name: "unreachable", problem: error.message });
   }
 }
@@ -96,7 +98,7 @@ const refreshMetrics = () => reading((run) => api.metrics(run, page.wantsAll ? [
 });
 
 async function refreshFlow() {
-  if (!hasSteps()) return;
+  if (!hasGraph()) return;
   const step = page.step;
   await reading((run) => orNone(api.dataflow(run, step)), (graph) => {
     if (step !== page.step) return;
@@ -135,7 +137,7 @@ async function refreshRuns() {
 
 async function choose(id, comparedIds = []) {
   page.watch?.stop();
-  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, knowsVersions: false });
+  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, knowsVersions: false });
   for (const panel of [mesh, devices, events]) panel.clear();
   header.tell("");
   header.choose(page.runs, id, comparedIds);
@@ -161,7 +163,7 @@ function onStatus(status) {
 function onEvent(event) {
   events.add(event);
   const { kind, event: told } = event;
-  if (kind === "state") attempt(refreshRun);
+  if (kind === "state") for (const read of [refreshRun, refreshServices, refreshDevices]) soon(read);
   if (kind !== "step_made" && kind !== "evaluated") return;
   if (kind === "step_made") {
     if (told.step <= page.toldStep) page.history.dropFrom(told.step);
@@ -186,6 +188,7 @@ function soon(read) {
 
 function show(run) {
   page.run = run;
+  if (run.activity.startsWith("step ")) page.firstStepSince = Math.min(page.firstStepSince, Date.now());
   header.show(run);
 }
 
@@ -234,10 +237,16 @@ function every(ms, read, isWanted = () => true) {
 }
 
 const goesOn = () => page.run !== null && !isFinal(page.run.state);
-const hasSteps = () => page.run !== null && page.run.state !== "starting";
+
+/** Whether a graph can be there: to ask for one that is not leaves an error in the browser's log. */
+function hasGraph() {
+  if (page.run === null || page.run.algorithm === "external") return false;
+  return page.run.step > 0 || Date.now() - page.firstStepSince > FLOW_DELAY_MS;
+}
+
 every(EVERY_MS.runs, refreshRuns);
 every(EVERY_MS.run, refreshRun, goesOn);
-every(EVERY_MS.flow, refreshFlow, () => goesOn() && hasSteps() && page.step === 0);
+every(EVERY_MS.flow, refreshFlow, () => goesOn() && page.step === 0);
 every(EVERY_MS.services, refreshServices);
 every(EVERY_MS.devices, refreshDevices, goesOn);
 every(EVERY_MS.alerts, refreshAlerts, goesOn);

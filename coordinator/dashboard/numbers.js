@@ -34,7 +34,10 @@ export function showNumbers(history) {
 
 function changeOf(now, before) {
   const mean = before.reduce((sum, value) => sum + value, 0) / before.length;
-  const by = mean === 0 ? NaN : (now - mean) / Math.abs(mean);
-  if (!Number.isFinite(by) || Math.abs(by) < 0.005) return `as in the last ${before.length}`;
-  return `${by > 0 ? "+" : "\u2212"}${percent(Math.abs(by))} to the last ${before.length}`;
+  const by = now - mean;
+  const share = Math.abs(by / mean);
+  if (by === 0 || share < 0.005) return `as in the last ${before.length}`;
+  // Of numbers around zero, a share says nothing.
+  const isShare = share < 1 && before.every((value) => value > 0);
+  return `${by > 0 ? "+" : "\u2212"}${isShare ? percent(share) : number(Math.abs(by))} to the last ${before.length}`;
 }

@@ -356,7 +356,7 @@ def test_a_coordinator_that_is_away_is_shown_also_of_an_ended_run(
         drawn_after_ms(page)
         expect(page.locator("#live")).to_have_text("ended")
         leaving.stop()
-        expect(page.locator("#live")).to_have_text("unreachable", timeout=15_000)
+        expect(page.locator("#live")).to_have_text("ended, coordinator gone", timeout=15_000)
         leaving.start()
         expect(page.locator("#live")).to_have_text("ended", timeout=15_000)
         page.context.close()
