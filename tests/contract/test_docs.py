@@ -39,7 +39,11 @@ def test_every_rolemesh_command_and_option_exists(page: Path) -> None:
         assert words[1] in commands, words
         if words[1] == "serve":
             continue
-        options = {name for option in commands[words[1]].params for name in option.opts}
+        command = commands[words[1]]
+        if hasattr(command, "commands"):
+            assert words[2] in command.commands, words
+            command = command.commands[words[2]]
+        options = {name for option in command.params for name in option.opts}
         assert {word for word in words if word.startswith("--")} <= options, words
 
 
