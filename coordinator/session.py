@@ -37,6 +37,7 @@ from rolemesh.coordinator.runs import TrainingRun
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import (
     RunExistsError,
+    StaleEpochError,
     StateStore,
     StateStoreError,
     StoreUnavailableError,
@@ -220,6 +221,9 @@ class Session:
         await enter_run(store, self.recipe, self.run_id, self.directory)
         try:
             yield
+        except StaleEpochError:
+            # It is another coordinator's run by now.
+            raise
         except BaseException as error:
             # A store that is gone hears nothing any more: what made the run end is to be told.
             with contextlib.suppress(StateStoreError):
