@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +41,6 @@ from rolemesh.v1 import (
     value_pb2,
     value_pb2_grpc,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 class AsyncRole(WeightCalls):

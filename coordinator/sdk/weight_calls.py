@@ -6,26 +6,15 @@ import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rolemesh.coordinator.sdk.experience import (
-    Report,
-    Update,
-)
+from rolemesh.coordinator.sdk.experience import Report, Update
 from rolemesh.coordinator.sdk.service_calls import ServiceCalls
 from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Parameter, Weights
 from rolemesh.rpc.columns import Array, read_values
 from rolemesh.rpc.errors import DataLossError
 from rolemesh.rpc.tensors import ITEM_BYTES, data_type_of
-from rolemesh.v1 import (
-    rollout_pb2,
-    rollout_pb2_grpc,
-    weights_pb2,
-    weights_pb2_grpc,
-)
-
-if TYPE_CHECKING:
-    pass
+from rolemesh.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 
 
 class WeightCalls(ServiceCalls):

@@ -52,20 +52,21 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    roles = ("actor", "critic", "reference", "reward")
+    roles = ("actor", "critic", "reference", "reward", "rollout")
     with service_processes(tmp_path_factory.mktemp("services"), roles) as addresses:
         yield addresses
 
 
 def specs(task: Path) -> dict[str, dict[str, Any]]:
     model, optimizer = model_of(task / "model"), {"learning_rate": 1e-2}
+    sampling = {
+        "model": model,
+        "rollout": {"type": "hf", "max_model_len": 64},
+        "data": {"type": "jsonl", "path": str(task / "prompts.jsonl")},
+    }
     return {
-        "actor": {
-            "model": model,
-            "optimizer": optimizer,
-            "rollout": {"type": "hf", "max_model_len": 64},
-            "data": {"type": "jsonl", "path": str(task / "prompts.jsonl")},
-        },
+        "actor": {**sampling, "optimizer": optimizer},
+        "rollout": {**sampling, "model": {"path": model["path"]}},
         "critic": {"model": model, "optimizer": optimizer},
         "reference": {"model": model},
         "reward": {"source": {"type": "arithmetic"}},
@@ -101,7 +102,7 @@ async def test_services_say_what_they_are_and_how(mesh: AsyncMesh) -> None:
     assert (await mesh["critic"].status()).state is WorkerState.ASLEEP
     await mesh["critic"].wake()
     assert (await mesh["critic"].status()).state is WorkerState.READY
-    assert list(mesh) == ["actor", "critic", "reference", "reward"]
+    assert list(mesh) == ["actor", "critic", "reference", "reward", "rollout"]
 
 
 async def test_a_whole_step_of_ppo_is_written_with_primitives(mesh: AsyncMesh) -> None:
@@ -221,6 +222,23 @@ async def test_weights_are_published_fetched_saved_loaded_and_exported(
     assert (await actor.get_checksums()).by_rank == before.by_rank
     assert (await actor.export(str(tmp_path / "model"))).num_bytes > 0
     assert (tmp_path / "model" / "config.json").exists()
+
+
+async def test_a_sampler_apart_samples_with_weights_that_were_published(mesh: AsyncMesh) -> None:
+    actor, rollout = mesh["actor"], mesh["rollout"]
+    with pytest.raises(PreconditionError) as stale:
+        await rollout.sample(["say a"], **SAMPLING)
+    assert stale.value.reason == "WEIGHTS_STALE"
+    await actor.update(await actor.sample(["say a"], **SAMPLING), "sft")
+    updated = await rollout.update_weights(await actor.publish_weights("float32"))
+    assert updated.policy_version == actor.policy_version == 1
+    mesh.begin_step()
+    apart, own = await asyncio.gather(
+        *(role.sample(["say a", "say b"], **SAMPLING) for role in (rollout, actor))
+    )
+    columns, expected = await mesh.fetch(apart), await mesh.fetch(own)
+    np.testing.assert_array_equal(columns["tokens"].values, expected["tokens"].values)
+    assert set(columns["policy_versions"].values) == {1}
 
 
 async def test_what_a_service_refuses_is_one_error_with_its_reason(mesh: AsyncMesh) -> None:
