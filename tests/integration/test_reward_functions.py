@@ -269,6 +269,17 @@ async def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
     await reward.close()
 
 
+async def test_a_worker_that_ended_between_two_calls_is_replaced() -> None:
+    async with hostile() as reward:
+        (first,) = rewards_of(await reward.judge(reward_rows("pid")))
+        assert first is not None
+        os.kill(int(first), signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, int(first), os.WEXITED | os.WNOWAIT)
+        (second,) = rewards_of(await reward.judge(reward_rows("pid")))
+        assert second != first
+        assert len(psutil.Process().children()) == 1
+
+
 async def test_a_cancelled_call_ends_its_worker() -> None:
     async with hostile() as reward:
         before = psutil.Process().children()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
 from rolemesh.services.reward.outside.functions import frames
@@ -38,6 +38,7 @@ _EXIT_GRACE_S = 1.0
 """A process that closed its connection is about to end: its exit code then tells more."""
 
 _EXIT_POLL_S = 0.02
+_LAST_WORDS_S = 0.2
 _TAIL_BYTES = 2048
 _MODULE = "rolemesh.services.reward.outside.functions.worker"
 
@@ -84,8 +85,8 @@ class FunctionProcess:
     """A process with the function loaded, which makes one call at a time.
 
     Owner: the loop that started it, whose thread must outlive it: the kernel kills the process when
-    that thread ends. A call that fails in a way that leaves the process in doubt ends it;
-    `is_alive` then is false, and another one is needed.
+    that thread ends. A call that fails in a way that leaves the process in doubt ends it; another
+    one is then needed.
     """
 
     def __init__(
@@ -104,9 +105,14 @@ class FunctionProcess:
         self._is_talkative = False
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it takes calls."""
+    def is_open(self) -> bool:
+        """Whether it has been started and `end` has not been called, by whomever."""
         return self._process is not None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes calls: it is open, and has not ended by itself."""
+        return self._process is not None and not _has_ended(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -173,7 +179,8 @@ class FunctionProcess:
             self._writer.close()
         await asyncio.to_thread(process.wait)
         if self._output is not None:
-            # A process that left the group may hold the pipe open.
+            # Its last words are yet to be read; a process that left the group may hold the pipe.
+            await asyncio.wait({self._output}, timeout=_LAST_WORDS_S)
             self._output.cancel()
             await asyncio.gather(self._output, return_exceptions=True)
 
@@ -245,11 +252,11 @@ class FunctionProcess:
             return self._failed("an error without a text from its process", _MESSED)
         return self._failed(*(str(error.get(key)) for key in ("found", "remedy", "traceback")))
 
-    async def _read_output(self, descriptor: int) -> None:
+    async def _read_output(self, pipe: IO[bytes]) -> None:
         """Logs what the process prints, and ends it when that is too much."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         try:
             while part := await reader.read(1 << 16):
@@ -273,7 +280,7 @@ class FunctionProcess:
         if len(part) > room:
             logger.info("%s prints more in this call, which is not logged", self._function)
 
-    def _spawn(self) -> tuple[socket.socket, int]:
+    def _spawn(self) -> tuple[socket.socket, IO[bytes]]:
         """Starts the process: our ends of its connection, and of the pipe into which it prints."""
         ours, theirs = socket.socketpair()
         printed, prints = os.pipe()
@@ -294,7 +301,7 @@ class FunctionProcess:
         finally:
             theirs.close()
             os.close(prints)
-        return ours, printed
+        return ours, os.fdopen(printed, "rb", 0)
 
     def _environment(self) -> dict[str, str]:
         names = (*PASSED_VARIABLES, *self._variables)

@@ -113,11 +113,11 @@ class FunctionReward(OutsideReward):
                 self._observer.reward_request(self._name, outcome, time.monotonic() - started)
 
     async def _call(self, rows: Sequence[RewardRow]) -> Judgement:
-        process = self._idle.pop() if self._idle else await self._start()
+        process = await self._ready()
         try:
             answer = await process.call([_plain(row) for row in rows], current_step.get())
         finally:
-            if process.is_alive:
+            if process.is_open:
                 self._idle.append(process)
             else:
                 self._all.discard(process)
@@ -131,6 +131,17 @@ class FunctionReward(OutsideReward):
             takes_none=True,
         )
         return Judgement(rewards=rewards, metrics=checked_metrics(answer.metrics, endpoint))
+
+    async def _ready(self) -> FunctionProcess:
+        """An idle process that lives, or a new one."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            # It ended between two calls, of which none is to blame.
+            self._all.discard(process)
+            await process.end()
+        return await self._start()
 
     async def _start(self) -> FunctionProcess:
         process = FunctionProcess(

@@ -151,15 +151,19 @@ def _limit_memory(memory_bytes: int | None) -> None:
     # A crash must not write its memory to a disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        _set_limit(resource.RLIMIT_AS, memory_bytes)
 
 
 def _limit_processor(cpu_s: float) -> None:
     """SIGXCPU ends this process when the next call has used that much, in whole seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+    _set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + cpu_s))
+
+
+def _set_limit(kind: int, value: int) -> None:
+    """Sets a limit, or keeps that of the service where this is lower."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 if __name__ == "__main__":
