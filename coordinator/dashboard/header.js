@@ -23,6 +23,7 @@ export class Header {
     act("checkpoint", () => api.checkpoint(this.run.run_id, crypto.randomUUID()));
     act("stop", () => this.stop());
     setInterval(() => this.renderStatus(), 1000);
+    closeWhenLeft(byId("compare"));
   }
 
   togglePause() {
@@ -119,3 +120,14 @@ export class Header {
   }
 }
 
+/** A menu closes when the operator turns to something else, and by Escape. */
+function closeWhenLeft(menu) {
+  document.addEventListener("click", (event) => {
+    if (!menu.contains(event.target)) menu.open = false;
+  });
+  menu.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    menu.open = false;
+    menu.querySelector("summary").focus();
+  });
+}

@@ -3,6 +3,8 @@
 import { byId, el, emptyState, keyed, setText } from "./dom.js";
 import { bytes, count, counted, percent } from "./format.js";
 
+const NAMED_RANKS = 4;
+
 export class Mesh {
   constructor() {
     this.services = [];
@@ -99,6 +101,8 @@ function fillRow(line, row) {
   setText(head.lastChild, row.address);
   head.title = row.pid ? `process ${row.pid}` : "";
   setText(pool, row.pool || "\u2013");
+  // Of many ranks, one small square each; the devices panel has their names.
+  ranks.className = row.devices.length > NAMED_RANKS ? "many" : "";
   keyed(ranks, row.devices, (device) => `${device.rank} ${device.device}`, () => {
     const meter = el("i", { class: "meter" }, el("i"));
     return el("span", { class: "rank" }, el("span"), meter);

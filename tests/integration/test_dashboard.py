@@ -202,6 +202,8 @@ def test_runs_are_compared_in_colours_of_their_own(opened: Any) -> None:
     page = opened("live")
     page.get_by_text("Compare").click()
     page.locator("#compare-runs input[value=history]").check()
+    page.keyboard.press("Escape")
+    expect(page.locator("#compare-runs")).to_be_hidden()
     legend = page.locator('figure[data-chart="Reward"] .legend')
     expect(legend).to_contain_text("history")
     colours = legend.locator(".key").evaluate_all(
