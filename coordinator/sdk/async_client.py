@@ -31,7 +31,7 @@ from rolemesh.v1 import coordinator_pb2_grpc
 
 Answer = TypeVar("Answer")
 
-_LOG_PAUSE_S = 0.5
+_LOOK_AGAIN_S = 0.5
 FIRST_LOG_BYTES = 64 * 2**10
 """How much of a log follow_log begins with."""
 
@@ -157,9 +157,11 @@ class AsyncClient:
 
     async def wait_run(self, run_id: str) -> Run:
         """Waits until a run has ended, however it ended; see Run.state and Run.failure."""
-        async for _ in self.watch_run(run_id):
-            pass
-        return await self.get_run(run_id)
+        while True:
+            run = await self.get_run(run_id)
+            if run.state.is_final:
+                return run
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def attach(self, run_id: str) -> AsyncMesh:
         """Takes over a run of the algorithm "external": from now on its services are the caller's.
@@ -187,7 +189,10 @@ class AsyncClient:
 
         Args:
             run_id: The run.
-            after: Event.event_id of the last event that is known; empty: all of them.
+            after: Event.event_id of the last event that is known; empty: all that are kept.
+
+        Raises:
+            OutOfRangeError: EVENTS_EXPIRED: events after that one are no longer kept.
         """
         last = after
         retries = Retries(self._retry)
@@ -311,7 +316,7 @@ class AsyncClient:
             elif is_final:
                 return
             else:
-                await asyncio.sleep(_LOG_PAUSE_S)
+                await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def list_services(self) -> list[RegisteredService]:
         """Services that the coordinator knows."""

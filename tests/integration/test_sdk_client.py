@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import math
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -400,6 +401,7 @@ async def test_the_synchronous_client_does_the_same_in_a_thread(
     assert numbers(events) == [0, 1, 2]
     assert reward == math.pi
     assert shown == f"Client('{coordinator.address}')"
+    assert not [thread for thread in threading.enumerate() if thread.name == "rolemesh-sdk"]
 
 
 async def test_the_token_is_shown_where_the_coordinator_asks_for_one(

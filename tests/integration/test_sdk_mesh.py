@@ -252,6 +252,9 @@ async def test_what_a_service_refuses_is_one_error_with_its_reason(mesh: AsyncMe
     with pytest.raises(PreconditionError) as version:
         await actor.update(batch, "sft", expected_policy_version=9)
     assert version.value.reason == "VERSION_MISMATCH"
+    with pytest.raises(InvalidRequestError) as data:
+        await actor.read(PromptSlice(start=0, count=1))
+    assert data.value.reason == "DATA_INVALID"
     with pytest.raises(UnsupportedError):
         await mesh["critic"].sample(["say a"])
     with pytest.raises(UnsupportedError):
