@@ -207,6 +207,7 @@ class Hub:
             facts = {"pid": process.pid, "created_at": process.created_at}
             write_atomically(folder / _PROCESS_FILE, json.dumps(facts))
             self._processes[run_id] = process
+        logger.info("run %s is made by process %d", run_id, child.pid)
         self._watch(run_id, child)
 
     def _log(self, run_id: str) -> Path:
@@ -228,6 +229,7 @@ class Hub:
             how = f"was killed by {name}" if name else f"ended with exit code {code}"
         process = self._processes.pop(run_id, None)
         pid = "" if process is None else f" (pid {process.pid})"
+        logger.info("run %s: its process%s %s", run_id, pid, how)
         try:
             await self._abandoned(run_id, f"its process{pid} {how}")
         except StateStoreError:
@@ -260,6 +262,7 @@ class Hub:
             process = _RunProcess(**json.loads(place.read_text())) if place.is_file() else None
             if process is not None and process.is_alive:
                 self._processes[record.run_id] = process
+                logger.info("run %s goes on in process %d", record.run_id, process.pid)
                 self._watch(record.run_id, None)
             else:
                 await self._abandoned(record.run_id, "its process is gone")

@@ -110,7 +110,8 @@ def read_status(directory: Path) -> RunStatus:
         told = json.loads(summary.read_text())
         state, failure, step = told["state"], told["failure"], told["steps"]
     elif coordinator is not None:
-        state, services = asyncio.run(_ask(str(coordinator["address"]), str(coordinator["run_id"])))
+        address, run_id = str(coordinator["address"]), str(coordinator["run_id"])
+        state, services = asyncio.run(_ask(address, run_id, _token(directory)))
     else:
         failure = "its coordinator has ended without a word: see its log"
     return RunStatus(
@@ -125,10 +126,17 @@ def read_status(directory: Path) -> RunStatus:
     )
 
 
-async def _ask(address: str, run_id: str) -> tuple[str, dict[str, str]]:
+def _token(directory: Path) -> str | None:
+    """The token of a run's coordinator, most likely started in an environment like this one."""
+    file = _config(directory).get("api", {}).get("token_file")
+    try:
+        return read_token(None if file is None else Path(file), os.environ)
+    except ValueError as error:
+        raise NoRunError(f"the coordinator of {directory} cannot be asked: {error}") from error
+
+
+async def _ask(address: str, run_id: str, token: str | None) -> tuple[str, dict[str, str]]:
     """State and services of a run that goes on."""
-    # The coordinator was most likely started in an environment like this one.
-    token = read_token(None, os.environ)
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     async with open_channel(address) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)

@@ -58,6 +58,7 @@ async def enter_run(store: StateStore, recipe: Recipe, run_id: str, directory: P
         created_at=now,
         updated_at=now,
         algorithm=recipe.algorithm.type,
+        activity="services start",
     )
     try:
         await store.create_run(record)

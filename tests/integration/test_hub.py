@@ -84,13 +84,15 @@ AUTHORIZED = (("authorization", f"Bearer {TOKEN}"),)
 
 
 @asynccontextmanager
-async def coordinator(folder: Path, *arguments: str) -> AsyncIterator[Coordinator]:
+async def coordinator(
+    folder: Path, *arguments: str, **variables: str
+) -> AsyncIterator[Coordinator]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rolemesh.coordinator.cli", "coordinator", "--json"),
         *("--data", "data", "--port", "0", "--http-port", "0", *arguments),
         cwd=folder,
-        env={**environment, "ROLEMESH_API_TOKEN": TOKEN},
+        env={**environment, "ROLEMESH_API_TOKEN": TOKEN, **variables},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -175,7 +177,10 @@ async def test_a_watch_through_a_coordinator_that_is_killed_misses_and_repeats_n
 async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_last_words(
     tmp_path: Path,
 ) -> None:
-    async with fake_mesh() as mesh, coordinator(tmp_path, "--max-runs", "1") as hub:
+    # Fields of recipes that are set for this coordinator count, but for what is its own.
+    variables = {"ROLEMESH_RUN__SEED": "77", "ROLEMESH_STORE__TYPE": "memory"}
+    one_run = ("--max-runs", "1")
+    async with fake_mesh() as mesh, coordinator(tmp_path, *one_run, **variables) as hub:
         recipe = recipe_for(mesh, steps=10_000)
         for text, override, named in (
             (recipe, "run.stepz=3", "stepz"),
@@ -224,4 +229,4 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
         assert not psutil.pid_exists(pid)
     summary = json.loads((tmp_path / "data/runs/going/summary.json").read_text())
     assert summary["state"] == "stopped"
-    assert summary["steps"] >= 1
+    assert (summary["steps"] >= 1, summary["seed"]) == (True, 77)
