@@ -3,6 +3,7 @@
 const TOKEN_KEY = "rolemesh.token";
 const base = new URL("api/v1/", document.baseURI);
 const SILENCE_MS = 45000; // Three heartbeats: a connection that says nothing for longer is dead.
+const NEWEST_RUNS = 50;
 let askForToken = null;
 let asking = null;
 
@@ -59,7 +60,7 @@ async function post(path, body = undefined) {
 const of = (run) => `runs/${encodeURIComponent(run)}`;
 
 export const api = {
-  runs: () => get("runs"),
+  runs: () => get("runs", { page_size: NEWEST_RUNS }),
   run: (run) => get(of(run)),
   services: () => get("services"),
   metrics: (run, names) => get(`${of(run)}/metrics`, { names, max_steps: 1000, thin: true }),

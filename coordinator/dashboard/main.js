@@ -21,7 +21,7 @@ import { Samples } from "./samples.js";
 import { nextTheme, startTheme } from "./theme.js";
 
 const FLOW_DELAY_MS = 3000; // The first graph of a run is written a second after its step begins.
-const EVERY_MS = { flow: 1000, run: 2000, logs: 2000, services: 3000, devices: 5000, runs: 5000, alerts: 10000 };
+const EVERY_MS = { flow: 1000, run: 2000, logs: 2000, services: 3000, devices: 5000, runs: 10000, alerts: 10000 };
 
 const page = {
   runs: [], run: null, chosen: null, history: new History(), compared: new Map(),
