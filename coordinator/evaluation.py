@@ -81,6 +81,7 @@ def _reported(node: Node, name: str) -> float:
     if name not in node.metrics:
         raise RunError(
             f"{node.name}: the report lacks the metric {name!r}, which evaluation needs: the reward"
-            " service must report the mean and its standard error over the rows of the call"
+            " service must report the mean and its standard error over the rows of the call; it "
+            "cannot where all groups were dropped, of which its log then says why"
         )
     return node.metrics[name]

@@ -298,7 +298,7 @@ def outside_source(text: str) -> dict[str, Any]:
     if python is not None:
         return {"type": "python", "function": python["function"]}
     scheme, _, rest = text.partition("://")
-    if scheme == "grpc" and rest:
+    if scheme in ("grpc", "grpcs") and rest:
         return {"type": "grpc", "urls": [text]}
     if scheme in ("http", "https") and rest:
         is_verify = urlsplit(text).path.rstrip("/").endswith("/verify")

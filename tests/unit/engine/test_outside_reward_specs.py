@@ -28,6 +28,7 @@ def source_of(reward):
         ("http://h/verify", "nemo_gym"),
         ("http://h/gym/verify/", "nemo_gym"),
         ("grpc://h:50051", "grpc"),
+        ("grpcs://h:443", "grpc"),
         ("python:my.module:judge", "python"),
         ("python:rewards/mine.py:judge", "python"),
     ],
