@@ -36,15 +36,12 @@ def train(mesh: Mesh, num_steps: int) -> list[float]:
 
         batch |= actor.put(Columns({"rewards": ColumnData.row(rewards)}))
         batch |= actor.compute_advantages(batch, "grpo")
-        gradient = actor.forward_backward(batch, "ppo_policy")
+        actor.forward_backward(batch, "ppo_policy")
         update = actor.optim_step()
 
         curve.append(float(rewards.mean()))
-        loss = gradient.report.metrics["loss"]
-        print(
-            f"step {mesh.step}: reward {curve[-1]:.3f}, loss {loss:.4f}, "
-            f"weights {update.policy_version}"
-        )
+        norm = update.report.metrics["grad_norm"]
+        print(f"step {mesh.step}: reward {curve[-1]:.3f}, gradient {norm:.3f}")
         mesh.release()  # services hold experience until they are told
         mesh.begin_step()
     return curve
