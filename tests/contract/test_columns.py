@@ -246,3 +246,15 @@ def test_columns_import_no_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert ended.stdout.strip() == "[]"
+
+
+def test_strided_and_big_endian_arrays_travel_by_value() -> None:
+    strided = np.arange(10, dtype=np.float32)[::3]
+    swapped = np.array([1, -2, 3, 4], dtype=">i4")
+    header, chunks = encode(
+        Columns({"strided": ColumnData.row(strided), "swapped": ColumnData.row(swapped)})
+    )
+    read = decode(header, b"".join(chunks))
+    assert read["strided"].values.tolist() == [0, 3, 6, 9]
+    assert read["swapped"].values.tolist() == [1, -2, 3, 4]
+    assert read["swapped"].values.dtype == np.int32
