@@ -150,7 +150,21 @@ async function choose(id, comparedIds = []) {
   if (page.chosen !== id) return;
   // Two frames: the first one draws what was asked for in this one.
   requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("rolemesh:drawn", { detail: id })));
-  page.watch = new Watch(id, "", { onEvent, onStatus: onStatus, onExpired: () => attempt(refreshMetrics) });
+  watch();
+}
+
+/** Hears of everything that happens; what is drawn already is passed over. */
+function watch() {
+  page.watch = new Watch(page.chosen, "", {
+    onEvent, onStatus,
+    // Away for longer than events are kept: what was missed is in the metrics.
+    onExpired: () => {
+      page.toldStep = 0;
+      events.clear();
+      attempt(refreshMetrics);
+      watch();
+    },
+  });
 }
 
 function onStatus(status) {

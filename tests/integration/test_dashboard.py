@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from support.browser import BrowserMissingError, drawn_after_ms, open_browser, wait_for
 from support.page_server import PageServer
 
@@ -327,6 +327,35 @@ def test_a_cut_is_shown_and_no_step_is_missed(opened: Any, server: PageServer) -
     records = records_of(server, "live")
     assert shown[""] == [record["step"] for record in records] == list(range(1, made + 1))
     assert shown["mean"] == [record["reward/mean"] for record in records]
+
+
+def test_a_page_that_was_away_for_longer_than_events_are_kept_begins_anew(
+    opened: Any, server: PageServer
+) -> None:
+    page = opened("live", is_quiet=False)
+    expect(page.locator("#live")).to_have_text("live")
+    asked: list[str] = []
+
+    def refuse_resuming(route: Route) -> None:
+        asked.append(route.request.headers.get("last-event-id", ""))
+        if asked[-1]:
+            problem = {"title": "Gone", "detail": "no longer kept", "reason": "EVENTS_EXPIRED"}
+            route.fulfill(status=410, json=problem)
+        else:
+            route.continue_()
+
+    page.route("**/events", refuse_resuming)
+    server.stop()
+    try:
+        expect(page.locator("#live")).to_contain_text("disconnected", timeout=15_000)
+        made = server.make_step("live")
+    finally:
+        server.start()
+    expect(page.locator("#live")).to_have_text("live", timeout=30_000)
+    wait_for(lambda: plotted(page, "Reward")[""][-1] == made, "the missed step is plotted")
+    assert plotted(page, "Reward")[""] == list(range(1, made + 1))
+    assert asked[0] != ""
+    assert asked[-1] == ""
 
 
 def test_steps_that_are_made_again_replace_what_they_were(
