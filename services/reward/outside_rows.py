@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolemesh.engine.experience import Experience
@@ -34,11 +35,16 @@ class RowReader:
         if tokenizer is not None:
             from transformers import AutoTokenizer
 
+            if not Path(tokenizer).is_dir():
+                raise ValueError(
+                    f"source.tokenizer is {tokenizer!r}, which is no folder: give that of the "
+                    "policy's model; nothing is ever downloaded"
+                )
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(
                     tokenizer, local_files_only=True, trust_remote_code=False
                 )
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise ValueError(
                     f"source.tokenizer is {tokenizer!r}, where no tokenizer can be read "
                     f"({error}): give the folder of the policy's model"
