@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from rolemesh.engine.algorithms.judged import IS_JUDGED, judged_rows
 from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.batching import rows_of_update, unit_lengths
 from rolemesh.engine.experience import Experience
@@ -22,7 +23,7 @@ from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.runtime.estimate_servicer import EstimateServicer, algorithm_part
-from rolemesh.services.runtime.rows import row_tokens
+from rolemesh.services.runtime.rows import names_of, row_tokens
 from rolemesh.services.runtime.runtime import Call, Context, Runtime
 from rolemesh.v1 import (
     experience_pb2,
@@ -158,7 +159,9 @@ class TrainerServicer(EstimateServicer):
                 )
             trainer = self._role.trainer
             seed = derive_seed(self._role.run_seed, request.key.step, self._role.name, "update")
-            lengths = row_tokens(request.experience)
+            judged = await self._judged_rows(request.experience, call)
+            all_lengths = row_tokens(request.experience)
+            lengths = [all_lengths[row] for row in judged]
             rows_per_unit = _rows_per_unit(
                 request.rows_per_unit, len(lengths), request.mini_batch_rows
             )
@@ -171,12 +174,13 @@ class TrainerServicer(EstimateServicer):
                 part=trainer.mesh.dp.index,
                 rows_per_unit=rows_per_unit,
             )
-            batch = await self._pull_for(loss, request.experience, rows, call)
+            held = [judged[row] for row in rows]
+            batch = await self._pull_for(loss, request.experience, held, call)
             num_steps = request.epochs * -(-len(lengths) // request.mini_batch_rows)
             auxiliary = [
                 await self._auxiliary(extra, num_steps, call) for extra in request.auxiliary
             ]
-            num_tokens = sum(held.num_tokens for held in (batch, *(x.batch for x in auxiliary)))
+            num_tokens = sum(part.num_tokens for part in (batch, *(x.batch for x in auxiliary)))
             counts = trainer.mesh.model.is_first
 
             def update() -> tuple[dict[str, float], int]:
@@ -206,6 +210,13 @@ class TrainerServicer(EstimateServicer):
             request, context, trainer_pb2.UpdateResponse, work
         ):
             yield response
+
+    async def _judged_rows(self, ref: experience_pb2.ExperienceRef, call: Call) -> Sequence[int]:
+        """The rows that there is something to learn from: the others are in no mini-batch."""
+        if IS_JUDGED not in names_of(ref):
+            return range(ref.num_rows)
+        rows = judged_rows(await self._runtime.pull(ref, [IS_JUDGED], call))
+        return range(ref.num_rows) if rows is None else rows.tolist()
 
     async def _auxiliary(
         self, extra: trainer_pb2.AuxiliaryLoss, num_steps: int, call: Call

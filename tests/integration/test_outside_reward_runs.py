@@ -21,6 +21,12 @@ from rolemesh.coordinator.state.store import RunState
 NUM_ROWS = 8
 """Of a step: 4 prompts of 2 completions."""
 
+GRPO = {
+    "type": "grpo",
+    "sampling": {"samples_per_prompt": 2, "max_new_tokens": 6},
+    "mini_batch_rows": NUM_ROWS,
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,15 +54,10 @@ class Run:
     ) -> None:
         recipe = tiny_recipe(
             model,
-            algorithm={
-                "type": "grpo",
-                "sampling": {"samples_per_prompt": 2, "max_new_tokens": 6},
-                "mini_batch_rows": NUM_ROWS,
-            },
             reward=reward,
             services={role: {"address": address} for role, address in addresses.items()},
             store={"type": "memory"},
-            **{"run__evaluation": {"num_prompts": 0}, **changes},
+            **{"algorithm": GRPO, "run__evaluation": {"num_prompts": 0}, **changes},
         )
         for role in ("critic", "reference"):
             del recipe[role]
@@ -161,9 +162,12 @@ async def test_a_lost_group_is_left_out_and_the_run_goes_on(
     }
     # One row of eight is lied about in the first step: its prompt's two rows are left out.
     server.faults = [None, None, "nan"]
-    run = Run(model, addresses, tmp_path, {"source": source})
+    algorithm = {**GRPO, "mini_batch_rows": 2}
+    run = Run(model, addresses, tmp_path, {"source": source}, algorithm=algorithm)
     assert (await run.run.execute()).state is RunState.SUCCEEDED
     first, second = run.metrics
+    # Rows that are left out fill no mini-batch: an empty one would still move weights by momentum.
+    assert (first["optimizer_steps"], second["optimizer_steps"]) == (3, 4)
     assert (first["reward/dropped_rows"], second["reward/dropped_rows"]) == (2, 0)
     assert (first["groups/count"], second["groups/count"]) == (3, 4)
     assert first["reward/openrlhf/failed_rows"] == 1
