@@ -118,19 +118,21 @@ def tracing_to(
         resource=resources.Resource.create({"service.name": service}),
         shutdown_on_exit=False,
     )
-    provider.add_span_processor(
-        export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint))
-    )
+    sender = exporter.OTLPSpanExporter(endpoint=endpoint)
+    provider.add_span_processor(export.BatchSpanProcessor(sender))
     before, _tracer = _tracer, provider.get_tracer("rolemesh")
     try:
         with _problems_told_once(on_problem or logger.warning):
             try:
                 yield
             finally:
-                # A collector that hangs must not keep the process: the exporter waits longer.
                 last = threading.Thread(target=provider.shutdown, name="last spans", daemon=True)
                 last.start()
                 last.join(FLUSH_DEADLINE_S)
+                if last.is_alive():
+                    # A collector that hangs must not keep the process: this ends the call to it.
+                    sender.shutdown()
+                    last.join(FLUSH_DEADLINE_S)
     finally:
         _tracer = before
 
