@@ -251,3 +251,51 @@ async def test_two_ranks_judge_whole_groups_each_and_leave_out_the_same_rows(
     assert record["reward/dropped_rows"] == 2
     assert record["groups/count"] == 3
     assert len(server.requests) >= 3 * NUM_ROWS - 1
+
+
+async def test_what_reward_or_cost_drop_is_left_out_by_actor_and_critic_alike(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    def dropping(path: str) -> dict[str, Any]:
+        return {
+            "type": "openrlhf" if path == "/get_reward" else "slime",
+            "urls": server.url + path,
+            "batch_size": 1,
+            "concurrency": 1,
+            "on_failure": {"type": "drop_group"},
+        }
+
+    # Rows come in the order of prompts; the first prompt fails the reward, the second one the cost.
+    server.faults = ["nan"] + [None] * (NUM_ROWS - 1) + [None, None, 404]
+    services = tmp_path / "services"
+    services.mkdir()
+    with service_processes(services, ("critic", "reference", "cost")) as started:
+        everybody = {**addresses, **started}
+        recipe = tiny_recipe(
+            model,
+            run__steps=1,
+            run__evaluation={"num_prompts": 0},
+            algorithm={
+                "type": "safe_rlhf",
+                "sampling": {"samples_per_prompt": 2, "max_new_tokens": 6},
+                "mini_batch_rows": 2,
+            },
+            reward={"source": dropping("/get_reward")},
+            cost={"source": dropping("/slime")},
+            services={role: {"address": address} for role, address in everybody.items()},
+            store={"type": "memory"},
+        )
+        directory = tmp_path / "run"
+        run = TrainingRun(
+            Recipe.model_validate(recipe),
+            directory=directory,
+            addresses=everybody,
+            store=MemoryStateStore(),
+        )
+        assert (await run.execute()).state is RunState.SUCCEEDED
+    (record,) = [
+        json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert record["reward/dropped_rows"] == 2
+    assert record["cost/dropped_rows"] == 4
+    assert record["actor/optimizer_steps"] == record["critic/optimizer_steps"] == 2
