@@ -123,6 +123,8 @@ class Watcher:
         lease = ServiceLease(
             role=connection.role,
             address=connection.address,
+            run_id=self._run_id,
+            name=connection.service,
             pid=connection.capabilities.pid,
             status=status,
         )

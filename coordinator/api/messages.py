@@ -80,6 +80,8 @@ def to_registered_service(lease: ServiceLease) -> coordinator_pb2.RegisteredServ
         pid=lease.pid,
         lease_until=to_timestamp(lease.lease_until),
         status=lease.status,
+        run_id=lease.run_id,
+        name=lease.name,
     )
 
 

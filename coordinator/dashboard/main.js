@@ -84,7 +84,8 @@ async function reading(read, take) {
 }
 
 const refreshRun = () => reading(api.run, show);
-const refreshServices = async () => mesh.setServices((await api.services()).services);
+const refreshServices = () => reading(async (run) => (await api.services()).services.filter((one) => one.run_id === run),
+  (services) => mesh.setServices(services));
 const refreshAlerts = () => reading(api.alerts, (answer) => showAlerts(answer.alerts));
 const refreshDevices = () => reading((run) => api.devices(run, devices.since), (answer) => {
   devices.add(answer);

@@ -62,11 +62,8 @@ export class Mesh {
     keyed(this.body, rows, (row) => row.key, makeRow, fillRow);
   }
 
-  /** Services of one role stand in the order of their addresses, as their names do. */
   rowOf(service) {
-    const fellows = this.services.filter((other) => other.role === service.role);
-    const names = [...(this.places.get(service.role) ?? new Map()).keys()].sort();
-    const name = fellows.length === names.length ? names[fellows.indexOf(service)] : service.role;
+    const { name } = service;
     const pools = this.places.get(service.role);
     return {
       key: `${service.role} ${service.address}`,

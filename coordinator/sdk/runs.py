@@ -360,6 +360,10 @@ class RegisteredService:
     lease_until: datetime.datetime
     status: str
     """What it last said of itself."""
+    run_id: str
+    """Run that it takes part in."""
+    name: str
+    """Its name in that run, e.g. "actor" or "rollout-1"."""
 
     @staticmethod
     def of(service: coordinator_pb2.RegisteredService) -> RegisteredService:
@@ -370,4 +374,6 @@ class RegisteredService:
             service.pid,
             to_time(service.lease_until),
             service.status,
+            service.run_id,
+            service.name,
         )

@@ -151,6 +151,10 @@ class ServiceLease:
 
     role: str
     address: str
+    run_id: str = ""
+    """Run that it takes part in."""
+    name: str = ""
+    """Its name in that run, e.g. "actor" or "rollout-1"."""
     pid: int = 0
     """Process id on its host, 0 when not known."""
     status: str = ""

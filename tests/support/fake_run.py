@@ -154,6 +154,8 @@ async def fill_store(
             lease = ServiceLease(
                 role=str(facts["role"]),
                 address=str(facts["address"]),
+                run_id=run_id,
+                name=name,
                 pid=5000 + place,
                 status="busy: actor.update, backward 3 of 8" if name == "actor" else "ready",
             )

@@ -337,6 +337,10 @@ class RegisteredService(Answer):
     """Until when its lease holds."""
     status: str
     """What it last said of itself, in plain words."""
+    run_id: str
+    """Run that it takes part in."""
+    name: str
+    """Its name in that run, e.g. "actor" or "rollout-1"."""
 
 
 class ServiceList(Answer):

@@ -1593,6 +1593,8 @@ class RegisteredService(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     LEASE_UNTIL_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Role, e.g. "actor"."""
     address: _builtins.str
@@ -1601,6 +1603,10 @@ class RegisteredService(_message.Message):
     """Process id on its host, 0 when not known."""
     status: _builtins.str
     """What it last said of itself, in plain words."""
+    run_id: _builtins.str
+    """Run that it takes part in."""
+    name: _builtins.str
+    """Its name in that run, e.g. "actor" or "rollout-1"."""
     @_builtins.property
     def lease_until(self) -> _timestamp_pb2.Timestamp:
         """Until when its lease holds."""
@@ -1613,10 +1619,12 @@ class RegisteredService(_message.Message):
         pid: _builtins.int = ...,
         lease_until: _timestamp_pb2.Timestamp | None = ...,
         status: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_until", b"lease_until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "lease_until", b"lease_until", "pid", b"pid", "role", b"role", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "lease_until", b"lease_until", "name", b"name", "pid", b"pid", "role", b"role", "run_id", b"run_id", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
