@@ -156,15 +156,8 @@ async def test_swanlab_keeps_every_scalar_offline(tmp_path: Path) -> None:
         record = records.Record.FromString(data)
         if record.HasField("scalar") and not record.scalar.key.startswith("__"):
             kept.setdefault(record.scalar.key, {})[record.scalar.step] = record.scalar.value.number
-    assert kept.keys() == expected.keys()
-    for name, values in expected.items():
-        assert kept[name] == pytest.approx(values, rel=FLOAT32_ROUNDING)
-    config = next(tmp_path.glob("swanlab/run-*/files/config.yaml")).read_text()
-    assert "ppo" in config
-
-
-FLOAT32_ROUNDING = 2.0**-23
-"""SwanLab keeps single precision."""
+    assert kept == expected
+    assert "ppo" in (path.parent / "files" / "config.yaml").read_text()
 
 
 async def test_a_server_that_nobody_runs_costs_the_run_nothing_but_the_deadline(
