@@ -27,6 +27,7 @@ OPTIONAL_ROLES = ("cost", "rollout")
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_FILE = REPOSITORY / "docker-compose.yml"
 GPU_FILE = REPOSITORY / "deploy" / "compose.gpu.yaml"
+OUTSIDE_FILE = REPOSITORY / "deploy" / "compose.outside.yaml"
 DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
 SHORTEST_DRAIN_S = 60
 
@@ -275,6 +276,43 @@ def test_roles_store_and_coordinator_are_on_a_network_without_a_way_out(
     for name in ("store", "models", "coordinator", *ROLES):
         assert list(config["services"][name]["networks"]) == ["mesh"], name
         assert "network_mode" not in config["services"][name]
+
+
+@pytest.fixture(scope="module")
+def outside() -> dict[str, Any]:
+    variables = {"ROLEMESH_API_TOKEN_FILE": "/tmp/token"}
+    return resolve(BASE_FILE, OUTSIDE_FILE, variables=variables)
+
+
+def test_judges_alone_of_all_roles_get_a_way_out(outside: dict[str, Any]) -> None:
+    services = outside["services"]
+    open_ones = {name for name in ROLES if "outside" in services[name]["networks"]}
+    assert open_ones == {"reward", "cost"}
+    assert not outside["networks"]["outside"].get("internal", False)
+    assert services["reward"]["extra_hosts"] == ["host.docker.internal=host-gateway"]
+
+
+def test_the_coordinator_s_doors_open_to_this_host_alone_and_with_a_token(
+    outside: dict[str, Any],
+) -> None:
+    coordinator = outside["services"]["coordinator"]
+    ports = {port["target"]: port["host_ip"] for port in coordinator["ports"]}
+    environment = coordinator["environment"]
+    assert ports == {
+        int(environment["ROLEMESH_API__HTTP_PORT"]): "127.0.0.1",
+        int(environment["ROLEMESH_API__GRPC_PORT"]): "127.0.0.1",
+    }
+    assert environment["ROLEMESH_API__HOST"] == "0.0.0.0"
+    assert environment["ROLEMESH_API__TOKEN_FILE"] == "/run/secrets/rolemesh_api_token"
+    recipe = REPOSITORY / "recipes" / "quickstart-ppo.yaml"
+    names = {name: value for name, value in environment.items() if name.startswith("ROLEMESH_")}
+    assert load_recipe([recipe], environment=names).api.grpc_port == 50050
+
+
+def test_doors_without_a_token_are_refused() -> None:
+    completed = compose(BASE_FILE, OUTSIDE_FILE)
+    assert completed.returncode != 0
+    assert "name a file that holds a token" in completed.stderr
 
 
 def test_containers_are_confined(config: dict[str, Any]) -> None:
