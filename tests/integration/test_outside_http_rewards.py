@@ -323,6 +323,53 @@ async def test_a_broken_connection_is_a_failure(behave, error_class):
     assert isinstance(found.failures[0], error_class)
 
 
+def says(status_line, *headers, body=b'{"rewards": [2.0]}'):
+    """A server that answers this to whatever it is sent."""
+
+    async def behave(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        lines = [status_line, *headers, f"Content-Length: {len(body)}", "Connection: close"]
+        writer.write(
+            "\r\n".join(["HTTP/1.1 " + lines[0], *lines[1:]]).encode() + b"\r\n\r\n" + body
+        )
+        await writer.drain()
+
+    return raw_server(behave)
+
+
+async def test_two_cookies_of_one_name_are_no_failure():
+    cookies = ("Set-Cookie: a=1; Path=/", "Set-Cookie: a=2; Path=/get_reward")
+    async with says("200 OK", *cookies) as url:
+        assert (await judged([url], [row("a")])).rewards == [2.0]
+
+
+@pytest.mark.parametrize(
+    "date",
+    ["Mon, 01 Jan 99999999999 00:00:00 GMT", "Mon, 99999999999999999999 Jan 2030 00:00:00 GMT"],
+)
+async def test_a_retry_after_that_is_no_date_is_not_heeded(date):
+    async with says("503 Busy", f"Retry-After: {date}") as url:
+        found = await judged([url], [row("a")], tries=2)
+    assert isinstance(found.failures[0], RewardUnavailableError)
+    assert found.metrics["retries"] == 1.0
+
+
+@pytest.mark.parametrize("number", ["1e39", "-1e39", "1" + "0" * 400])
+async def test_a_number_that_float32_does_not_hold_fails_its_row(number):
+    body = b'{"rewards": [%s]}' % number.encode()
+    async with says("200 OK", body=body) as url:
+        found = await judged([url], [row("a")])
+    assert isinstance(found.failures[0], RewardAnswerInvalidError)
+
+
+@pytest.mark.parametrize("value", ["s3cret\r", "s3cret\nX: y", "s3cr\u00e9t", "a s3cret"])
+def test_a_token_that_no_header_takes_is_refused_and_not_told(monkeypatch, value):
+    monkeypatch.setenv("REWARD_TOKEN", value)
+    with pytest.raises(ValueError, match="REWARD_TOKEN") as refused:
+        made("http://127.0.0.1:1/get_reward", token_variable="REWARD_TOKEN")
+    assert "s3cr" not in str(refused.value)
+
+
 async def test_a_token_is_sent_and_one_that_is_not_set_is_missed(server, monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "secret")
     await judged(server.url + "/get_reward", token_variable="REWARD_TOKEN")

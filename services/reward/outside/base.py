@@ -16,6 +16,9 @@ current_step: ContextVar[int | None] = ContextVar("rolemesh_reward_step", defaul
 SHOWN_CHARACTERS = 200
 """Of a foreign answer, the part that a message shows."""
 
+MAX_FLOAT32 = 3.4028234663852886e38
+"""Rewards are float32: a larger number would become infinite."""
+
 MAX_METRICS = 32
 """More scalars of one reward than this are refused."""
 
@@ -206,12 +209,9 @@ def checked_rewards(
         # bool is an int in Python, and some judges answer it; but so is a mistake.
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid(f"a number for row {row}", shown(value))
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise invalid(f"a finite number for row {row}", shown(value))
+        if not abs(value) <= MAX_FLOAT32:  # also NaN
+            raise invalid(f"a finite number for row {row} (float32)", shown(value))
+        number = float(value)
         if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
             raise invalid(
                 f"a number from {_bound(minimum)} to {_bound(maximum)} for row {row}", shown(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -27,6 +28,9 @@ REQUEST_TIMEOUT = 408
 
 IDLE_CONNECTION_S = 30.0
 """Connections without a request are closed after this."""
+
+_TOKEN = re.compile(r"[!-~]+")
+"""Visible ASCII."""
 
 
 class JsonEndpoint:
@@ -90,7 +94,8 @@ class JsonEndpoint:
         try:
             async with self._client.stream("POST", url, content=content, headers=headers) as answer:
                 body = await self._read(answer)
-                set_cookies = dict(httpx.Cookies(answer.cookies).items())
+                # Of several with one name, of other paths or domains, the last counts.
+                set_cookies = {one.name: one.value or "" for one in answer.cookies.jar}
         except httpx.TimeoutException as error:
             raise RewardTimeoutError(
                 url,
@@ -178,7 +183,7 @@ def bearer_token(spec: EndpointRewardSpec) -> str | None:
     """The token to send; None where the spec names none.
 
     Raises:
-        ValueError: the variable is not set.
+        ValueError: the variable is not set, or holds what no header takes.
     """
     if spec.token_variable is None:
         return None
@@ -187,6 +192,12 @@ def bearer_token(spec: EndpointRewardSpec) -> str | None:
         raise ValueError(
             f"token_variable is {spec.token_variable!r}, which is not set in the environment of "
             "the reward service: set it there, or leave token_variable out"
+        )
+    if not _TOKEN.fullmatch(token):
+        # Refused here: who refuses it later may say what it is.
+        raise ValueError(
+            f"token_variable is {spec.token_variable!r}, whose value has a space, a line end or "
+            "another character that no header takes: set it to the token alone"
         )
     return token
 
@@ -202,7 +213,7 @@ def _retry_after_s(header: str) -> float | None:
         return float(header)
     try:
         moment = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):  # no date, or one of a year that no calendar has
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-MAX_FLOAT32 = 3.4028234663852886e38
-"""Rewards are float32: a larger number would become infinite."""
+from rolemesh.services.reward.outside.base import MAX_FLOAT32
 
 _SHOWN_CHARACTERS = 80
 
