@@ -6,10 +6,18 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file by way of a neighbour and a rename, synced to disk before and after."""
+def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None:
+    """Writes a text file by way of a neighbour and a rename, synced to disk before and after.
+
+    Args:
+        path: The file.
+        text: What it will hold.
+        is_private: Whether nobody but its owner may read it.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
+    mode = 0o600 if is_private else 0o666
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

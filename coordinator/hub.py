@@ -36,7 +36,12 @@ from rolemesh.coordinator.recipe_loading import (
 from rolemesh.coordinator.run_records import end_abandoned, enter_run
 from rolemesh.coordinator.session import InputError, Session
 from rolemesh.coordinator.state import bound_process
-from rolemesh.coordinator.state.store import RunNotFoundError, StateStore, StateStoreError
+from rolemesh.coordinator.state.store import (
+    RunNotFoundError,
+    StateStore,
+    StateStoreError,
+    StoreUnavailableError,
+)
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,
@@ -53,6 +58,8 @@ _REQUEST_FILE = "request.json"
 _RECIPE_FILE = "recipe.yaml"
 _PROCESS_FILE = "process.json"
 _POLL_S = 0.5
+_STORE_PAUSE_S = 5.0
+"""Before a store that did not answer is asked again."""
 _MAX_RUNS_LISTED = 100_000
 
 
@@ -116,18 +123,27 @@ class Hub:
         self._token_file = token_file
         self._processes: dict[str, _RunProcess] = {}
         self._watches: set[asyncio.Task[None]] = set()
+        self._creations: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._creating = asyncio.Lock()
 
     async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
         """Starts a run; see RunCreator."""
+        creation = asyncio.create_task(self._create_run(run_id, recipe, overrides))
+        self._creations.add(creation)
+        creation.add_done_callback(self._creations.discard)
+        # A caller that hangs up must not leave a run behind that was entered and has no process.
+        await asyncio.shield(creation)
+
+    async def _create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
         request = {"recipe": recipe, "overrides": list(overrides)}
         async with self._creating:
             if self._is_closing:
                 raise UnavailableError("this coordinator is about to end")
-            if await self._is_known(run_id, request):
+            if await self._has_begun(run_id, request):
                 return
-            resolved = self._resolved(run_id, recipe, overrides)
+            # Not on the loop: a long recipe takes seconds to read.
+            resolved = await asyncio.to_thread(self._resolved, run_id, recipe, overrides)
             if len(self._processes) >= self._max_runs:
                 raise CapacityError(
                     f"{len(self._processes)} runs go on, and this coordinator may have "
@@ -138,8 +154,9 @@ class Hub:
                 )
             folder = self.folder(run_id)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / _REQUEST_FILE, json.dumps(request))
-            _write_private(folder / _RECIPE_FILE, dump_recipe(resolved))
+            # The URL of a store may hold its password.
+            write_atomically(folder / _REQUEST_FILE, json.dumps(request), is_private=True)
+            write_atomically(folder / _RECIPE_FILE, dump_recipe(resolved), is_private=True)
             await enter_run(self._store, resolved, run_id, folder)
             try:
                 self._spawn(run_id)
@@ -151,15 +168,17 @@ class Hub:
         """Folder of a run."""
         return self._directory / "runs" / run_id
 
-    async def _is_known(self, run_id: str, request: Mapping[str, object]) -> bool:
-        """Whether this very run was created before."""
+    async def _has_begun(self, run_id: str, request: Mapping[str, object]) -> bool:
+        """Whether this very run was created before, and got as far as a process."""
         try:
-            await self._store.get_run(run_id)
+            record = await self._store.get_run(run_id)
         except RunNotFoundError:
             return False
-        place = self.folder(run_id) / _REQUEST_FILE
+        folder = self.folder(run_id)
+        place = folder / _REQUEST_FILE
         if place.is_file() and json.loads(place.read_text()) == request:
-            return True
+            # A store that failed in between leaves a run that a repeat has to begin.
+            return record.state.is_final or (folder / _PROCESS_FILE).is_file()
         raise PreconditionError(
             f"run {run_id!r} exists already, with another recipe: choose another run id",
             reason="RUN_EXISTS",
@@ -230,10 +249,16 @@ class Hub:
         process = self._processes.pop(run_id, None)
         pid = "" if process is None else f" (pid {process.pid})"
         logger.info("run %s: its process%s %s", run_id, pid, how)
-        try:
-            await self._abandoned(run_id, f"its process{pid} {how}")
-        except StateStoreError:
-            logger.exception("that run %s has ended could not be written down", run_id)
+        while True:
+            try:
+                await self._abandoned(run_id, f"its process{pid} {how}")
+                return
+            except StateStoreError as error:
+                logger.exception("that run %s has ended could not be written down", run_id)
+                # A store that outlives this process comes back; most likely it ended the run, too.
+                if not (self._outlives and isinstance(error, StoreUnavailableError)):
+                    return
+            await asyncio.sleep(_STORE_PAUSE_S)
 
     def _goes_on(self, run_id: str, child: subprocess.Popen[bytes] | None) -> bool:
         if child is not None:
@@ -302,9 +327,3 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environment.items() if name not in fields}
     # The current directory must not shadow a package.
     return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Writes a file that nobody else may read: the URL of a store may hold its password."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)

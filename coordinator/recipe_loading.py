@@ -206,6 +206,8 @@ def _parsed(text: str, source: str, *, has_lines: bool = False) -> Any:
         raise RecipeError(f"{where}: not valid YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise RecipeError(f"{source}: nested too deep for any recipe") from None
 
 
 def _put(tree: dict[str, Any], where: tuple[str, ...], value: Any, source: str) -> None:
