@@ -15,6 +15,9 @@ from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.state.store import masked_url
 
 _LONGEST_VALUE = 60
+_MOST_DESCRIBED = 50
+"""Mistakes that are described. A remedy takes milliseconds to find, and a text may be wrong
+everywhere."""
 _CLOSE = 0.6
 """difflib's ratio from which a name counts as a likely misspelling."""
 
@@ -24,17 +27,20 @@ class RecipeError(ValueError):
 
 
 def describe(error: ValidationError, origins: Mapping[tuple[str, ...], str]) -> str:
-    """One message about everything that is wrong.
+    """One message about everything that is wrong, or the first of very many things.
 
     Args:
         error: What validating a Recipe raised.
         origins: Where a field was set, by its path.
     """
-    texts = [_describe_one(problem, origins) for problem in error.errors()]
-    if len(texts) == 1:
+    problems = error.errors()
+    texts = [_describe_one(problem, origins) for problem in problems[:_MOST_DESCRIBED]]
+    if len(problems) == 1:
         return texts[0]
+    if len(problems) > len(texts):
+        texts.append(f"and {len(problems) - len(texts)} more")
     return "\n".join(
-        (f"{len(texts)} things are wrong with the recipe:", *(f"- {t}" for t in texts))
+        (f"{len(problems)} things are wrong with the recipe:", *(f"- {t}" for t in texts))
     )
 
 

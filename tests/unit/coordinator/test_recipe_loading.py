@@ -215,6 +215,21 @@ def test_every_mistake_is_named_at_once(recipe_file: Path) -> None:
     assert "run.steps is -1" in message
 
 
+def test_of_very_many_mistakes_the_first_are_named(recipe_file: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe([recipe_file], overrides=[f"run.wrong_{number}=1" for number in range(80)])
+    head, *named, rest = str(error.value).splitlines()
+    assert (head, rest) == ("80 things are wrong with the recipe:", "- and 30 more")
+    assert len(named) == 50
+
+
+def test_a_file_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("run: " + "[" * 3000 + "]" * 3000)
+    with pytest.raises(RecipeError, match="nested too deep"):
+        load_recipe([path])
+
+
 def test_unknown_section_in_the_environment_is_refused(recipe_file: Path) -> None:
     message = refused(recipe_file, ROLEMESH_RUNN__SEED="1")
     assert "ROLEMESH_RUNN__SEED sets nothing" in message
