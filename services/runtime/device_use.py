@@ -60,11 +60,13 @@ class RankDevice:
             self._gpu = _Gpu.of_this_rank()
         seconds = self._own_cpu_seconds()
         spent, self._cpu_seconds = seconds - self._cpu_seconds, seconds
-        if self._gpu is None:
-            self._last = self._of_cpu(min(1.0, spent / elapsed_s / self._num_cores))
-        else:
-            self._last = self._gpu.look(self._rank)
-        return self._last
+        use = None if self._gpu is None else self._gpu.look(self._rank)
+        if use is None:
+            # Also where NVML has failed: how busy a device is must not end a run.
+            self._gpu = None
+            use = self._of_cpu(min(1.0, spent / elapsed_s / self._num_cores))
+        self._last = use
+        return use
 
     def _own_cpu_seconds(self) -> float:
         times = self._process.cpu_times()
@@ -101,20 +103,23 @@ class _Gpu:
             nvml.nvmlInit()
             # By id: CUDA_VISIBLE_DEVICES numbers GPUs anew, NVML does not.
             uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-            gpu = cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), f"cuda:{index}")
-            gpu.look(0)
+            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), f"cuda:{index}")
         except nvml.NVMLError as error:
-            # A slice of a GPU, for one, says nothing of its use.
-            logger.warning("NVML cannot tell how busy cuda:%d is: %s", index, error)
+            logger.warning("NVML does not know cuda:%d: %s", index, error)
             return None
-        return gpu
 
-    def look(self, rank: int) -> worker_pb2.DeviceUse:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+    def look(self, rank: int) -> worker_pb2.DeviceUse | None:
+        """Its use; None when NVML fails: a slice of a GPU, for one, says nothing of its use."""
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        except self._nvml.NVMLError as error:
+            logger.warning("NVML cannot tell how busy %s is: %s", self._name, error)
+            return None
         return worker_pb2.DeviceUse(
             rank=rank,
             device=self._name,
-            busy=self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100,
+            busy=busy,
             memory_bytes=memory.used,
             memory_total_bytes=memory.total,
         )

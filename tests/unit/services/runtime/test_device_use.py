@@ -114,6 +114,25 @@ def test_where_nvml_cannot_tell_the_process_is_shown(
         assert (use.device, use.busy) == ("cpu", 0.25)
 
 
+@pytest.mark.usefixtures("cuda")
+def test_nvml_that_fails_later_ends_nothing_but_its_numbers(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([types.SimpleNamespace(gpu=62)])
+
+    def utilization(handle: str) -> Any:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise NvmlError("GPU is lost") from None
+
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_with(utilization))
+    device = RankDevice(0)
+    for expected in ("cuda:1", "cpu", "cpu"):
+        clock.now += 1.0
+        assert device.look().device == expected
+
+
 class Peers:
     """A face whose other ranks answer when the test lets them."""
 
