@@ -37,10 +37,10 @@ class CircuitBreaker:
             return self._pause_s
         return max(0.0, self._opened_at + self._pause_s - self._clock())
 
-    def begin(self) -> None:
-        """A request goes, when wait_s is 0."""
-        if self._opened_at is not None:
-            self._is_tried = True
+    def begin(self) -> bool:
+        """A request goes, when wait_s is 0; whether it is the one that tries."""
+        self._is_tried = self.is_open
+        return self._is_tried
 
     def succeeded(self) -> None:
         """It was answered."""
@@ -53,5 +53,5 @@ class CircuitBreaker:
             self._opened_at, self._is_tried = self._clock(), False
 
     def given_up(self) -> None:
-        """It was cancelled, which says nothing of the replica."""
+        """The one that tries was cancelled, which says nothing of the replica."""
         self._is_tried = False

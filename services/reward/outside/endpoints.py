@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import tenacity
 
@@ -47,7 +48,26 @@ class _Replica:
         self.client = client
         self.breaker = breaker
         self.in_flight = 0
+        self.trial: asyncio.Task[Judgement] | None = None
+        """The request that tries it again, while the breaker is open."""
         self.last_error: OutsideRewardError | None = None
+
+    def begin(self, request: Coroutine[Any, Any, Judgement]) -> asyncio.Task[Judgement]:
+        """Sends a request; from now on, and not when its task gets a turn, it is busy with it."""
+        self.in_flight += 1
+        is_trial = self.breaker.begin()
+        task = asyncio.create_task(request)
+
+        def end(task: asyncio.Task[Judgement]) -> None:
+            self.in_flight -= 1
+            if is_trial:
+                self.trial = None
+                self.breaker.given_up()  # where it was cancelled; else the breaker knows
+
+        if is_trial:
+            self.trial = task
+        task.add_done_callback(end)
+        return task
 
 
 class EndpointReward(OutsideReward):
@@ -172,11 +192,12 @@ class EndpointReward(OutsideReward):
             failed: _Replica | None = None
             async for attempt in tries:
                 with attempt:
+                    await self._trials(ends_at - loop.time())
+                    # Whoever fails at once is the least busy: the next try goes elsewhere.
+                    replica = self._least_busy(but=failed)
                     if attempt.retry_state.attempt_number > 1:
                         counts.retries += 1
                     left_s = ends_at - loop.time()
-                    # Whoever fails at once is the least busy: the next try goes elsewhere.
-                    replica = self._least_busy(but=failed)
                     try:
                         judgement = await self._hedged(replica, rows, left_s, counts)
                     except OutsideRewardError:
@@ -199,15 +220,13 @@ class EndpointReward(OutsideReward):
         self, first: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
     ) -> Judgement:
         """The first answer of a request and, when it takes long, of a second one."""
-        if self._spec.hedge_after_s is None:
-            return await self._ask(first, rows, left_s, counts)
-        pending = {asyncio.create_task(self._ask(first, rows, left_s, counts))}
+        pending = {first.begin(self._ask(first, rows, left_s, counts))}
         try:
             done, _ = await asyncio.wait(pending, timeout=self._spec.hedge_after_s)
             if not done:
                 with contextlib.suppress(RewardUnavailableError):  # nobody else may be asked now
                     other = self._least_busy(but=first)
-                    pending.add(asyncio.create_task(self._ask(other, rows, left_s, counts)))
+                    pending.add(other.begin(self._ask(other, rows, left_s, counts)))
                     counts.hedged += 1
             while True:
                 done, left = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -224,8 +243,6 @@ class EndpointReward(OutsideReward):
         self, replica: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
     ) -> Judgement:
         """Sends it once, to one replica."""
-        replica.in_flight += 1
-        replica.breaker.begin()
         started = time.monotonic()
         outcome = "cancelled"
         timeout_s = max(0.0, min(self._spec.timeout_s, left_s))
@@ -253,11 +270,20 @@ class EndpointReward(OutsideReward):
             replica.breaker.succeeded()
             return judgement
         finally:
-            replica.in_flight -= 1
-            if outcome == "cancelled":
-                replica.breaker.given_up()
-            elif self._observer is not None:
+            if outcome != "cancelled" and self._observer is not None:
                 self._observer.reward_request(self._name, outcome, time.monotonic() - started)
+
+    async def _trials(self, left_s: float) -> None:
+        """Waits, where nobody may be asked, for the request that tries a replica again.
+
+        Its answer may take longer than breaker_pause_s: tries are not spent on waiting for it.
+        """
+        if all(replica.breaker.wait_s > 0 for replica in self._replicas):
+            trials = [replica.trial for replica in self._replicas if replica.trial is not None]
+            if trials:
+                await asyncio.wait(
+                    trials, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED
+                )
 
     def _least_busy(self, but: _Replica | None) -> _Replica:
         """The replica to ask: another one than `but` where one may be asked.

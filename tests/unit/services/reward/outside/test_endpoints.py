@@ -165,6 +165,53 @@ async def test_a_replica_that_fails_again_and_again_is_left_alone_and_tried_once
     assert judged.metrics["errors"] == 0.0
 
 
+@pytest.mark.parametrize("hedge_after_s", [None, FOREVER_S])
+async def test_requests_that_begin_at_once_are_spread_over_replicas(hedge_after_s):
+    clients = [FakeClient([0.01] * 8), FakeClient([0.01] * 8)]
+    asked = reward(*clients, batch_size=1, concurrency=8, hedge_after_s=hedge_after_s)
+    await asked.judge([row("a")] * 8)
+    assert [len(client.asked) for client in clients] == [4, 4]
+
+
+@pytest.mark.parametrize("hedge_after_s", [None, FOREVER_S])
+async def test_one_request_tries_again_and_the_others_wait_for_it_and_spend_no_try(hedge_after_s):
+    naps = Naps()
+    client = FakeClient([unavailable(), 0.01])
+    asked = reward(
+        client,
+        naps=naps,
+        batch_size=1,
+        concurrency=8,
+        tries=1,
+        breaker_failures=1,
+        hedge_after_s=hedge_after_s,
+    )
+    await asked.judge([row("a")])
+    naps.now += 100.0
+    judging = asyncio.create_task(asked.judge([row("a")] * 8))
+    await asyncio.sleep(0)
+    while not client.in_flight:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert len(client.asked) == 2
+    assert (await judging).rewards == [1.0] * 8
+    assert len(client.asked) == 9
+
+
+async def test_a_cancelled_trial_lets_the_next_request_try():
+    naps = Naps()
+    client = FakeClient([unavailable(), FOREVER_S])
+    asked = reward(client, naps=naps, tries=1, breaker_failures=1)
+    await asked.judge([row("a")])
+    naps.now += 100.0
+    judging = asyncio.create_task(asked.judge([row("a")]))
+    while not client.in_flight:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    judging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await judging
+    assert (await asked.judge([row("a")])).rewards == [1.0]
+
+
 async def test_when_all_are_left_alone_the_reason_names_the_last_failure():
     client = FakeClient([unavailable()] * 50)
     judged = await reward(client, tries=1, breaker_failures=1, batch_size=1, concurrency=1).judge(
