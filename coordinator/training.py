@@ -150,13 +150,15 @@ class TrainingLoop:
         is_last = self.step == self._recipe.run.steps
         if is_last or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
             return
-        with self._phase("paused", f"paused after step {self.step}"):
+        paused = f"paused after step {self.step}"
+        with self._phase("paused", paused):
             self.wishes.is_paused = True
             await self._enter(RunState.PAUSED, coordinator_pb2.RUN_STATE_PAUSED)
             while self.wishes.is_pause_wanted and not self.wishes.is_stop_wanted:
                 await self.wishes.change()
                 if self.wishes.take_checkpoints():
                     await self._save_checkpoint(is_wished=True)
+                    self.activity = paused
             self.wishes.is_paused = False
         if not self.wishes.is_stop_wanted:
             await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)

@@ -117,6 +117,7 @@ async def test_a_paused_run_makes_no_step_and_goes_on_when_resumed(tmp_path: Pat
                     coordinator_pb2.CheckpointRunRequest(run_id=one.run_id, request_id=request_id)
                 )
             await until(lambda: (tmp_path / "checkpoints/step-00000001/COMMITTED").is_file())
+            await until(lambda: one.run._activity == "paused after step 1")
             assert mesh.methods(2) == []
             await one.stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=one.run_id))
             await until(lambda: bool(mesh.methods(2)))
