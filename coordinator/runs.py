@@ -183,8 +183,12 @@ class TrainingRun:
         started = time.monotonic()
         self._git_commit = await git_commit()
         self.directory.mkdir(parents=True, exist_ok=True)
-        resolved = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        write_atomically(self.directory / "config.yaml", resolved)
+        values = self.recipe.model_dump(mode="json")
+        write_atomically(
+            self.directory / "config.yaml",
+            yaml.safe_dump(values, sort_keys=False),
+            is_private=values != without_passwords(values),
+        )
         await enter_run(self._store, self.recipe, self.run_id, self.directory)
         journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
         # A client that drives the services raises the epoch: what is written of the run then

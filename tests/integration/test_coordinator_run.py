@@ -22,7 +22,7 @@ from support.fake_roles import (
 from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
 
 from rolemesh.coordinator.errors import RunAbortedError, RunError
-from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe import Recipe, RedisStoreSpec
 from rolemesh.coordinator.runs import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
@@ -110,6 +110,17 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
 
 def mesh_reward_spec() -> dict[str, Any]:
     return {"type": "arithmetic", "exact": 1.0, "contained": 0.2, "form": 0.1}
+
+
+async def test_a_store_s_password_is_written_where_its_owner_alone_reads_it(tmp_path: Path) -> None:
+    secret = RedisStoreSpec(url="redis://:s3cret@127.0.0.1:1/0")
+    for name, update in (("open", {}), ("closed", {"store": secret})):
+        recipe = fake_recipe(steps=1).model_copy(update=update)
+        async with fake_mesh() as mesh:
+            await make_run(mesh, tmp_path / name, recipe, MemoryStateStore()).execute()
+    assert "s3cret" in (tmp_path / "closed/config.yaml").read_text()
+    assert (tmp_path / "closed/config.yaml").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "open/config.yaml").stat().st_mode & 0o077 != 0
 
 
 async def test_the_journal_has_every_operation_once_and_a_commit_a_step(tmp_path: Path) -> None:
