@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
@@ -136,30 +135,3 @@ def _shown_name(node: Node) -> str:
 
 def _since(began: float, at: float | None) -> float | None:
     return None if at is None else at - began
-
-
-def merge_device_use(
-    looks: Iterable[coordinator_pb2.GetDeviceUseResponse], since: float = -math.inf
-) -> coordinator_pb2.GetDeviceUseResponse:
-    """One series a device, ordered by service, rank and device, of single looks in time.
-
-    Args:
-        looks: Each with one value a device.
-        since: Unix time in seconds; earlier looks are left out.
-    """
-    merged: dict[tuple[str, int, str], coordinator_pb2.DeviceUseSeries] = {}
-    for look in looks:
-        for one in look.devices:
-            if to_seconds(one.times[0]) < since:
-                continue
-            series = merged.setdefault(
-                (one.service, one.rank, one.device),
-                coordinator_pb2.DeviceUseSeries(
-                    service=one.service, rank=one.rank, device=one.device
-                ),
-            )
-            series.times.extend(one.times)
-            series.busy.extend(one.busy)
-            series.memory_bytes.extend(one.memory_bytes)
-            series.memory_total_bytes = one.memory_total_bytes
-    return coordinator_pb2.GetDeviceUseResponse(devices=[merged[key] for key in sorted(merged)])

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from rolemesh.coordinator.api.device_history import DeviceHistory
 from rolemesh.coordinator.futures import Node
 from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, StateStore
 from rolemesh.v1 import coordinator_pb2
@@ -36,6 +37,7 @@ class RunHistory:
         self.alerts: list[coordinator_pb2.Alert] = []
         self.alerts_of = (0, 0)
         """Number of steps and newest graph that the alerts stand on."""
+        self.devices = DeviceHistory(store, run_id)
         self._metrics_id = ""
         self._graphs_id = ""
         # What two callers read at once would count twice.

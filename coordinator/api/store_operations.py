@@ -16,7 +16,6 @@ from rolemesh.coordinator.alerts import RECENT_GRAPHS, alerts_of
 from rolemesh.coordinator.algorithm_specs import EXTERNAL
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
-    merge_device_use,
     to_dataflow,
     to_registered_service,
     to_run,
@@ -264,12 +263,10 @@ class StoreOperations:
         if not math.isfinite(since):
             raise InvalidRequestError(f"since is {since}: give a Unix time in seconds")
         await self._record(run_id)
+        devices = self._histories.of(run_id).devices
         with translated():
-            entries = await self._store.read_entries(
-                run_id, RunStream.DEVICES, limit=RunStream.DEVICES.keep
-            )
-        looks = (coordinator_pb2.GetDeviceUseResponse.FromString(e.payload) for e in entries)
-        return merge_device_use(looks, since)
+            await devices.refresh()
+        return devices.since(since)
 
     async def list_alerts(self, run_id: str) -> coordinator_pb2.ListAlertsResponse:
         """What deserves attention, the most pressing first."""

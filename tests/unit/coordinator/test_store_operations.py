@@ -7,14 +7,17 @@ import json
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_run import append_step, fill_store
 
+from rolemesh.coordinator.api.messages import to_seconds, to_timestamp
 from rolemesh.coordinator.api.operations import Operations
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState, RunStream, StateStore
+from rolemesh.coordinator.state.store import _KEPT as KEPT
+from rolemesh.coordinator.state.store import RunState, RunStream, StateStore, StreamEntry
 from rolemesh.rpc.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -154,6 +157,55 @@ async def test_device_use_is_one_series_a_device(store: StateStore, operations: 
     middle = told.devices[0].times[7]
     later = await operations.get_device_use("made", middle.seconds)
     assert list(later.devices[1].busy) == list(told.devices[1].busy)[7:]
+
+
+def look_at(*seconds: float) -> bytes:
+    devices = [
+        coordinator_pb2.DeviceUseSeries(
+            service=f"service-{rank}", times=[to_timestamp(time)], busy=[0.5], memory_bytes=[rank]
+        )
+        for rank, time in enumerate(seconds)
+    ]
+    return coordinator_pb2.GetDeviceUseResponse(devices=devices).SerializeToString()
+
+
+async def test_device_use_is_read_once_and_forgotten_with_the_store(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = 3
+    monkeypatch.setitem(KEPT, RunStream.DEVICES, keep)
+    operations = StoreOperations(store)
+    read_entries, read = store.read_entries, list[int]()
+
+    async def counted(*arguments: Any, **named: Any) -> list[StreamEntry]:
+        entries = await read_entries(*arguments, **named)
+        read.append(len(entries))
+        return entries
+
+    monkeypatch.setattr(store, "read_entries", counted)
+
+    async def append(*times: float) -> None:
+        await store.append_entry("live", RunStream.DEVICES, look_at(*times))
+
+    async def told(since: float = 0.0) -> dict[str, list[float]]:
+        use = await operations.get_device_use("live", since)
+        return {one.service: [to_seconds(time) for time in one.times] for one in use.devices}
+
+    store._streams.pop(("live", RunStream.DEVICES))  # type: ignore[attr-defined]
+    await append(10.25, 10.5)
+    await append(11.25)
+    assert await told() == {"service-0": [10.25, 11.25], "service-1": [10.5]}
+    await append(12.25)
+    assert await told(11.25) == {"service-0": [11.25, 12.25]}
+    assert await told(13.0) == {}
+    assert read == [2, 1, 0]
+    # What the store drops goes here, too, a device that is gone included.
+    await append(13.25)
+    assert await told() == {"service-0": [11.25, 12.25, 13.25]}
+    # Nobody asked for longer than looks are kept.
+    for time in (14.25, 15.25, 16.25, 17.25):
+        await append(time)
+    assert await told() == {"service-0": [15.25, 16.25, 17.25]}
 
 
 async def test_a_watch_sends_every_event_once_and_ends_with_the_run(operations: Operations) -> None:
