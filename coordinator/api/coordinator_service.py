@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -14,8 +15,10 @@ from rolemesh.coordinator.api.credentials import TokenInterceptor
 from rolemesh.coordinator.api.messages import to_seconds
 from rolemesh.coordinator.api.operations import Operations
 from rolemesh.rpc.channel import SERVER_OPTIONS
-from rolemesh.rpc.errors import InvalidRequestError, RolemeshError, to_status
+from rolemesh.rpc.errors import InternalError, InvalidRequestError, RolemeshError, to_status
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "rolemesh.v1.CoordinatorService"
 
@@ -207,8 +210,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             events = self._operations.watch_run(request.run_id, request.after_event_id)
             async for event in events:
                 yield coordinator_pb2.WatchRunResponse(event=event)
-        except RolemeshError as error:
-            await _refuse(context, error)
+        except Exception as error:
+            await _refuse(context, _described(error))
 
 
 def _check_deadline(context: _Context) -> None:
@@ -229,8 +232,16 @@ async def _answered(context: _Context, work: Callable[[], Awaitable[_Answer]]) -
     try:
         _check_deadline(context)
         return await work()
-    except RolemeshError as error:
-        await _refuse(context, error)
+    except Exception as error:
+        await _refuse(context, _described(error))
+
+
+def _described(error: Exception) -> RolemeshError:
+    """The error of the catalogue; what nobody foresaw is for the log alone, as over REST."""
+    if isinstance(error, RolemeshError):
+        return error
+    logger.error("a call failed", exc_info=error)
+    return InternalError("the coordinator failed; its log says why")
 
 
 async def serve_coordinator(

@@ -13,7 +13,12 @@ from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState, ServiceLease
 from rolemesh.rpc.channel import open_channel
-from rolemesh.rpc.errors import InvalidRequestError, NotFoundError, UnavailableError
+from rolemesh.rpc.errors import (
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 
@@ -53,6 +58,26 @@ async def test_a_run_is_described(
     assert run.state == coordinator_pb2.RUN_STATE_RUNNING
     assert (run.created_at.seconds, run.created_at.nanos) == (2, 500_000_000)
     assert dict(run.metrics) == {"reward/mean": 0.5}
+
+
+async def test_what_nobody_foresaw_is_for_the_log_alone(
+    store: MemoryStateStore,
+    stub: coordinator_pb2_grpc.CoordinatorServiceStub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(run_id: str) -> RunRecord:
+        raise OSError("no space left in /private/place")
+
+    monkeypatch.setattr(store, "get_run", fail)
+    with pytest.raises(InternalError) as told:
+        await stub.GetRun(coordinator_pb2.GetRunRequest(run_id="new"))
+    with pytest.raises(InternalError) as watched:
+        async for _ in stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id="new")):
+            pass
+    for error in (told.value, watched.value):
+        assert (error.reason, "private" in str(error)) == ("INTERNAL", False)
+    assert caplog.text.count("OSError: no space left in /private/place") == 2
 
 
 async def test_runs_are_listed_newest_first(
