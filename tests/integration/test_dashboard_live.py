@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from playwright.sync_api import expect
@@ -19,16 +18,9 @@ START_S = 120.0
 
 def test_a_live_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> None:
     run = CliRun(tiny_recipe(tiny_model(tmp_path / "model"), run__steps=STEPS), tmp_path)
-    log = run.out / "logs" / "coordinator.log"
-
-    def address() -> str:
-        told = log.read_text() if log.exists() else ""
-        found = re.search(r"dashboard and REST: (\S+)", told)
-        return found.group(1) if found else ""
-
     try:
         with open_browser() as browser:
-            run.wait_until(lambda: bool(address()), START_S)
+            run.wait_until(lambda: bool(run.url), START_S)
             page = browser.new_page()
             complaints: list[str] = []
             page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -40,7 +32,7 @@ def test_a_live_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> Non
                     else None
                 ),
             )
-            page.goto(address())
+            page.goto(run.url)
             drawn_after_ms(page)
             # It is read before the run ends, and the coordinator with it.
             expect(page.locator("#state")).to_have_text("running", timeout=START_S * 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -102,6 +103,14 @@ class CliRun:
     @property
     def output(self) -> str:
         return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+    @property
+    def url(self) -> str:
+        """Of its dashboard and REST; empty until it is told."""
+        log = self.out / "logs" / "coordinator.log"
+        told = log.read_text() if log.exists() else ""
+        found = re.search(r"dashboard and REST: (\S+)", told)
+        return found.group(1) if found else ""
 
     def descendants(self) -> list[psutil.Process]:
         """Live processes that the run started, however deep."""
