@@ -27,6 +27,7 @@ from rolemesh.services.reward.outside.base import (
     RewardRefusedError,
     RewardTimeoutError,
     RewardUnavailableError,
+    checked_metrics,
     current_step,
 )
 from rolemesh.services.reward.outside.endpoints import EndpointReward
@@ -186,6 +187,17 @@ async def test_a_cancelled_call_ends(images: dict[str, Path]) -> None:
 def test_a_url_without_a_port_is_refused() -> None:
     with pytest.raises(ValueError, match="give the port too"):
         make_outside_reward("it", GrpcRewardSpec(urls=("grpc://host",)))
+
+
+@pytest.mark.parametrize("rest", ["/get_reward", "?model=a", "#a"])
+def test_a_path_which_would_not_be_sent_is_refused(rest: str) -> None:
+    with pytest.raises(ValueError, match="gRPC knows no path, so give grpc://host:1"):
+        make_outside_reward("it", GrpcRewardSpec(urls=(f"grpc://host:1{rest}",)))
+
+
+def test_metrics_of_which_no_mean_can_be_taken_are_refused() -> None:
+    with pytest.raises(RewardAnswerInvalidError, match="finite metrics"):
+        checked_metrics({"length": 1.7e308}, "it")
 
 
 @pytest.mark.parametrize("form", ["", "raw", "column"])

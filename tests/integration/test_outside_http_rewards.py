@@ -379,6 +379,14 @@ async def test_a_token_is_sent_and_one_that_is_not_set_is_missed(server, monkeyp
         made(server.url, token_variable="REWARD_TOKEN")
 
 
+@pytest.mark.parametrize(
+    "url", ["http://h/\n", "http://xn--/", "http://a..\u00e9/", "http://h\x7f/"]
+)
+def test_a_url_that_leads_nowhere_is_refused_at_once(url):
+    with pytest.raises(ValueError, match="is no URL"):
+        made([url])
+
+
 async def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     assert (await judged(server.url + "/get_reward")).rewards == SCORES

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,36 @@ def test_nobody_there_is_told_with_a_remedy() -> None:
     assert code == 1
     assert list(found) == ["answer"]
     assert "reachable" in found["answer"]["text"]
+
+
+def test_a_model_is_sent_broken_json_where_it_is_asked() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            try:
+                texts = json.loads(body)["inputs"][0]["data"]
+            except ValueError:
+                texts = [""]  # what is broken gets a reward too
+            values = [float(len(text)) for text in texts]
+            output = {"name": "reward", "shape": [len(values)], "data": values}
+            answer = json.dumps({"outputs": [output]}).encode()
+            self.send_response(200 if self.path == "/v2/models/m/infer" else 404)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        code, found = findings(f"{{type: kserve, urls: '{url}', model: m}}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert code == 0
+    assert levels(found)["malformed"] == "warn"
 
 
 def test_a_function_that_cannot_be_imported_is_told() -> None:

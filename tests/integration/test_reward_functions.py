@@ -255,6 +255,20 @@ async def test_what_cannot_be_imported_shows_when_it_is_opened(
     await reward.close()
 
 
+async def test_closing_ends_a_call_in_flight_with_a_reason(tmp_path: Path) -> None:
+    called, file = tmp_path / "called", tmp_path / "slow.py"
+    file.write_text(
+        "import pathlib, time\n"
+        f"def f(completions): pathlib.Path({str(called)!r}).touch(); time.sleep(600)\n"
+    )
+    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f", timeout_s=600))
+    judging = asyncio.create_task(reward.judge(reward_rows("a")))
+    while not called.exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await reward.close()
+    assert "its service ends" in str((await judging).failures[0])
+
+
 async def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("VALUE = 2.5\n")
     # A neighbour shadows nothing.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -232,7 +231,8 @@ def checked_metrics(metrics: Mapping[str, float], endpoint: str) -> dict[str, fl
             endpoint, expected=f"at most {MAX_METRICS} metrics", found=found, remedy="give fewer"
         )
     for name, value in metrics.items():
-        if not _METRIC_NAME.fullmatch(name) or not math.isfinite(value):
+        # Beyond float32 a mean over rows could become infinite.
+        if not _METRIC_NAME.fullmatch(name) or not abs(value) <= MAX_FLOAT32:
             raise RewardAnswerInvalidError(
                 endpoint,
                 expected='finite metrics with names of letters, digits, "_", ".", "-" and "/"',

@@ -36,12 +36,16 @@ class GrpcEndpoint:
         """Connects to nobody yet.
 
         Raises:
-            ValueError: the URL has no port, or the token's variable is not set.
+            ValueError: the URL has no port, or a path, or the token is not there.
         """
         parts = urlsplit(url)
         if parts.port is None:
             raise ValueError(
                 f"urls has {url!r}: give the port too, e.g. {parts.scheme}://host:50051"
+            )
+        if parts.path.strip("/") or parts.query or parts.fragment:
+            raise ValueError(
+                f"urls has {url!r}: gRPC knows no path, so give {parts.scheme}://{parts.netloc}"
             )
         self._address = parts.netloc
         self._is_encrypted = parts.scheme == "grpcs"

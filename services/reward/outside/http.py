@@ -49,8 +49,12 @@ class JsonEndpoint:
             spec: Bounds, and the name of the token's variable.
 
         Raises:
-            ValueError: that environment variable is not set.
+            ValueError: nobody can be reached under that URL, or the token is not there.
         """
+        try:
+            _ = httpx.URL(url).host  # decodes it
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ValueError(f"urls leads to {url!r}, which is no URL ({error})") from error
         self.url = url
         self._max_bytes = spec.max_response_bytes
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}

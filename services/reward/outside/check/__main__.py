@@ -34,7 +34,7 @@ from rolemesh.services.reward.outside.check.samples import CheckInputError
 from rolemesh.services.reward.outside.counts import RequestCounts
 from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.http import JsonEndpoint
-from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.reward.outside.make import make_client, make_outside_reward
 
 EXIT_WRONG = 1
 EXIT_BAD_INPUT = 2
@@ -192,12 +192,14 @@ def _malformed(spec: OutsideRewardSpec) -> Malformed | None:
         return None
 
     async def broken_json() -> object:
-        endpoint = JsonEndpoint(url, spec)
+        client = make_client(url, spec)
+        endpoint = JsonEndpoint(client.endpoint, spec)
         try:
             answer, _ = await endpoint.post(b'{"broken')
             return answer
         finally:
             await endpoint.close()
+            await client.close()
 
     return broken_json
 
@@ -214,6 +216,15 @@ def _rows(given: argparse.Namespace) -> list[RewardRow]:
     return [samples.make_row(given.prompt, given.completion, given.answer)]
 
 
+def _problems(error: ValidationError) -> str:
+    texts = []
+    for problem in error.errors():
+        # The first name of the place is the type, which the source says.
+        field = ".".join(map(str, problem["loc"][1:]))
+        texts.append(f"{field}: {problem['msg']}" if field else problem["msg"])
+    return "; ".join(texts)
+
+
 def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewardSpec]]:
     """The source with a name, once for each replica, so that each shows what it does by itself."""
     try:
@@ -224,7 +235,9 @@ def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewar
             if not isinstance(source, dict):
                 raise
         spec = _SOURCE.validate_python(source)
-    except (ValidationError, ValueError, yaml.YAMLError) as error:
+    except ValidationError as error:
+        raise CheckInputError(f"SOURCE {shown(text)}: {_problems(error)}") from error
+    except (ValueError, yaml.YAMLError) as error:
         raise CheckInputError(f"SOURCE {shown(text)}: {error}") from error
     if not isinstance(spec, OutsideRewardSpec):
         raise CheckInputError(

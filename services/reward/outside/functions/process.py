@@ -226,7 +226,10 @@ class FunctionProcess:
                 "print less, or raise max_output_bytes",
             )
         process = self._process
-        assert process is not None
+        if process is None:  # `end` was called, by whoever stops the service
+            return self._failed(
+                "the end of its process, for its service ends", "start the run anew"
+            )
         has_ended = await _ends_soon(process.pid)
         await self.end()
         code = process.returncode if has_ended else None
