@@ -187,6 +187,8 @@ class Session:
             try:
                 await stack.enter_async_context(self._entered(store))
                 await stack.enter_async_context(self._answering(store))
+                # Here as well, before the doors close: whoever watches hears the end.
+                await stack.enter_async_context(self._ended(store))
             except RunExistsError as error:
                 raise InputError(f"run id: {error}") from error
             except ValueError as error:
@@ -217,8 +219,14 @@ class Session:
 
     @asynccontextmanager
     async def _entered(self, store: StateStore) -> AsyncIterator[None]:
-        """The run is in the store, also while its services start; no failure leaves it open."""
+        """The run is in the store, also while its services start."""
         await enter_run(store, self.recipe, self.run_id, self.directory)
+        async with self._ended(store):
+            yield
+
+    @asynccontextmanager
+    async def _ended(self, store: StateStore) -> AsyncIterator[None]:
+        """No failure of the block leaves the run open."""
         try:
             yield
         except StaleEpochError:

@@ -22,6 +22,8 @@ from rolemesh.coordinator.observer import QuietObserver
 from rolemesh.coordinator.session import InputError, Session
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
+from rolemesh.rpc.channel import open_channel
+from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 
 def make_session(mesh: FakeMesh, directory: Path) -> Session:
@@ -104,3 +106,20 @@ async def test_a_run_whose_services_do_not_start_has_failed(
     state, failure = await last_state(store)
     assert state is RunState.FAILED
     assert "no memory for me" in failure
+
+
+async def test_whoever_watches_a_run_hears_that_its_services_did_not_start(
+    store: MemoryStateStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = "import sys, time; time.sleep(2); sys.exit(3)"
+    session = session_whose_services_run(program, tmp_path, monkeypatch)
+    task = asyncio.create_task(session.execute())
+    place = tmp_path / "coordinator.json"
+    await until(lambda: place.is_file())
+    async with open_channel(json.loads(place.read_text())["address"]) as channel:
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        request = coordinator_pb2.WatchRunRequest(run_id="starting")
+        events = [message.event async for message in stub.WatchRun(request)]
+    assert events[-1].state.state == coordinator_pb2.RUN_STATE_FAILED
+    with pytest.raises(LaunchError):
+        await task
