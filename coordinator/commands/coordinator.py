@@ -134,7 +134,9 @@ async def _serve(
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, end)
+            # Whoever started us may want a signal ignored: nohup, or a shell's background job.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, end)
         await hub.adopt()
         operations = StoreOperations(store, creator=hub)
         async with open_doors(

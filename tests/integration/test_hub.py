@@ -230,3 +230,17 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
     summary = json.loads((tmp_path / "data/runs/going/summary.json").read_text())
     assert summary["state"] == "stopped"
     assert (summary["steps"] >= 1, summary["seed"]) == (True, 77)
+
+
+async def test_a_coordinator_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with coordinator(tmp_path) as hub:
+            hub.process.send_signal(signal.SIGHUP)
+            with pytest.raises(RolemeshError) as missing:
+                await hub.run("absent")
+            assert missing.value.reason == "RUN_NOT_FOUND"
+            hub.process.send_signal(signal.SIGTERM)
+            assert await hub.process.wait() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
