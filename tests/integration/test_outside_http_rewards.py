@@ -15,6 +15,7 @@ from rolemesh.services.reward.outside.base import (
     RewardTimeoutError,
     RewardUnavailableError,
 )
+from rolemesh.services.reward.outside.judge import score_in
 from rolemesh.services.reward.outside.make import make_outside_reward
 
 ROWS = [row("abc", answer="3"), row("aab", answer=""), row("", prompt="q")]
@@ -321,6 +322,13 @@ async def test_a_broken_connection_is_a_failure(behave, error_class):
     async with raw_server(behave) as url:
         found = await judged(url, tries=1, timeout_s=0.5)
     assert isinstance(found.failures[0], error_class)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ["```" + " " * 10**6 + "x", "a ```json" + "\n" * 10**6 + "b"])
+def test_an_answer_of_spaces_is_read_at_once(text):
+    # Its time grows with the length; were it the cube, this would not end in years.
+    assert score_in(text) is None
 
 
 def says(status_line, *headers, body=b'{"rewards": [2.0]}'):

@@ -21,7 +21,8 @@ from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
 CHAT_PATH = "/chat/completions"
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
-_FENCE = re.compile(r"```(?:json)?\s*(?P<inside>.*?)\s*```", re.DOTALL)
+# Spaces inside are stripped later: named here too, many of them would be tried in every division.
+_FENCE = re.compile(r"```(?:json)?(?P<inside>.*?)```", re.DOTALL)
 _NUMBER = re.compile(r"(?:score\s*[:=]\s*)?(?P<score>-?\d{1,12}(?:\.\d{1,12})?)", re.IGNORECASE)
 
 _LARGEST = 1e12
@@ -108,7 +109,7 @@ def filled(rubric: str, row: RewardRow) -> str:
 def score_in(text: str) -> float | None:
     """The score that a model's answer states; None where it states none, or more than one."""
     text = text.strip()
-    fenced = _FENCE.findall(text)
+    fenced = [inside.strip() for inside in _FENCE.findall(text)]
     candidates = [text, *(fenced if len(fenced) == 1 else ()), text.rsplit("\n", 1)[-1].strip()]
     for candidate in candidates:
         score = _score_of_json(candidate)
