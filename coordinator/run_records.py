@@ -101,13 +101,14 @@ async def end_abandoned(store: StateStore, run_id: str, error: BaseException) ->
     record = await store.get_run(run_id)
     if record.state.is_final:
         return
-    is_wish = isinstance(error, RunAbortedError | asyncio.CancelledError)
+    is_cancelled = isinstance(error, asyncio.CancelledError)
+    reason = "ended before it had begun" if is_cancelled else str(error) or type(error).__name__
     epoch = await store.next_epoch(run_id)
     await end_run(
         store,
         run_id,
-        RunState.STOPPED if is_wish else RunState.FAILED,
-        str(error) or type(error).__name__,
+        RunState.STOPPED if is_cancelled or isinstance(error, RunAbortedError) else RunState.FAILED,
+        reason,
         EventLog(store, run_id, epoch),
         epoch,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +21,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.errors import RunAbortedError
 from rolemesh.coordinator.launch import LaunchError, ServiceCommand
 from rolemesh.coordinator.observer import QuietObserver
-from rolemesh.coordinator.session import InputError, Session
+from rolemesh.coordinator.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.channel import open_channel
@@ -123,3 +125,15 @@ async def test_whoever_watches_a_run_hears_that_its_services_did_not_start(
     assert events[-1].state.state == coordinator_pb2.RUN_STATE_FAILED
     with pytest.raises(LaunchError):
         await task
+
+
+async def test_a_run_that_a_signal_ends_while_its_services_start_says_so(
+    store: MemoryStateStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = session_whose_services_run("import time; time.sleep(300)", tmp_path, monkeypatch)
+    task = asyncio.create_task(session.execute())
+    await until(lambda: (tmp_path / "coordinator.json").is_file())
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(InterruptedEarlyError):
+        await task
+    assert await last_state(store) == (RunState.STOPPED, "ended before it had begun")
