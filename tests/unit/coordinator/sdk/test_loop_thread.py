@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -85,4 +88,72 @@ def test_items_are_pulled_one_by_one_and_leaving_early_closes_the_generator() ->
     items.close()  # type: ignore[attr-defined]
     assert closed.is_set()
     assert list(loop.iterate(count())) == list(range(100))
+    loop.close()
+
+
+async def ticks() -> AsyncIterator[int]:
+    try:
+        yield 0
+        await asyncio.Event().wait()
+    finally:
+        for _ in range(3):  # its end takes some turns of the loop, like that of a call
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("round_", range(5))
+def test_closing_ends_those_who_iterate_in_other_threads(round_: int) -> None:
+    loop, errors = LoopThread(), []
+
+    def follow(items: Iterator[int]) -> None:
+        try:
+            list(items)
+        except CallCancelledError as error:
+            errors.append(error)
+
+    iterators = [loop.iterate(ticks()) for _ in range(8)]
+    assert [next(items) for items in iterators] == [0] * 8
+    following = [threading.Thread(target=follow, args=(items,), daemon=True) for items in iterators]
+    for thread in following:
+        thread.start()
+    loop.close()
+    for thread in following:
+        thread.join(END_S)
+    assert len(errors) == 8
+
+
+def test_an_interrupt_of_an_iteration_comes_as_it_is() -> None:
+    loop = LoopThread()
+    items = loop.iterate(ticks())
+    assert next(items) == 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(items)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+
+
+def test_an_iterator_that_the_loop_itself_collects_as_garbage_does_not_stop_it() -> None:
+    loop, collected = LoopThread(), threading.Event()
+
+    async def collect() -> None:
+        gc.collect()
+        collected.set()
+
+    items = loop.iterate(ticks())
+    assert next(items) == 0
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        cycle: list[object] = [items]
+        cycle.append(cycle)
+        del items, cycle
+        threading.Thread(target=loop.run, args=(collect(),), daemon=True).start()
+        assert collected.wait(END_S)
+    finally:
+        if was_enabled:
+            gc.enable()
     loop.close()
