@@ -14,7 +14,7 @@ from typing import Any
 
 import tenacity
 
-from rolemesh.engine.specs import EndpointRewardSpec
+from rolemesh.engine.specs import EndpointRewardSpec, FailSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
@@ -121,11 +121,16 @@ class EndpointReward(OutsideReward):
         asked = self._unknown(rows, keys, rewards, counts)
 
         async def one(batch: Sequence[int]) -> None:
-            try:
-                found = await self._with_tries([rows[index] for index in batch], counts)
-            except OutsideRewardError as error:
-                failures.update(dict.fromkeys(batch, error))
-                return
+            async with self._place(counts):
+                if failures and isinstance(self._spec.on_failure, FailSpec):
+                    # The step has failed: further tries, maybe an hour of them, would change nothing.
+                    failures.update(dict.fromkeys(batch, next(iter(failures.values()))))
+                    return
+                try:
+                    found = await self._with_tries([rows[index] for index in batch], counts)
+                except OutsideRewardError as error:
+                    failures.update(dict.fromkeys(batch, error))
+                    return
             for place, index in enumerate(batch):
                 if place in found.failures:
                     failures[index] = found.failures[place]
@@ -177,36 +182,36 @@ class EndpointReward(OutsideReward):
 
     async def _with_tries(self, rows: Sequence[RewardRow], counts: RequestCounts) -> Judgement:
         """One request, sent until it is answered or must not be sent again."""
-        counts.enter_queue()
-        async with self._queue_place(counts):
-            loop = asyncio.get_running_loop()
-            ends_at = loop.time() + self._spec.deadline_s
-            tries = tenacity.AsyncRetrying(
-                retry=tenacity.retry_if_exception(_may_pass),
-                stop=tenacity.stop_after_attempt(self._spec.tries)
-                | tenacity.stop_before_delay(self._spec.deadline_s),
-                wait=_wait,
-                sleep=self._sleep,
-                reraise=True,
-            )
-            failed: _Replica | None = None
-            async for attempt in tries:
-                with attempt:
-                    await self._trials(ends_at - loop.time())
-                    # Whoever fails at once is the least busy: the next try goes elsewhere.
-                    replica = self._least_busy(but=failed)
-                    if attempt.retry_state.attempt_number > 1:
-                        counts.retries += 1
-                    left_s = ends_at - loop.time()
-                    try:
-                        judgement = await self._hedged(replica, rows, left_s, counts)
-                    except OutsideRewardError:
-                        failed = replica
-                        raise
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self._spec.deadline_s
+        tries = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            stop=tenacity.stop_after_attempt(self._spec.tries)
+            | tenacity.stop_before_delay(self._spec.deadline_s),
+            wait=_wait,
+            sleep=self._sleep,
+            reraise=True,
+        )
+        failed: _Replica | None = None
+        async for attempt in tries:
+            with attempt:
+                await self._trials(ends_at - loop.time())
+                # Whoever fails at once is the least busy: the next try goes elsewhere.
+                replica = self._least_busy(but=failed)
+                if attempt.retry_state.attempt_number > 1:
+                    counts.retries += 1
+                left_s = ends_at - loop.time()
+                try:
+                    judgement = await self._hedged(replica, rows, left_s, counts)
+                except OutsideRewardError:
+                    failed = replica
+                    raise
         return judgement
 
     @contextlib.asynccontextmanager
-    async def _queue_place(self, counts: RequestCounts) -> AsyncIterator[None]:
+    async def _place(self, counts: RequestCounts) -> AsyncIterator[None]:
+        """Waits until one more request may be in flight."""
+        counts.enter_queue()
         try:
             await self._places.acquire()
         finally:

@@ -212,11 +212,21 @@ async def test_a_cancelled_trial_lets_the_next_request_try():
     assert (await asked.judge([row("a")])).rewards == [1.0]
 
 
+@pytest.mark.parametrize(("policy", "num_asked"), [("fail", 2), ("drop_group", 9)])
+async def test_a_failure_that_ends_the_step_ends_the_asking(policy, num_asked):
+    client = FakeClient([lie()] * 2)
+    asked = reward(client, batch_size=1, concurrency=2, on_failure={"type": policy})
+    judged = await asked.judge([row("a")] * 9)
+    assert len(client.asked) == num_asked
+    assert len(judged.failures) == (9 if policy == "fail" else 2)
+
+
 async def test_when_all_are_left_alone_the_reason_names_the_last_failure():
     client = FakeClient([unavailable()] * 50)
-    judged = await reward(client, tries=1, breaker_failures=1, batch_size=1, concurrency=1).judge(
-        [row("a"), row("b")]
-    )
+    policy = {"type": "drop_group"}
+    judged = await reward(
+        client, tries=1, breaker_failures=1, batch_size=1, concurrency=1, on_failure=policy
+    ).judge([row("a"), row("b")])
     assert len(client.asked) == 1
     assert "not asked" in str(judged.failures[1])
     assert "status 503" in str(judged.failures[1])
