@@ -12,7 +12,7 @@ from rolemesh.coordinator.recipe import EmbeddedStoreSpec, RedisStoreSpec, Store
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.store import StateStore, masked_url
+from rolemesh.coordinator.state.store import StateStore, StoreRefusedError, masked_url
 
 
 @asynccontextmanager
@@ -44,12 +44,13 @@ async def _redis(url: str) -> AsyncIterator[RedisStateStore]:
     try:
         try:
             await store.ping()
-        except (RedisError, TypeError) as error:
+        except (StoreRefusedError, RedisError, TypeError) as refused:
+            error = refused.__cause__ or refused
             # TypeError: a parameter of the URL that the client does not know.
             raise ValueError(
                 f"store.url is {masked_url(url)!r}, which cannot be used "
                 f"({type(error).__name__}: {error}): correct number and parameters"
-            ) from error
+            ) from refused
         yield store
     finally:
         await store.close()

@@ -7,6 +7,7 @@ checked by the server that writes, so a coordinator that lost its run cannot wri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -36,6 +37,7 @@ from rolemesh.coordinator.state.store import (
     ServiceLease,
     StaleEpochError,
     StateStore,
+    StoreRefusedError,
     StoreUnavailableError,
     StreamEntry,
     check_run_changes,
@@ -119,6 +121,8 @@ class RedisStateStore(StateStore):
             yield
         except (RedisConnectionError, TimeoutError, OSError) as error:
             raise StoreUnavailableError(self.url, error) from error
+        except ResponseError as error:
+            raise StoreRefusedError(self.url, error) from error
 
     async def _command(self, *arguments: Any) -> Any:
         return await self._finished(self._client.execute_command(*arguments))  # type: ignore[no-untyped-call]
@@ -204,7 +208,12 @@ class RedisStateStore(StateStore):
     async def list_runs(self, limit: int = 100) -> list[RunRecord]:
         """Newest first."""
         run_ids = await self._command("ZREVRANGE", f"{_PREFIX}:runs", 0, limit - 1)
-        return [await self.get_run(run_id.decode()) for run_id in run_ids]
+        records = []
+        for run_id in run_ids:
+            # One that somebody removed must not hide the others.
+            with contextlib.suppress(RunNotFoundError):
+                records.append(await self.get_run(run_id.decode()))
+        return records
 
     async def update_run(self, run_id: str, *, epoch: int | None = None, **changes: Any) -> None:
         """Changes fields of a run."""
@@ -328,7 +337,7 @@ class RedisStateStore(StateStore):
     async def _ensure_group(self, queue: str) -> None:
         try:
             await self._command("XGROUP", "CREATE", self._queue(queue), _GROUP, "0", "MKSTREAM")
-        except ResponseError as error:
+        except StoreRefusedError as error:
             if "BUSYGROUP" not in str(error):
                 raise
 

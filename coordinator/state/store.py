@@ -46,6 +46,18 @@ class StoreUnavailableError(StateStoreError):
         )
 
 
+class StoreRefusedError(StoreUnavailableError):
+    """The store answers, and refuses: it has no memory or disk left, or may only be read."""
+
+    def __init__(self, url: str, cause: BaseException) -> None:
+        self.url = masked_url(url)
+        StateStoreError.__init__(
+            self,
+            f"the store at {self.url} refuses a command ({type(cause).__name__}: {cause}): see to "
+            "its memory, its disk and what this user may do there",
+        )
+
+
 class RunNotFoundError(StateStoreError):
     """No run of that id is in the store."""
 

@@ -404,3 +404,19 @@ async def test_an_unreachable_store_is_told_without_its_password(tmp_path: Path)
     assert "redis://***@127.0.0.1:1/0" in str(refused.value)
     # The coordinator's own service hands it on as metadata.
     assert refused.value.url == "redis://***@127.0.0.1:1/0"
+
+
+async def test_a_store_without_memory_refuses_as_a_store_and_keeps_the_rest(tmp_path: Path) -> None:
+    async with EmbeddedValkey(tmp_path / "store") as server:
+        store = RedisStateStore(server.url)
+        for run_id in ("removed", "kept"):
+            await store.create_run(record(run_id))
+        await store._command("DEL", "rolemesh:{removed}:run")
+        assert [run.run_id for run in await store.list_runs()] == ["kept"]
+        await store._command("CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(StoreUnavailableError, match=r"refuses a command \(OutOfMemoryError"):
+            await store.append_metrics("kept", {"loss": 1.0})
+        with pytest.raises(StoreUnavailableError, match=r"refuses a command \(OutOfMemoryError"):
+            await store.append_entry("kept", RunStream.EVENTS, b"x")
+        assert (await store.get_run("kept")).run_id == "kept"
+        await store.close()
