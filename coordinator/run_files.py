@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from rich.console import Console
@@ -186,7 +186,9 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
     """A table of runs, and what each service of a running one does."""
     table = Table()
     for heading in ("run", "state", "step", "reward", "changed"):
-        table.add_column(heading, justify="right" if heading in ("step", "reward") else "left")
+        justify: Literal["left", "right"] = "right" if heading in ("step", "reward") else "left"
+        # A folder that is cut off could not be given to other commands.
+        table.add_column(heading, justify=justify, overflow="fold")
     for one in known:
         reward = one.metrics.get("reward/mean")
         table.add_row(
@@ -199,7 +201,7 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
     console.print(table)
     for one in known:
         for role, doing in sorted(one.services.items()):
-            console.print(Text(f"{one.directory}  {role:<12}{doing}"))
+            console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)
         if one.failure:
             console.print(Text(f"{one.directory}  {one.failure}", style="red"), soft_wrap=True)
 

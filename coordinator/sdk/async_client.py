@@ -67,10 +67,14 @@ class AsyncClient:
             retry: How calls are repeated; None: within 60 s.
 
         Raises:
-            ValueError: The address is not "host:port", or a number is out of range.
+            ValueError: The address is not "host:port", the token cannot be one, or a number is out
+                of range.
         """
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"deadline_s is {deadline_s}: give seconds > 0")
+        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+            # gRPC refuses such a header with an error of its own. The text must not show the token.
+            raise ValueError("token has blanks, line ends or other letters than ASCII: strip() it")
         self.address = address
         self._deadline_s = deadline_s
         self._retry = RetryPolicy() if retry is None else retry
@@ -113,7 +117,10 @@ class AsyncClient:
 
         Raises:
             OSError: The file cannot be read.
+            ValueError: The text is the name of a file.
         """
+        if isinstance(recipe, str) and recipe.endswith((".yaml", ".yml", ".json")):
+            raise ValueError(f"recipe is the text {recipe!r}: give Path(...) for a file")
         if isinstance(recipe, Path):
             text = await asyncio.to_thread(recipe.read_text)
         else:

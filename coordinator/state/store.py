@@ -63,7 +63,10 @@ class RunNotFoundError(StateStoreError):
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        super().__init__(f"no run {run_id!r} in this store: `rolemesh status` lists the runs")
+        super().__init__(
+            f"no run {run_id!r} in this store: list_runs of the SDK, or GET /api/v1/runs, says "
+            "which there are"
+        )
 
 
 class RunExistsError(StateStoreError):

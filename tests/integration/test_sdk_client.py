@@ -404,6 +404,18 @@ async def test_the_synchronous_client_does_the_same_in_a_thread(
     assert not [thread for thread in threading.enumerate() if thread.name == "rolemesh-sdk"]
 
 
+@pytest.mark.parametrize("token", ["s3cret\n", "s3 cret", "gehe\u00edm"])
+async def test_a_token_that_no_header_can_hold_is_refused_unshown(token: str) -> None:
+    with pytest.raises(ValueError, match="strip") as refused:
+        AsyncClient("127.0.0.1:50050", token=token)
+    assert token.strip() not in str(refused.value)
+
+
+async def test_a_path_given_as_text_is_no_recipe(client: AsyncClient) -> None:
+    with pytest.raises(ValueError, match="Path"):
+        await client.create_run("recipes/quickstart-ppo.yaml")
+
+
 async def test_the_token_is_shown_where_the_coordinator_asks_for_one(
     store: MemoryStateStore,
 ) -> None:

@@ -152,8 +152,10 @@ def open_channel(
         ValueError: the address is not "host:port".
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"address is {address!r}: give host:port, e.g. 127.0.0.1:50051")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"address is {address!r}: give host:port without a scheme, e.g. 127.0.0.1:50051"
+        )
     options: list[tuple[str, Any]] = [*CLIENT_OPTIONS]
     if retries:
         options.append(("grpc.service_config", _service_config()))

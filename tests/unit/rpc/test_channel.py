@@ -53,7 +53,9 @@ def test_only_idempotent_methods_are_retried_and_only_when_unavailable() -> None
     assert config["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", "host:0", "host:70000", ":50051", "h:x"])
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", "host:0", "host:70000", ":50051", "h:x", "http://host:50051"]
+)
 def test_an_address_of_another_form_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="give host:port"):
         open_channel(address)
