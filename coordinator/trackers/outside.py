@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ QUEUE_STEPS = 1_000
 
 _TERMINATE_GRACE_S = 1.0
 """Between SIGTERM and SIGKILL to a tracker that does not end."""
+
+_USER_AND_PASSWORD = re.compile(r"//[^\s/]*@")
+"""Of a URL in what a package says: events are shown to everybody who may see the run."""
 
 
 class OutsideTracker:
@@ -134,8 +140,9 @@ class OutsideTracker:
                 await pipe.drain()
             pipe.close()
         except ConnectionError:
-            # The process has ended; the reader says why.
-            return
+            # The process has ended; the reader says why. A full queue would hold up the run's end.
+            while await self._lines.get() is not None:
+                continue
 
     async def _read(self) -> None:
         """Counts what was kept, until the process ends."""
@@ -155,7 +162,8 @@ class OutsideTracker:
         if not self._has_problem:
             self._has_problem = True
             self._on_event(
-                f"tracker {self._name} failed, and the run goes on: {text}; its log is {self._log}"
+                f"tracker {self._name} failed, and the run goes on: "
+                f"{_USER_AND_PASSWORD.sub('//***@', text)}; its log is {self._log}"
             )
 
 
@@ -164,14 +172,17 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process that has not ended by itself, with those that it has started."""
     if process.returncode is not None:
         return
-    process.terminate()
-    try:
+    # It leads a group of its own, which has that number for as long as one of them lives.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), _TERMINATE_GRACE_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 def outside_trackers(

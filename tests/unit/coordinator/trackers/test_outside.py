@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rolemesh.coordinator.trackers.outside import (
@@ -22,7 +24,7 @@ LONG_S = 60.0
 """Nothing of a test may take that long: a hang."""
 
 KEEPER = '''
-import json, os, pathlib, time
+import json, os, pathlib, subprocess, time
 
 class Keeper:
     """Writes down what it is told; misbehaves as its options ask."""
@@ -55,8 +57,22 @@ class Keeper:
 
 class Broken:
     def start(self, run, config):
-        raise ConnectionError("nobody is there")
+        raise ConnectionError("nobody is there: http://me:secret@host/api")
     log = finish = start
+
+class Starter:
+    """Starts a process, as some packages do, and hangs."""
+
+    def start(self, run, config):
+        self.started = subprocess.Popen(["sleep", "600"])
+        with open(os.path.join(run.directory, "started"), "w") as file:
+            file.write(str(self.started.pid))
+
+    def log(self, step, scalars):
+        time.sleep(600)
+
+    def finish(self, state):
+        pass
 '''
 
 
@@ -116,7 +132,7 @@ async def test_a_tracker_that_cannot_start_loses_all_steps(tmp_path: Path) -> No
     await tracked.start()
     tracked.tracker.log(1, {})
     await tracked.tracker.finish("succeeded", LONG_S)
-    assert "ConnectionError: nobody is there" in tracked.events[0]
+    assert "ConnectionError: nobody is there: http://***@host/api;" in tracked.events[0]
     assert tracked.events[1:] == ["tracker custom lost 1 of 1 steps"]
 
 
@@ -128,6 +144,44 @@ async def test_a_tracker_that_dies_is_noted(tmp_path: Path) -> None:
     await tracked.tracker.finish("succeeded", LONG_S)
     assert "its process ended with exit code 9" in tracked.events[0]
     assert tracked.events[1:] == ["tracker custom lost 3 of 5 steps"]
+
+
+async def test_a_tracker_that_died_long_before_the_end_does_not_hold_it_up(tmp_path: Path) -> None:
+    tracked = Tracked(tmp_path, "Broken")
+    await tracked.start()
+    assert tracked.tracker._process is not None
+    await tracked.tracker._process.wait()
+    for step in range(QUEUE_STEPS + 2):
+        tracked.tracker.log(step, {})
+        await asyncio.sleep(0)
+    async with asyncio.timeout(LONG_S / 2):
+        await tracked.tracker.finish("succeeded", LONG_S)
+    assert "nobody is there" in tracked.events[0]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while True:
+        if is_so():
+            return
+        await asyncio.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_what_a_hanging_tracker_has_started_ends_with_it(tmp_path: Path) -> None:
+    tracked = Tracked(tmp_path, "Starter")
+    await tracked.start()
+    tracked.tracker.log(1, {})
+    note = tmp_path / "started"
+    async with asyncio.timeout(LONG_S):
+        await until(lambda: note.exists() and note.read_text() != "")
+        await tracked.tracker.finish("succeeded", 0.2)
+        await until(lambda: not is_running(int(note.read_text())))
 
 
 async def test_steps_beyond_the_queue_of_a_slow_tracker_are_dropped_without_waiting(
