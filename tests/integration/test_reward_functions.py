@@ -18,7 +18,7 @@ import psutil
 import pytest
 from support.outside_rows import reward_row, reward_rows
 
-from rolemesh.engine.specs import PythonRewardSpec
+from rolemesh.engine.specs import DropGroupSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideRewardError,
@@ -199,7 +199,7 @@ async def test_processes_that_a_function_started_end_with_its_worker(tmp_path: P
 
 
 async def test_one_bad_batch_leaves_the_others_alone() -> None:
-    async with hostile(batch_size=1) as reward:
+    async with hostile(batch_size=1, on_failure=DropGroupSpec()) as reward:
         judgement = await reward.judge(reward_rows("fine", "os_exit", "fine"))
     assert judgement.rewards == [1.0, None, 1.0]
     assert list(judgement.failures) == [1]
@@ -253,6 +253,24 @@ async def test_what_cannot_be_imported_shows_when_it_is_opened(
     with pytest.raises(OutsideRewardError, match=found):
         await reward.open()
     await reward.close()
+
+
+@pytest.mark.parametrize(("policy", "num_calls"), [("fail", 1), ("drop_group", 3)])
+async def test_a_failure_that_ends_the_step_ends_the_calls(
+    tmp_path: Path, policy: str, num_calls: int
+) -> None:
+    log, file = tmp_path / "log", tmp_path / "broken.py"
+    file.write_text(
+        f"def f(completions):\n  open({str(log)!r}, 'a').write('called ')\n  raise KeyError\n"
+    )
+    spec = PythonRewardSpec.model_validate(
+        {"function": f"{file}:f", "batch_size": 1, "on_failure": {"type": policy}}
+    )
+    reward = FunctionReward("it", spec)
+    judged = await reward.judge(reward_rows("a", "b", "c"))
+    await reward.close()
+    assert len(judged.failures) == 3
+    assert log.read_text().split() == ["called"] * num_calls
 
 
 async def test_closing_ends_a_call_in_flight_with_a_reason(tmp_path: Path) -> None:

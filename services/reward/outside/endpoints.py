@@ -123,7 +123,7 @@ class EndpointReward(OutsideReward):
         async def one(batch: Sequence[int]) -> None:
             async with self._place(counts):
                 if failures and isinstance(self._spec.on_failure, FailSpec):
-                    # The step has failed: further tries, maybe an hour of them, would change nothing.
+                    # The step has failed: an hour of further tries would change nothing.
                     failures.update(dict.fromkeys(batch, next(iter(failures.values()))))
                     return
                 try:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rolemesh.engine.specs import PythonRewardSpec
+from rolemesh.engine.specs import FailSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
@@ -70,7 +70,10 @@ class FunctionReward(OutsideReward):
         sums: dict[str, float] = {}
         size = self._spec.batch_size
         batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        found = await asyncio.gather(*(self._judge_batch(batch, counts) for batch in batches))
+        failed: list[OutsideRewardError] = []
+        found = await asyncio.gather(
+            *(self._judge_batch(batch, counts, failed) for batch in batches)
+        )
         for batch, judgement in zip(batches, found, strict=True):
             if isinstance(judgement, OutsideRewardError):
                 failures.update(
@@ -90,7 +93,7 @@ class FunctionReward(OutsideReward):
             await self._all.pop().end()
 
     async def _judge_batch(
-        self, rows: Sequence[RewardRow], counts: RequestCounts
+        self, rows: Sequence[RewardRow], counts: RequestCounts, failed: list[OutsideRewardError]
     ) -> Judgement | OutsideRewardError:
         counts.enter_queue()
         try:
@@ -99,6 +102,9 @@ class FunctionReward(OutsideReward):
             counts.waiting -= 1
         started, outcome = time.monotonic(), "cancelled"
         try:
+            if failed and isinstance(self._spec.on_failure, FailSpec):
+                # The step has failed: further calls would change nothing.
+                return failed[0]
             judgement = await self._call(rows)
             outcome = "ok"
             counts.seconds.append(time.monotonic() - started)
@@ -106,6 +112,7 @@ class FunctionReward(OutsideReward):
         except OutsideRewardError as error:
             outcome = type(error).__name__
             counts.errors += 1
+            failed.append(error)
             return error
         finally:
             self._places.release()
