@@ -144,10 +144,11 @@ async function choose(id, comparedIds = []) {
   header.choose(page.runs, id, comparedIds);
   const first = page.runs.find((run) => run.run_id === id);
   if (first) show(first);
+  // What cannot be read now is read again later, and must not keep the page from watching the run.
   await Promise.all([
-    refreshMetrics(), refreshFlow(), refreshServices(), refreshDevices(), refreshSamples(), refreshAlerts(),
-    logs.setRun(id), compare(comparedIds),
-  ]);
+    refreshMetrics, refreshFlow, refreshServices, refreshDevices, refreshSamples, refreshAlerts,
+    () => logs.setRun(id), () => compare(comparedIds),
+  ].map(attempt));
   if (page.chosen !== id) return;
   // Two frames: the first one draws what was asked for in this one.
   requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("rolemesh:drawn", { detail: id })));

@@ -330,6 +330,19 @@ def test_a_cut_is_shown_and_no_step_is_missed(opened: Any, server: PageServer) -
     assert shown["mean"] == [record["reward/mean"] for record in records]
 
 
+def test_a_read_that_fails_when_a_run_is_opened_does_not_keep_the_page_from_watching_it(
+    browser: Browser, server: PageServer
+) -> None:
+    page = browser.new_context().new_page()
+    problem = {"title": "Unavailable", "detail": "the store is away", "reason": "STORE_AWAY"}
+    page.route("**/alerts", lambda route: route.fulfill(status=503, json=problem))
+    page.goto(f"{server.url}?run=live")
+    expect(page.locator("#live")).to_have_text("live")
+    made = server.make_step("live")
+    wait_for(lambda: plotted(page, "Reward")[""][-1] == made, "the new step is plotted")
+    page.context.close()
+
+
 def test_a_page_that_was_away_for_longer_than_events_are_kept_begins_anew(
     opened: Any, server: PageServer
 ) -> None:
