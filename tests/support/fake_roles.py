@@ -147,6 +147,8 @@ class FakeRole(FakeSampling, FakeTraining, FakeCore):
     async def Initialize(self, request: Any, context: Any) -> AsyncIterator[Any]:
         def work() -> Message:
             self.run_id = request.key.run_id
+            # A run begins with the model of its spec, whatever the one before made of it.
+            self.policy_version, self.weight = 0, 0.0
             self.spec = json_format.MessageToDict(request.spec)
             return worker_pb2.InitializeResult(
                 num_parameters=1, facts={"data.held_out_prompts": str(self.mesh.num_held_out)}
