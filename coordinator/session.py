@@ -269,8 +269,8 @@ class Session:
         ) as doors:
             facts = {"address": doors.address, "pid": os.getpid(), "run_id": self.run_id}
             write_atomically(place, json.dumps({**facts, "url": doors.url}) + "\n")
-            if doors.url is not None:
-                self._observer.on_event(f"dashboard and REST: {doors.url}")
+            web = "" if doors.url is None else f"dashboard and REST: {doors.url} - "
+            self._observer.on_event(f"{web}gRPC: {doors.address}")
             try:
                 yield
             finally:

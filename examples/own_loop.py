@@ -1,8 +1,9 @@
 """A training loop of one's own: services sample and train, prompts and rewards are this program's.
 
-Usage, with a run of a recipe whose algorithm is {type: external}:
+Usage, with a run whose recipe has the algorithm {type: external}, like own.yaml of docs/sdk.md:
 
-    python examples/own_loop.py 127.0.0.1:50050 my-run
+    rolemesh train own.yaml --run-id my-run --set api.grpc_port=50055   # in another terminal
+    python examples/own_loop.py 127.0.0.1:50055 my-run                  # once "actor is ready"
 
 The policy learns to write letters of the first half of the alphabet. Needs no torch here.
 """

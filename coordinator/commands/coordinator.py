@@ -145,7 +145,8 @@ async def _serve(
             facts = {"address": doors.address, "url": doors.url, "pid": os.getpid()}
             place = directory / PLACE_FILE
             write_atomically(place, json.dumps(facts) + "\n")
-            _say(f"runs in {directory / 'runs'}; gRPC {doors.address}; {doors.url}", facts, as_json)
+            web = f"dashboard and REST: {doors.url} - gRPC: {doors.address}"
+            _say(f"{web} - runs in {directory / 'runs'}", facts, as_json)
             try:
                 await ending.wait()
                 # Its runs are told of, and can be watched, until they have ended.

@@ -119,12 +119,12 @@ class AsyncClient:
             OSError: The file cannot be read.
             ValueError: The text is the name of a file.
         """
-        if isinstance(recipe, str) and recipe.endswith((".yaml", ".yml", ".json")):
-            raise ValueError(f"recipe is the text {recipe!r}: give Path(...) for a file")
         if isinstance(recipe, Path):
             text = await asyncio.to_thread(recipe.read_text)
         else:
             text = recipe if isinstance(recipe, str) else json.dumps(recipe)
+        if text.endswith((".yaml", ".yml", ".json")):
+            raise ValueError(f"recipe is the text {text!r}: give Path(...) for a file")
         request = pb.CreateRunRequest(
             run_id=f"run-{uuid.uuid4().hex[:12]}" if run_id is None else run_id,
             recipe=text,
