@@ -180,7 +180,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 )
             share, columns = await self._share(request.experience, call)
             batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
-            judged = await self._judged(batch, call, counts=share.counts)
+            ids = batch["prompt_ids"].values if judge.may_drop else None
+            judged = await self._judged(batch, ids, call, counts=share.counts)
             if judged is None:
                 return experience_pb2.ExperienceResult(
                     experience=self._runtime.publish(request.key, batch, share=share),
@@ -219,10 +220,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             mesh, judge = self._runtime.mesh, self._role.judge
             batch = _experience_of(request.trajectories)
             # Ranks agree, and a classifier's scores come out of its last stage: one rank speaks.
-            if not (mesh.pp.is_last and mesh.tp.index == 0 and mesh.dp.index == 0):
-                await judge.take_part(batch, call)
+            speaks = mesh.pp.is_last and mesh.tp.index == 0 and mesh.dp.index == 0
+            judged = await self._judged(batch, None, call, counts=speaks)
+            if judged is None:
                 return reward_pb2.Rewards()
-            judged = await judge.judge(batch, call, None)
             rewards = judged.rewards_B
             return reward_pb2.Rewards(
                 rewards=rewards.tolist(),
@@ -252,7 +253,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         async for response in stream:
             yield response
 
-    async def _judged(self, batch: Experience, call: Call, *, counts: bool) -> Judged | None:
+    async def _judged(
+        self, batch: Experience, prompt_ids: torch.Tensor | None, call: Call, *, counts: bool
+    ) -> Judged | None:
         """This rank's rows judged; None where another rank's judgement of them counts.
 
         Raises:
@@ -262,8 +265,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         judged, failure = None, None
         try:
             if counts:
-                ids = batch["prompt_ids"].values if judge.may_drop else None
-                judged = await judge.judge(batch, call, ids)
+                judged = await judge.judge(batch, call, prompt_ids)
             else:
                 await judge.take_part(batch, call)
         except (OutsideRewardError, RewardInvalidError) as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from support.learning_runs import service_processes
 from support.reward_calls import RewardClient, result_of
 from support.reward_servers import RewardServer, reward_server
 from support.services import operation_key, serving
@@ -116,3 +118,17 @@ async def test_a_service_that_stops_ends_the_requests_that_it_has_made(
         if connection.raddr and connection.raddr.port == port
     ]
     assert to_server == []
+
+
+async def test_a_failure_of_the_rank_that_asks_is_told_by_all_and_the_service_stays_fit(
+    server: RewardServer, tmp_path: Path
+) -> None:
+    server.always = 404
+    source = {"type": "openrlhf", "urls": [server.url + "/get_reward"]}
+    with service_processes(tmp_path, ("reward",), "--layout", "dp=2") as addresses:
+        async with open_channel(addresses["reward"]) as channel:
+            await RewardClient(channel).initialize({"source": source, "layout": {"dp": 2}})
+            with pytest.raises(PreconditionError, match="404"):
+                await ask(channel, 1)
+            server.always = None
+            assert len((await ask(channel, 2)).rewards) == 2
