@@ -128,9 +128,14 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         """
         wanted = None if rows is None else list(rows)
 
-        async def pull(_: None, **how: Any) -> Columns:
+        async def pull(_: None, timeout: float | None) -> Columns:  # noqa: ASYNC109 - as of a stub
             return await fetch_columns(
-                self._channel, experience.reference, columns, wanted, max_bytes=max_bytes
+                self._channel,
+                experience.reference,
+                columns,
+                wanted,
+                max_bytes=max_bytes,
+                timeout_s=timeout,
             )
 
         return await self.call(pull, None)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 
+import grpc
 import numpy as np
 import pytest
 import torch
 from support.services import assert_same, make_experience, operation_key, serving
 
+from rolemesh.coordinator.sdk import AsyncMesh
+from rolemesh.coordinator.sdk import Experience as HeldExperience
 from rolemesh.engine.experience import (
     Column,
     ColumnKind,
@@ -22,12 +27,15 @@ from rolemesh.rpc import columns as light
 from rolemesh.rpc.channel import CHUNK_BYTES, ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import ColumnData, Columns, decode, encode
-from rolemesh.rpc.errors import CapacityError, InvalidRequestError, NotFoundError
+from rolemesh.rpc.errors import CapacityError, DeadlineError, InvalidRequestError, NotFoundError
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.services.runtime.rows import join_parts
 from rolemesh.services.runtime.runtime import Share
 from rolemesh.services.runtime.schema import header_of, layout_of
-from rolemesh.v1 import experience_pb2
+from rolemesh.v1 import experience_pb2, experience_pb2_grpc
+
+LONG_S = 30.0
+"""Nothing of a test may take that long: a hang."""
 
 
 def to_light(batch: Experience) -> Columns:
@@ -235,6 +243,28 @@ async def test_a_fetch_beyond_its_bound_or_of_what_is_not_there_is_refused() -> 
     assert no_column.value.reason == "COLUMN_MISSING"
     assert released.value.reason == "EXPERIENCE_NOT_FOUND"
     assert released.value.metadata["peer"] == server.runtime.address
+
+
+async def test_a_mesh_waits_for_a_fetch_no_longer_than_its_deadline() -> None:
+    class Hanging(experience_pb2_grpc.ExperienceServiceServicer):
+        async def Fetch(self, request: object, context: object) -> AsyncIterator[object]:
+            await asyncio.sleep(LONG_S)
+            yield experience_pb2.FetchResponse()
+
+    async with serving() as server:
+        reference = server.runtime.publish(operation_key(), make_experience(5))
+    hanging = grpc.aio.server()
+    experience_pb2_grpc.add_ExperienceServiceServicer_to_server(Hanging(), hanging)
+    address = f"127.0.0.1:{hanging.add_insecure_port('127.0.0.1:0')}"
+    await hanging.start()
+    for group in reference.groups:
+        for shard in group.shards:
+            shard.address = address
+    async with AsyncMesh({"actor": address}, run_id="run", deadline_s=1.0) as mesh:
+        async with asyncio.timeout(LONG_S / 2):
+            with pytest.raises(DeadlineError):
+                await mesh.fetch(HeldExperience(reference))
+    await hanging.stop(None)
 
 
 def test_columns_import_no_torch() -> None:

@@ -50,6 +50,7 @@ async def fetch_columns(
     rows: Iterable[int] | None = None,
     *,
     max_bytes: int = MAX_FETCH_BYTES,
+    timeout_s: float | None = None,
 ) -> Columns:
     """Columns of a batch, in the batch's order of rows. Always over gRPC, never by shared memory.
 
@@ -59,6 +60,7 @@ async def fetch_columns(
         columns: Names wanted, in this order; empty means all.
         rows: Rows of the batch wanted, in this order; None means all.
         max_bytes: Most bytes to allocate.
+        timeout_s: Longest time of each call; None: the method's.
 
     Raises:
         InvalidRequestError: A column or row that the reference does not have.
@@ -83,7 +85,9 @@ async def fetch_columns(
         positions: Sequence[int],
     ) -> Columns:
         async with at_once:
-            return await _fetch_shard(channel_to(shard.address), shard, schemas, positions, budget)
+            return await _fetch_shard(
+                channel_to(shard.address), shard, schemas, positions, budget, timeout_s
+            )
 
     names = list(columns) or [column.name for group in reference.groups for column in group.columns]
     fetched: dict[str, ColumnData] = {}
@@ -141,6 +145,7 @@ async def _fetch_shard(
     schemas: Sequence[experience_pb2.ColumnSchema],
     positions: Sequence[int],
     budget: _Budget,
+    timeout_s: float | None,
 ) -> Columns:
     names = [schema.name for schema in schemas]
     request = experience_pb2.FetchRequest(experience_id=shard.experience_id, columns=names)
@@ -152,7 +157,7 @@ async def _fetch_shard(
         FETCH_METHOD,
         request_serializer=experience_pb2.FetchRequest.SerializeToString,
         response_deserializer=None,
-    )(request)
+    )(request, timeout=timeout_s)
     try:
         return await _receive(aiter(call), schemas, len(positions), budget)
     except PayloadMalformedError as error:
