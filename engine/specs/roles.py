@@ -46,6 +46,15 @@ class ActorSpec(RoleSpec):
         self.rank_layout()
         return self
 
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        if self.model.num_layers is not None and self.rollout is not None:
+            raise ValueError(
+                f"model.num_layers is {self.model.num_layers}, but the sampler has all layers of "
+                "the model and takes weights for no fewer: leave it out"
+            )
+        return self
+
     def rank_layout(self) -> HybridLayout:
         """Both layouts as rank arithmetic."""
         return HybridLayout(self.train.layout(), self.generate.layout())

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from rolemesh.engine.specs import (
+    ActorSpec,
     ArithmeticRewardSpec,
     GaeSpec,
     OptimizerSpec,
@@ -42,3 +43,13 @@ def test_norm_length_belongs_to_its_aggregation_alone():
     for wrong in ({"norm_length": 8}, {"aggregation": "seq_sum_norm"}):
         with pytest.raises(ValidationError, match="norm_length"):
             PpoPolicyLossSpec(**wrong)
+
+
+def test_an_actor_that_samples_keeps_all_layers():
+    fields = {
+        "model": {"path": "policy", "num_layers": 2},
+        "data": {"type": "jsonl", "path": "rows.jsonl"},
+    }
+    ActorSpec.model_validate(fields)
+    with pytest.raises(ValidationError, match=r"num_layers is 2.*leave it out"):
+        ActorSpec.model_validate({**fields, "rollout": {"type": "hf", "max_model_len": 64}})
