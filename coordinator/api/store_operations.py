@@ -173,7 +173,6 @@ class StoreOperations:
                 coordinator_pb2.AttachedService(name=name, **facts)
                 for name, facts in sorted(record.services.items())
             ],
-            step=record.step,
         )
 
     # --- what happens in a run ---

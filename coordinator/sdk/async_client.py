@@ -170,19 +170,23 @@ class AsyncClient:
                 return run
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def attach(self, run_id: str) -> AsyncMesh:
+    async def attach(self, run_id: str, *, step: int = 1) -> AsyncMesh:
         """Takes over a run of the algorithm "external": from now on its services are the caller's.
 
         Whoever had it before is refused by the services. Calls have the deadlines of their methods,
         since they may train for long. The caller closes what is returned.
+
+        Args:
+            run_id: The run.
+            step: The first step to make. Draws follow from it: whoever goes on behind another
+                driver gives the step after that one's last.
         """
         answer = await self._call(self._stub.AttachRun, pb.AttachRunRequest(run_id=run_id))
         return AsyncMesh(
             {one.name: one.address for one in answer.services},
             run_id=run_id,
             epoch=answer.fencing_epoch,
-            step=answer.step + 1,
-            policy_versions={one.name: one.policy_version for one in answer.services},
+            step=step,
             retry=self._retry,
         )
 

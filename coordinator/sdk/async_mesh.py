@@ -140,19 +140,25 @@ class AsyncMesh(Mapping[str, AsyncRole]):
 
         return await self.call(pull, None)
 
-    async def release(self, *experiences: Experience, through_step: int | None = None) -> int:
+    async def release(
+        self, experiences: Iterable[Experience] | None = None, *, through_step: int | None = None
+    ) -> int:
         """Has all services drop experience; returns the bytes freed.
 
         Args:
-            experiences: What is dropped; none: all of the run up to `through_step`.
+            experiences: What is dropped; None: all of the run up to `through_step`.
             through_step: The last step that is dropped; None: the current one.
         """
-        ids = [
-            shard.experience_id
-            for experience in experiences
-            for group in experience.reference.groups
-            for shard in group.shards
-        ]
+        ids = (
+            None
+            if experiences is None
+            else [
+                shard.experience_id
+                for experience in experiences
+                for group in experience.reference.groups
+                for shard in group.shards
+            ]
+        )
 
         async def release(role: AsyncRole) -> int:
             try:

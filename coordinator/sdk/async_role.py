@@ -74,14 +74,16 @@ class AsyncRole(WeightCalls):
         return Experience(answer.experience)
 
     async def release(
-        self, experience_ids: Sequence[str] = (), *, through_step: int | None = None
+        self, experience_ids: Sequence[str] | None = None, *, through_step: int | None = None
     ) -> int:
         """Has it drop experience; returns the bytes freed.
 
         Args:
-            experience_ids: Ids of shards; empty: all of the run up to `through_step`.
+            experience_ids: Ids of shards; None: all of the run up to `through_step`.
             through_step: The last step that is dropped; None: the current one.
         """
+        if experience_ids is not None and not experience_ids:
+            return 0  # on the wire no ids are all of them
         stub = experience_pb2_grpc.ExperienceServiceStub(self._channel)
         request = experience_pb2.ReleaseRequest(
             run_id=self._mesh.run_id,

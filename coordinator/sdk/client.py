@@ -80,9 +80,9 @@ class Client:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address!r})"
 
-    def attach(self, run_id: str) -> Mesh:
+    def attach(self, run_id: str, *, step: int = 1) -> Mesh:
         """Takes over a run of the algorithm "external"; its services are the caller's from now."""
-        mesh = Mesh.over(self._loop.run(self._client.attach(run_id)), self._loop)
+        mesh = Mesh.over(self._loop.run(self._client.attach(run_id, step=step)), self._loop)
         self._meshes.append(mesh)
         return mesh
 

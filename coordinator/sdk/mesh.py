@@ -127,6 +127,8 @@ class Mesh(Mapping[str, Role]):
         """Columns of a batch as arrays, in the batch's order of rows."""
         return self._loop.run(self._mesh.fetch(experience, columns, rows, max_bytes=max_bytes))
 
-    def release(self, *experiences: Experience, through_step: int | None = None) -> int:
+    def release(
+        self, experiences: Iterable[Experience] | None = None, *, through_step: int | None = None
+    ) -> int:
         """Has all services drop experience; returns the bytes freed."""
-        return self._loop.run(self._mesh.release(*experiences, through_step=through_step))
+        return self._loop.run(self._mesh.release(experiences, through_step=through_step))

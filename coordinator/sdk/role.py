@@ -72,7 +72,7 @@ class Role:
         return self._loop.run(self._role.put(columns))
 
     def release(
-        self, experience_ids: Sequence[str] = (), *, through_step: int | None = None
+        self, experience_ids: Sequence[str] | None = None, *, through_step: int | None = None
     ) -> int:
         """Has it drop experience; returns the bytes freed."""
         return self._loop.run(self._role.release(experience_ids, through_step=through_step))

@@ -153,6 +153,10 @@ class OperationLedger:
         self.fence(key.run_id, key.fencing_epoch)
         return identity
 
+    def has(self, identity: Identity) -> bool:
+        """Whether an operation of that identity runs or was answered."""
+        return identity in self._operations
+
     def fence(self, run_id: str, epoch: int) -> None:
         """Refuses an older coordinator of the run; remembers a newer one.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import torch
 from google.protobuf.message import DecodeError
@@ -38,9 +39,9 @@ async def put_experience(
         CapacityError: EXPERIENCE_CAPACITY.
         PreconditionError: not initialised, or a stale epoch.
     """
-    opening = await _opening(messages)
+    store, opening = runtime.store, await _opening(messages)
     header = opening.header
-    runtime.ledger.check_epoch(opening.key)
+    identity = runtime.ledger.check_epoch(opening.key)
     runtime.hold.check_initialized(opening.key.run_id)
     if header.HasField("shared_memory_name"):
         raise InvalidRequestError(
@@ -49,7 +50,9 @@ async def put_experience(
         )
     try:
         layout = layout_of(header)
-        with runtime.store.room_for(layout.num_bytes):
+        # A repeat gets the first answer, also where there is no room for a second copy.
+        is_repeat = runtime.ledger.has(identity) and layout.num_bytes <= store.capacity_bytes
+        with nullcontext() if is_repeat else store.room_for(layout.num_bytes):
             payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
             view = payload.numpy().data
             buffer = PayloadBuffer(view)

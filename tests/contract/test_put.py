@@ -140,6 +140,8 @@ async def test_a_put_beyond_the_capacity_is_refused_before_its_bytes_are_taken(
     with pytest.raises(CapacityError) as refused:
         await put(channel, large, operation_key("client.put", sequence=3))
     assert refused.value.reason == "EXPERIENCE_CAPACITY"
+    # A repeat has its answer already, and needs no room for a second copy.
+    assert (await put(channel, large, operation_key("client.put", sequence=2))).num_rows == 200_000
     with pytest.raises(CapacityError):
         await put(
             channel,

@@ -137,6 +137,7 @@ async def test_a_whole_step_of_ppo_is_written_with_primitives(mesh: AsyncMesh) -
     assert (await actor.get_checksums()).by_rank != before.by_rank
     updated = await critic.update(batch, "ppo_value", epochs=2, mini_batch_rows=4)
     assert updated.policy_version == critic.policy_version == 4
+    assert await mesh.release([]) == 0
     assert await mesh.release() > 0
     with pytest.raises(Exception, match="not held here"):
         await mesh.fetch(batch)

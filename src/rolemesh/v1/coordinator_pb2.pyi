@@ -1391,11 +1391,8 @@ class AttachRunResponse(_message.Message):
 
     FENCING_EPOCH_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
     fencing_epoch: _builtins.int
     """Of OperationKey.fencing_epoch."""
-    step: _builtins.int
-    """Steps that earlier drivers committed: the first step of this one is one more."""
     @_builtins.property
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedService]:
         """The services of the run."""
@@ -1405,11 +1402,10 @@ class AttachRunResponse(_message.Message):
         *,
         fencing_epoch: _builtins.int = ...,
         services: _abc.Iterable[Global___AttachedService] | None = ...,
-        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "services", b"services", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "services", b"services"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
