@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import tenacity
 
@@ -37,6 +38,9 @@ https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
 
 LONGEST_BACKOFF_S = 30.0
 """Upper end of the longest one."""
+
+LISTENING_S = 10.0
+"""How long nobody may listen when a run begins: a reward that starts beside it takes a while."""
 
 _jitter = tenacity.wait_random_exponential(multiplier=BACKOFF_S, max=LONGEST_BACKOFF_S)
 
@@ -109,6 +113,31 @@ class EndpointReward(OutsideReward):
         ]
         self._cache = RewardCache(spec.cache_rows)
         self._places = asyncio.Semaphore(spec.concurrency)
+
+    async def open(self) -> None:
+        """Waits a little for somebody to listen, where a failure would end the first step anyway.
+
+        Raises:
+            RewardUnavailableError: no replica takes a connection.
+        """
+        if not isinstance(self._spec.on_failure, FailSpec):
+            return
+        refused: dict[str, str] = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LISTENING_S):
+                while True:
+                    for url in self._spec.urls:
+                        try:
+                            await _connect(url)
+                        except OSError as error:
+                            refused[url] = str(error) or type(error).__name__
+                        else:
+                            return
+                    await self._sleep(BACKOFF_S)
+        found = "; ".join(f"{url}: {why}" for url, why in refused.items()) or "silence"
+        raise RewardUnavailableError(
+            self._name, found=found, expected="a server that listens at its URL"
+        )
 
     async def judge(self, rows: Sequence[RewardRow]) -> Judgement:
         """Judges rows; see `OutsideReward.judge`."""
@@ -366,3 +395,17 @@ async def _all_at_once() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _connect(url: str) -> None:
+    """Opens a connection and lets it go.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    _, writer = await asyncio.open_connection(parts.hostname, port)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()

@@ -330,3 +330,18 @@ def test_waits_are_random():
     for nap in naps:
         asyncio.run(reward(FakeClient([unavailable()]), naps=nap).judge([row("a")]))
     assert len(set(itertools.chain.from_iterable(nap.taken for nap in naps))) == 20
+
+
+async def test_a_run_does_not_begin_with_a_reward_that_nobody_serves(monkeypatch):
+    monkeypatch.setattr(endpoints, "LISTENING_S", 0.2)
+    nobody = "http://127.0.0.1:9/"  # the port of discard, which needs rights to listen on
+    alone = reward(FakeClient(), urls=[nobody])
+    with pytest.raises(RewardUnavailableError, match=r"127\.0\.0\.1:9.*Connect call failed"):
+        await alone.open()
+    # Whoever has declared what a failure means may begin without.
+    await reward(FakeClient(), urls=[nobody], on_failure={"type": "drop_group"}).open()
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        replicas = [nobody, f"http://127.0.0.1:{port}/"]
+        await reward(FakeClient(), FakeClient(), urls=replicas).open()
