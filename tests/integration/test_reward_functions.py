@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from support.outside_rows import reward_row, reward_rows
+from support.worker_processes import worker_processes
 
 from rolemesh.engine.specs import DropGroupSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.base import (
@@ -309,12 +310,13 @@ async def test_a_worker_that_ended_between_two_calls_is_replaced() -> None:
         await asyncio.to_thread(os.waitid, os.P_PID, int(first), os.WEXITED | os.WNOWAIT)
         (second,) = rewards_of(await reward.judge(reward_rows("pid")))
         assert second != first
-        assert len(psutil.Process().children()) == 1
+        assert len(worker_processes()) == 1
 
 
 async def test_a_cancelled_call_ends_its_worker() -> None:
     async with hostile() as reward:
-        before = psutil.Process().children()
+        before = worker_processes()
+        assert len(before) == 1
         call = asyncio.create_task(reward.judge(reward_rows("hang")))
         await asyncio.sleep(0.3)
         call.cancel()
@@ -367,8 +369,8 @@ async def test_thousands_of_calls_with_restarts_leak_nothing() -> None:
             assert rewards_of(await reward.judge(rows)) == [1.0] * 64
         assert this.num_fds() == files
         assert len(asyncio.all_tasks()) == tasks
-        assert len(this.children()) == 1
+        assert len(worker_processes()) == 1
         # Waiting for ends of processes takes threads of the loop's pool, which has a bound.
         assert this.num_threads() <= threads + 8
         assert this.memory_info().rss - memory < MOST_GROWTH_BYTES
-    assert this.children() == []
+    assert worker_processes() == []

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support.example_servers import EXAMPLES, INFERENCE_PROTO, OUTSIDER, compile_protos, script
 from support.example_servers import ROOT as REPOSITORY
@@ -17,6 +16,7 @@ from support.mesh_runs import tiny_model, tiny_recipe
 from support.reward_calls import RewardClient, result_of
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_classifier
+from support.worker_processes import worker_processes
 
 from rolemesh.coordinator.errors import RunError
 from rolemesh.coordinator.recipe import Recipe
@@ -97,16 +97,15 @@ async def test_a_function_that_cannot_be_imported_fails_initialize_and_leaves_no
 ) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module\n")
-    before = psutil.Process().children()
     async with serving(RewardRole()) as service, open_channel(service.runtime.address) as channel:
         client = RewardClient(channel)
         sources = [ACCURACY, f"python:{broken}:f"]
         with pytest.raises(RolemeshError, match="No module named 'no_such_module'"):
             await client.initialize({"source": {"type": "weighted_sum", "rewards": sources}})
-        assert psutil.Process().children() == before
+        assert worker_processes() == []
         # The service is as fit as before.
         await client.initialize({"source": ACCURACY})
-    assert psutil.Process().children() == before
+    assert worker_processes() == []
 
 
 @pytest.fixture(scope="module")
