@@ -104,6 +104,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
             _PRECONDITION, "WEIGHTS_MISMATCH"
         ),
         # wire
+        "rolemesh.rpc.tracing.TracingError": CatalogueEntry(_PRECONDITION, "TRACING_UNAVAILABLE"),
         "rolemesh.rpc.payload_stream.PayloadMalformedError": CatalogueEntry(
             _INVALID, "TENSOR_MALFORMED"
         ),
