@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 from support.browser import drawn_after_ms, open_browser, wait_for
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
@@ -16,6 +17,7 @@ START_S = 120.0
 """Five processes that import torch on a busy machine with two cores."""
 
 
+@pytest.mark.slow
 def test_a_live_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> None:
     run = CliRun(tiny_recipe(tiny_model(tmp_path / "model"), run__steps=STEPS), tmp_path)
     try:

@@ -242,6 +242,7 @@ def test_tensors_of_one_name_are_refused() -> None:
         )
 
 
+@pytest.mark.slow
 async def test_a_thousand_calls_with_errors_leak_nothing(images: dict[str, Path]) -> None:
     this = psutil.Process()
     rows = reward_rows(*["text"] * 16)

@@ -160,6 +160,7 @@ def test_training_changed_the_policy(finished, model):
     assert change > 1e-4
 
 
+@pytest.mark.slow
 def test_far_longer_completions_leave_the_coordinator_s_bytes_alone(start, model):
     last = {}
     for max_new_tokens in (2, 200):

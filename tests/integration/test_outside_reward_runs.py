@@ -250,7 +250,8 @@ async def test_two_ranks_judge_whole_groups_each_and_leave_out_the_same_rows(
     (record,) = run.metrics
     assert record["reward/dropped_rows"] == 2
     assert record["groups/count"] == 3
-    assert len(server.requests) >= 3 * NUM_ROWS - 1
+    # The first failure of the run in the middle ends the asking of its rank.
+    assert len(server.requests) >= 2 * NUM_ROWS + 3
 
 
 async def test_what_reward_or_cost_drop_is_left_out_by_actor_and_critic_alike(

@@ -354,6 +354,7 @@ def test_workers_end_with_their_service() -> None:
     worker.wait(30)
 
 
+@pytest.mark.slow
 async def test_thousands_of_calls_with_restarts_leak_nothing() -> None:
     this = psutil.Process()
     async with hostile(memory_mib=None) as reward:
