@@ -139,6 +139,7 @@ def test_the_summary_is_that_of_a_run_like_any_other(runs):
     assert summary["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(shape, tmp_path):
     run = begin(tmp_path, shape, **(SPREAD | {"run__steps": 200}))
     try:
