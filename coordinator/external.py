@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from pathlib import Path
-
-from rolemesh.coordinator.dataflow import Dataflow
-from rolemesh.coordinator.evaluation import Evaluation
 from rolemesh.coordinator.events import EventLog
 from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.run_loop import RunLoop
 from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.coordinator.wishes import Wishes
 from rolemesh.v1 import coordinator_pb2
 
 
-class ExternalLoop:
+class ExternalLoop(RunLoop):
     """Stands where a TrainingLoop does, and waits until somebody wants the run to stop.
 
     AttachRun raises the run's epoch, which fences off the services' earlier drivers, this
@@ -25,16 +20,7 @@ class ExternalLoop:
     """
 
     def __init__(self, store: StateStore, run_id: str, wishes: Wishes, events: EventLog) -> None:
-        self.step = 0
-        self.wishes = wishes
-        self.activity = "initialize"
-        self.dataflow: Dataflow | None = None
-        self.step_in_progress: Dataflow | None = None
-        self.records: list[Mapping[str, float]] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
-        self.model_directory: Path | None = None
+        super().__init__(wishes)
         self._store = store
         self._run_id = run_id
         self._events = events

@@ -27,6 +27,7 @@ from rolemesh.coordinator.metrics import MetricsWriter
 from rolemesh.coordinator.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.pulse import Pulse
 from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.run_loop import RunLoop
 from rolemesh.coordinator.run_records import (
     check_directory_is_free,
     end_run,
@@ -135,7 +136,7 @@ class TrainingRun:
         self._watch_settings = watch or WatchSettings()
         self._start_deadline_s = start_deadline_s
         self._loss_grace_s = loss_grace_s
-        self._loop: TrainingLoop | ExternalLoop | None = None
+        self._loop: RunLoop | None = None
         self._early_end = EarlyEnd()
         self._git_commit: str | None = None
 
@@ -204,7 +205,7 @@ class TrainingRun:
         samples = SampleTaker(
             self._store, self.run_id, epoch, self._observer, self.recipe.run.samples
         )
-        loop: TrainingLoop | ExternalLoop
+        loop: RunLoop
         if self._algorithm is None:
             loop = ExternalLoop(self._store, self.run_id, self.wishes, self._events)
         else:
@@ -246,9 +247,7 @@ class TrainingRun:
             await tracker.start(facts, config)
         return MetricsWriter(facts, self._store, trackers)
 
-    async def _live(
-        self, mesh: Mesh, loop: TrainingLoop | ExternalLoop, journal: Journal, epoch: int | None
-    ) -> None:
+    async def _live(self, mesh: Mesh, loop: RunLoop, journal: Journal, epoch: int | None) -> None:
         """Meets, watches and initialises the services, then trains."""
         pulse = Pulse(
             self._store,
@@ -340,7 +339,7 @@ class TrainingRun:
         self,
         failure: BaseException | None,
         mesh: Mesh,
-        loop: TrainingLoop | ExternalLoop,
+        loop: RunLoop,
         epoch: int | None,
         writer: MetricsWriter,
         started: float,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from rolemesh.coordinator.observer import RunObserver
 from rolemesh.coordinator.pools import Pools
 from rolemesh.coordinator.recipe import Recipe
 from rolemesh.coordinator.role_calls import PromptBatch, PromptCursor, StepContext
+from rolemesh.coordinator.run_loop import RunLoop
 from rolemesh.coordinator.samplers import make_sampler
 from rolemesh.coordinator.samples import SampleTaker
 from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
@@ -41,7 +41,7 @@ HELD_OUT_FACT = "data.held_out_prompts"
 """What the actor says of its data at Initialize: the number of held-out prompts."""
 
 
-class TrainingLoop:
+class TrainingLoop(RunLoop):
     """Makes the steps of one run over services that are ready.
 
     Invariant: `step` counts committed steps. A step is committed once all its nodes are done;
@@ -65,20 +65,7 @@ class TrainingLoop:
         events: EventLog,
         samples: SampleTaker,
     ) -> None:
-        self.step = 0
-        self.wishes = wishes
-        self.activity = "initialize"
-        """What the run does, for messages to people."""
-        self.dataflow: Dataflow | None = None
-        """Graph of the newest step or evaluation."""
-        self.step_in_progress: Dataflow | None = None
-        """Graph of the step that is being made; None between steps."""
-        self.records: list[Mapping[str, float]] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        """By phase, over the whole run."""
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
-        self.model_directory: Path | None = None
+        super().__init__(wishes)
         self._recipe = recipe
         self._algorithm = algorithm
         self._mesh = mesh
