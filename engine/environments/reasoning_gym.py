@@ -7,6 +7,7 @@ from typing import Any
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, Observation
+from rolemesh.engine.reasoning_tasks import reasoning_gym
 
 
 class ReasoningGymEnvironment(Environment):
@@ -21,7 +22,5 @@ class ReasoningGymEnvironment(Environment):
 
     def step(self, completion_text: str) -> Observation:
         """The score, 0 to 1, and the end."""
-        from reasoning_gym import get_score_answer_fn
-
-        score = get_score_answer_fn(self._entry["metadata"]["source_dataset"])
+        score = reasoning_gym().get_score_answer_fn(self._entry["metadata"]["source_dataset"])
         return Observation(reward=float(score(completion_text.strip(), self._entry)), done=True)

@@ -11,6 +11,7 @@ import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.reasoning_tasks import reasoning_gym
 from rolemesh.engine.rollout.base import PromptTooLongError
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
@@ -135,8 +136,7 @@ class ReasoningGymReward:
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B], 0 to 1."""
-        from reasoning_gym import get_score_answer_fn
-
+        get_score_answer_fn = reasoning_gym().get_score_answer_fn
         rows = zip(
             batch["completion_text"].strings(),
             batch["answer"].strings(),

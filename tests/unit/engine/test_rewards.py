@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rolemesh.engine.experience import Column, Experience
+from rolemesh.engine.reasoning_tasks import reasoning_gym
 from rolemesh.engine.rewards.sources import (
     ArithmeticReward,
     ReasoningGymReward,
@@ -63,9 +64,9 @@ def test_a_row_without_an_answer_is_an_error_and_not_a_zero():
 
 
 def test_the_task_scores_its_own_answers():
-    import reasoning_gym
+    library = reasoning_gym()
 
-    entries = reasoning_gym.create_dataset("chain_sum", size=4, seed=3)
+    entries = library.create_dataset("chain_sum", size=4, seed=3)
     metadata = [
         json.dumps({"question": entry["question"], "metadata": entry["metadata"]})
         for entry in entries
