@@ -40,7 +40,7 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
-	test-trackers format lint type protos protos-check bench bench-peers check lock
+	test-trackers images test-containers format lint type protos protos-check bench bench-peers check lock
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -79,10 +79,10 @@ system-packages:
 	requirements/system_packages.sh test
 
 test: system-packages tools ## everything that needs no GPU and is not slow; ARGS='-k name'
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not containers" $(ARGS)
 
 test-slow: system-packages tools ## the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "slow and not gpu and not containers" $(ARGS) || [ $$? -eq 5 ]
 
 # No setup: runs with what the machine has. Its pytest may lack our plugins, hence addopts.
 test-gpu: ## the tests that need a CUDA device; says so and succeeds where there is none
@@ -111,6 +111,15 @@ $(TRACKERS_INSTALLED):
 
 test-trackers: $(TRACKERS_INSTALLED) ## the packages of trackers, in an environment of their own
 	$(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
+
+images: ## build the containers' images and name them in .env; DEVICE=gpu BUILD_FLAGS='--network=host'
+	deploy/build_images.sh $(or $(DEVICE),cpu) $(BUILD_FLAGS)
+
+# The engine is looked for before anything is installed or built.
+test-containers: ## the mesh in real containers, a quarter of an hour; needs a Docker engine
+	@deploy/check_engine.sh
+	@$(MAKE) tools images
+	$(BIN)/python -m pytest -m containers tests/containers $(ARGS)
 
 format: tools ## put everything in form
 	$(BIN)/ruff check --fix .
