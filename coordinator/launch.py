@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -139,8 +139,7 @@ def service_commands(recipe: Recipe) -> MakeCommand:
         layout = recipe.layout(role)
         # Every size, and also of one rank: neither the defaults of a recipe nor a variable that is
         # set here for another service may count.
-        sizes = {field.name: getattr(layout, field.name) for field in fields(layout)}
-        flags["--layout"] = ",".join(f"{name}={size}" for name, size in sizes.items())
+        flags["--layout"] = layout.flag()
         if spec.threads is not None:
             flags["--threads"] = str(spec.threads)
             environment["OMP_NUM_THREADS"] = str(spec.threads)

@@ -2,7 +2,8 @@
 
 Precedence: defaults < files (a later one wins) < ROLEMESH_SECTION__FIELD < `--set a.b=c`. A layer
 that gives a section another `type` replaces that section whole: keys of one variant mean nothing
-to another. Relative paths in a recipe are relative to the current directory, not to the file.
+to another. `--set pools={...}` replaces all pools, since a role stands in exactly one. Relative
+paths in a recipe are relative to the current directory, not to the file.
 """
 
 from __future__ import annotations
@@ -111,6 +112,8 @@ def _validated(
         _from_environment(environment or {}),
         _from_overrides(overrides),
     ):
+        if ("pools",) in layer_origins:
+            tree = {key: value for key, value in tree.items() if key != "pools"}
         tree = _merged(tree, layer)
         for where, source in layer_origins.items():
             # Newest last, also when an older layer has set the same field.

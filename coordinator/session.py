@@ -19,6 +19,7 @@ from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.errors import RunAbortedError
 from rolemesh.coordinator.files import write_atomically
+from rolemesh.coordinator.installation import check_roles_run
 from rolemesh.coordinator.launch import (
     QUICK_STOP_GRACE_S,
     Launcher,
@@ -100,8 +101,8 @@ class Session:
             run_id: Id of the run; None makes one.
 
         Raises:
-            InputError: The folder holds a run, a file that the recipe names is missing, or the
-                coordinator would be open to others without a token.
+            InputError: The folder holds a run, a file that the recipe names or a package that a
+                role needs is missing, or the coordinator would be open to others without a token.
         """
         self.recipe = recipe
         self.directory = directory.absolute()
@@ -124,6 +125,8 @@ class Session:
                 tracing.check_installed()
             self._token = read_token(recipe.api.token_file, os.environ)
             check_exposure(recipe.api.host, self._token)
+            if self._own:
+                check_roles_run()
             check_paths(recipe, {role_of(name) for name in self._own})
             for name in self._own:
                 visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -8,7 +8,7 @@ training and p_g-t_g-d_g-d for generation on the same ranks. Process groups are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
 RankOrder: TypeAlias = Literal["tp-pp-dp", "tp-dp-pp"]
@@ -90,6 +90,10 @@ class TrainLayout:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.pp * self.tp * self.dp
+
+    def flag(self) -> str:
+        """What `rolemesh serve --layout` reads, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp"."""
+        return ",".join(f"{one.name}={getattr(self, one.name)}" for one in fields(self))
 
     def coordinates(self, rank: int) -> TrainCoordinates:
         """Where a rank stands."""

@@ -6,6 +6,7 @@ library imports it with everything else, but only the generator of the task belo
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from types import ModuleType
@@ -59,16 +60,13 @@ def check_task(task: str) -> None:
 
 def _imported() -> ModuleType:
     if _has_pycosat() or "reasoning_gym" in sys.modules:
-        import reasoning_gym as library
-
-        return library
+        return importlib.import_module("reasoning_gym")
     sys.modules["pycosat"] = _MissingPycosat("pycosat")
     try:
-        import reasoning_gym as library
+        return importlib.import_module("reasoning_gym")
     finally:
-        # reasoning-gym keeps the stand-in; whoever else asks hears that there is no pycosat.
+        # reasoning-gym keeps the stand-in; other importers learn that there is no pycosat.
         del sys.modules["pycosat"]
-    return library
 
 
 def _has_pycosat() -> bool:

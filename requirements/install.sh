@@ -7,9 +7,9 @@
 # package with its hashes. What this machine lacks is said before anything is downloaded.
 # TORCH names another build than torch_cpu.txt, for a Python that this one does not exist for.
 set -eu
-base_python=$1
-environment=$2
-shift 2
+base_python=${1:-}
+environment=${2:-.venv}
+[ $# -lt 2 ] || shift 2
 folder=$(dirname "$0")
 
 fail() {
@@ -17,6 +17,7 @@ fail() {
     exit 1
 }
 
+[ $# -gt 0 ] || fail "no lock is named: give cpu, gpu, light or dev"
 [ -n "$base_python" ] && command -v "$base_python" > /dev/null \
     || fail "there is no Python here: install Python 3.11 to 3.14 (Debian: apt-get install python3-venv)"
 "$base_python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
@@ -43,12 +44,13 @@ free_mib=$(df -Pm "$environment" | awk 'NR == 2 { print $4 }')
 python=$environment/bin/python
 pip="$python -m pip --disable-pip-version-check"
 
-# Asks once and briefly, before gigabytes: pip by itself tries for minutes and says little.
+# Asks once and briefly for one small package: by itself pip tries for minutes and says little.
 probe=$(mktemp -d)
 trap 'rm -rf "$probe"' EXIT
-answer=$($pip download --quiet --no-deps --retries 1 --timeout 20 --dest "$probe" tabulate 2>&1) \
-    || fail "no package index answers, so nothing can be installed: see that this machine reaches" \
-        "PyPI, or set PIP_INDEX_URL to an index that it reaches. pip says: $(echo "$answer" | tail -n 1)"
+first=$(sed -n 's/^\([a-z0-9-]*==[^ ]*\).*/\1/p' "$folder/$1.lock" | head -n 1)
+answer=$($pip download --quiet --no-deps --retries 1 --timeout 20 --dest "$probe" "$first" 2>&1) \
+    || fail "no package index answers, so nothing can be installed: let this machine reach PyPI, or" \
+        "set PIP_INDEX_URL to an index that it reaches. pip says: $(echo "$answer" | head -n 1)"
 
 for lock in "$@"; do
     if [ "$lock" = cpu ] && ! "$python" -c 'import torch' 2> /dev/null; then

@@ -1,13 +1,16 @@
 #!/bin/sh
 # Sees that this machine has what no wheel brings: system_packages.sh [test]
 #
-# vLLM's CPU kernels link to libnuma; with "test", the dashboard's tests drive a Chromium. On a Debian
-# root installs what is missing; anybody else is told everything at once.
+# vLLM's CPU kernels link to libnuma. With "test" the dashboard's tests drive a Chromium, by a program
+# that links to libatomic. On a Debian root installs what is missing; a user is told all of it.
 set -eu
 
 missing=
 ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)
-"$ldconfig" -p | grep -q 'libnuma\.so\.1' || missing=libnuma1
+has_library() { "$ldconfig" -p | grep -q "$1"; }
+
+has_library 'libnuma\.so\.1' || missing=libnuma1
+[ "${1:-}" != test ] || has_library 'libatomic\.so\.1' || missing="$missing libatomic1"
 if [ "${1:-}" = test ] && ! command -v chromium > /dev/null \
     && ! command -v chromium-browser > /dev/null && ! command -v google-chrome > /dev/null; then
     missing="$missing chromium fonts-dejavu-core"

@@ -1,1 +1,1 @@
-"""Commands of `rolemesh`, one module each; cli.py registers them."""
+"""Commands of `rolemesh`, one module each with its `app`; cli.py lists them."""

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 
+from rolemesh.coordinator.commands.ending import EXIT_INTERRUPTED, refuse
 from rolemesh.coordinator.compliance.check import ALL_ROLES, Finding
 from rolemesh.coordinator.compliance.report import print_checks, print_findings, summarise
 from rolemesh.coordinator.compliance.suite import SuiteInputError, checks_of, run_suite
 from rolemesh.coordinator.console import JsonConsole
 
 EXIT_BROKEN = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def compliance(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="grpc://host:port of the server.")
@@ -50,7 +51,7 @@ def compliance(
 ) -> None:
     """Holds a server to the contract of its role. Exit code 0: all that it MUST do, it does."""
     if role not in ALL_ROLES:
-        _refuse(f"--role is {role!r}: give one of {', '.join(ALL_ROLES)}")
+        refuse(f"--role is {role!r}: give one of {', '.join(ALL_ROLES)}")
     names = only or []
     console = Console()
     try:
@@ -58,7 +59,7 @@ def compliance(
             print_checks(console, checks_of(role, names))
             return
         if url is None:
-            _refuse("URL is missing: give grpc://host:port, or --list")
+            refuse("URL is missing: give grpc://host:port, or --list")
         section = {} if spec is None else _section(spec, role)
         shown = JsonConsole()
 
@@ -78,7 +79,7 @@ def compliance(
             )
         )
     except SuiteInputError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
@@ -100,8 +101,3 @@ def _section(path: Path, role: str) -> Mapping[str, Any]:
     if not isinstance(loaded, dict):
         raise SuiteInputError(f"--spec {path} is no mapping: give the section {role} of a recipe")
     return loaded
-
-
-def _refuse(text: str) -> NoReturn:
-    print(f"error: {text}", file=sys.stderr)
-    raise typer.Exit(EXIT_BAD_INPUT)

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
 from rolemesh.coordinator.console import JsonConsole
 from rolemesh.coordinator.files import write_atomically
 from rolemesh.coordinator.hub import Hub
@@ -28,16 +29,16 @@ from rolemesh.coordinator.recipe import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStoreError, masked_url
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-
 DATA_FOLDER = Path("rolemesh-data")
 PLACE_FILE = "coordinator.json"
 """In the data folder while the coordinator lives: address, URL and pid."""
 
 _LOCK_FILE = "coordinator.lock"
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command()
 def coordinator(
     data: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of runs and of the embedded store.")

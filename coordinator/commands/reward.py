@@ -5,27 +5,26 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from rolemesh.coordinator.commands.ending import refuse
 from rolemesh.coordinator.recipe_errors import RecipeError
 from rolemesh.coordinator.recipe_loading import load_recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources
 
-EXIT_BAD_INPUT = 2
-
 _MODULE = "rolemesh.services.reward.outside.check"
 
-reward = typer.Typer(help="Rewards from outside.", no_args_is_help=True)
+app = typer.Typer(help="Rewards from outside.", no_args_is_help=True, add_completion=False)
 
 
-@reward.callback()
+@app.callback()
 def _group() -> None:
     """A group of commands, of however few."""
 
 
-@reward.command()
+@app.command()
 def check(
     sources: Annotated[
         list[str] | None,
@@ -56,7 +55,7 @@ def check(
     """Calls rewards with sample rows and says what is wrong. Exit code 0: nothing is."""
     wanted = [*(sources or []), *_of_recipe(recipe or [])]
     if not wanted:
-        _refuse("there is no SOURCE: give one, or --recipe")
+        refuse("there is no SOURCE: give one, or --recipe")
     flags = {
         "--prompt": prompt,
         "--completion": completion,
@@ -80,7 +79,7 @@ def _of_recipe(files: list[Path]) -> list[str]:
     try:
         loaded = load_recipe(files, environment=os.environ)
     except RecipeError as error:
-        _refuse(str(error))
+        refuse(str(error))
     found = [
         named.source.model_dump_json()
         for role in (loaded.reward, loaded.cost)
@@ -89,13 +88,8 @@ def _of_recipe(files: list[Path]) -> list[str]:
         if isinstance(named.source, OutsideRewardSpec)
     ]
     if not found:
-        _refuse(
+        refuse(
             f"{', '.join(map(str, files))}: no reward in here is from outside, so that there is "
             "nobody to call"
         )
     return found
-
-
-def _refuse(text: str) -> NoReturn:
-    print(f"error: {text}", file=sys.stderr)
-    raise typer.Exit(EXIT_BAD_INPUT)

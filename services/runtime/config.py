@@ -11,13 +11,11 @@ import difflib
 import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rolemesh.engine.layout import TrainLayout
 from rolemesh.engine.specs import LayoutSpec
 
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
@@ -141,11 +139,6 @@ def parse_layout(text: str) -> dict[str, str]:
             )
         sizes[name] = value
     return sizes
-
-
-def layout_flag(layout: TrainLayout) -> str:
-    """What parse_layout reads, every size named, e.g. "pp=1,tp=2,dp=2,fsdp=2,order=tp-pp-dp"."""
-    return ",".join(f"{field.name}={getattr(layout, field.name)}" for field in fields(layout))
 
 
 _CHOICES = {"log_level": get_args(LogLevel), "log_format": get_args(LogFormat)}

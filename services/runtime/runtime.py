@@ -25,7 +25,7 @@ from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
 from rolemesh.rpc.row_places import is_consecutive, place
 from rolemesh.services.runtime.call import Call
 from rolemesh.services.runtime.compute import ComputeThread
-from rolemesh.services.runtime.config import ServiceConfig, layout_flag
+from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.device import rank_device
 from rolemesh.services.runtime.experience_store import ExperienceStore
 from rolemesh.services.runtime.face import Face, join_answers
@@ -163,8 +163,8 @@ class Runtime:
         own = self.config.layout.layout()
         if layout.train != own:
             raise InvalidRequestError(
-                f"the run asks the {self.role.name} for the layout {layout_flag(layout.train)}, "
-                f"but the service was started for {layout_flag(own)}: start it with the layout of "
+                f"the run asks the {self.role.name} for the layout {layout.train.flag()}, "
+                f"but the service was started for {own.flag()}: start it with the layout of "
                 "the run (--layout), or change that of the recipe",
                 reason="LAYOUT_MISMATCH",
             )

@@ -42,7 +42,7 @@ def open_browser() -> Iterator[Browser]:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
         raise BrowserMissingError(
-            f"none of {', '.join(BROWSERS)} is on PATH: run requirements/install_chromium.sh"
+            f"none of {', '.join(BROWSERS)} is on PATH: run requirements/system_packages.sh test"
         )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(

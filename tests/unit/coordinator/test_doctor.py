@@ -56,6 +56,13 @@ def test_missing_package_fails_and_says_how_to_get_it() -> None:
     assert "make setup" in torch.remedy
 
 
+def test_missing_tasks_are_a_warning() -> None:
+    installed = {name: version for name, version in GOOD.items() if name != "reasoning-gym"}
+    tasks = next(f for f in check_packages(installed) if f.what == "reasoning-gym")
+    assert tasks.level is Level.WARN
+    assert "rolemesh[tasks]" in tasks.remedy
+
+
 @pytest.mark.parametrize(
     ("installed", "level", "text"),
     [

@@ -41,7 +41,7 @@ def test_the_task_of_pycosat_is_refused_by_name_with_the_remedy() -> None:
 
 
 def test_a_mixture_of_the_library_that_draws_it_is_refused_too() -> None:
-    """composite and its like make their tasks by themselves, past our check."""
+    """Composite and its like make their tasks by themselves, past our check."""
     code = (
         "import sys; sys.modules['pycosat'] = None\n"
         "from rolemesh.engine.reasoning_tasks import reasoning_gym\n"

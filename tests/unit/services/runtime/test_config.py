@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolemesh.engine.layout import TrainLayout
-from rolemesh.services.runtime.config import ConfigError, ServiceConfig, layout_flag, load_config
+from rolemesh.services.runtime.config import ConfigError, ServiceConfig, load_config
 from rolemesh.services.runtime.rank_agent import as_rank
 
 
@@ -85,7 +85,7 @@ def test_a_layout_says_how_many_ranks_there_are() -> None:
 
 def test_a_layout_is_written_as_it_is_read() -> None:
     layout = TrainLayout(pp=2, tp=4, dp=2, fsdp=1, order="tp-dp-pp")
-    config = load_config("actor", ["--layout", layout_flag(layout)], {})
+    config = load_config("actor", ["--layout", layout.flag()], {})
     assert config.layout.layout() == layout
 
 

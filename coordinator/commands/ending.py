@@ -1,0 +1,38 @@
+"""How a command ends that does not end well: an exit code, and one line for people."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import NoReturn
+
+import typer
+
+from rolemesh.coordinator.console import JsonConsole
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def fail(
+    text: str, code: int, error: Exception, *, as_json: bool = False, verbose: bool = False
+) -> NoReturn:
+    """Ends the command with a code, and says why."""
+    with contextlib.suppress(OSError):
+        # Nobody reads it any more; the exit code still tells.
+        if as_json:
+            JsonConsole().write("error", {"text": text, "exit_code": code})
+    with contextlib.suppress(OSError):
+        if verbose:
+            import traceback
+
+            traceback.print_exception(error)
+        print(f"error: {text}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def refuse(text: str) -> NoReturn:
+    """Ends the command for what the user gave it."""
+    print(f"error: {text}", file=sys.stderr)
+    raise typer.Exit(EXIT_BAD_INPUT)

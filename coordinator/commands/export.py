@@ -1,0 +1,32 @@
+"""`rolemesh export`: this process becomes what writes a checkpoint as a model folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rolemesh.coordinator import run_files
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder to write.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Writes the policy of a checkpoint as a Hugging Face folder."""
+    try:
+        command = run_files.export_command(directory, step, to, dtype)
+    except run_files.NoRunError as error:
+        fail(str(error), EXIT_BAD_INPUT, error)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    sys.stdout.flush()
+    os.execv(command[0], command)

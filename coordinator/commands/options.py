@@ -1,0 +1,14 @@
+"""Arguments and options that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunArgument = Annotated[
+    Path | None, typer.Argument(metavar="[DIR]", help="Folder of a run; the newest one in runs/.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]

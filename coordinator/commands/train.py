@@ -1,0 +1,162 @@
+"""`rolemesh train`: makes a run of a recipe in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rolemesh.coordinator import run_files
+from rolemesh.coordinator.commands.ending import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    fail,
+)
+from rolemesh.coordinator.commands.options import Json, Verbose
+from rolemesh.coordinator.console import (
+    JsonConsole,
+    LiveConsole,
+    LoggingObserver,
+    PlainConsole,
+    SturdyConsole,
+    print_summary,
+)
+from rolemesh.coordinator.errors import RunAbortedError, RunError
+from rolemesh.coordinator.launch import LaunchError
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
+from rolemesh.coordinator.session import InputError, InterruptedEarlyError, Session
+from rolemesh.coordinator.state.store import RunState, StateStoreError
+from rolemesh.coordinator.summary import RunSummary
+from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Sets a field; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run's files.")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="Id of the run; made if left out.")
+    ] = None,
+    as_json: Json = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved recipe and do nothing.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything saved."""
+    try:
+        loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+        if print_config:
+            print(dump_recipe(loaded), end="")
+            return
+        code = _train(loaded, _run_directory(loaded, out), run_id, as_json=as_json)
+    except (RecipeError, InputError) as error:
+        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
+    except InterruptedEarlyError as error:
+        fail(str(error), EXIT_INTERRUPTED, error, as_json=as_json, verbose=verbose)
+    except (RunError, LaunchError, StateStoreError, RolemeshError) as error:
+        fail(str(error), _exit_code(error), error, as_json=as_json, verbose=verbose)
+    except Exception as error:
+        logging.getLogger(__name__).critical("unexpected", exc_info=error)
+        text = f"a fault of rolemesh itself: {type(error).__name__}: {error} (--verbose says where)"
+        fail(text, EXIT_FAILED, error, as_json=as_json, verbose=verbose)
+    finally:
+        _let_go_of_dead_streams()
+    raise typer.Exit(code)
+
+
+def _run_directory(recipe: Recipe, out: Path | None) -> Path:
+    if out is not None:
+        return out
+    if recipe.run.directory is not None:
+        return recipe.run.directory
+    return run_files.RUNS_FOLDER / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _train(recipe: Recipe, directory: Path, run_id: str | None, *, as_json: bool) -> int:
+    console = SturdyConsole()
+    shown: JsonConsole | LiveConsole | PlainConsole
+    if as_json:
+        shown = JsonConsole()
+    elif console.is_terminal:
+        shown = LiveConsole(console)
+    else:
+        shown = PlainConsole()
+    observer = LoggingObserver(shown)
+    try:
+        session = Session(recipe, directory, observer, run_id=run_id)
+        _log_to(session.directory / "logs" / "coordinator.log")
+        observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
+        try:
+            summary = asyncio.run(session.execute())
+        except BaseException as error:
+            logging.getLogger(__name__).error("the run ends: %s", error, exc_info=error)
+            raise
+    finally:
+        with contextlib.suppress(OSError):
+            # On a terminal that is gone; whatever could not be shown is in the log.
+            shown.close()
+    observer.show(lambda: _show_summary(summary, shown, console))
+    if session.is_interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if summary.state is RunState.FAILED else 0
+
+
+def _show_summary(
+    summary: RunSummary, shown: JsonConsole | LiveConsole | PlainConsole, console: Console
+) -> None:
+    if isinstance(shown, JsonConsole):
+        shown.write("summary", summary.to_dict())
+    else:
+        print_summary(console, summary)
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=path,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, RunAbortedError):
+        return EXIT_INTERRUPTED
+    # A service refused what the recipe says of it.
+    is_refusal = isinstance(error, InvalidRequestError)
+    is_refusal |= isinstance(error.__cause__, InvalidRequestError)
+    return EXIT_BAD_INPUT if is_refusal else EXIT_FAILED
+
+
+def _let_go_of_dead_streams() -> None:
+    """Python flushes once more at its end, and would turn what is left into an exit code of 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -1,0 +1,1 @@
+"""Files that start a mesh on an engine that a user has, made from a recipe."""

@@ -1,0 +1,116 @@
+"""A file of Docker Compose to add to docker-compose.yml: one recipe on the GPUs of one host.
+
+It holds what depends on the recipe: each role's GPUs, as a list with one for each rank, its layout,
+the shared memory, and the command of the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
+
+_OPTIONAL_ROLES = ("cost", "rollout")
+"""Roles that docker-compose.yml starts with a profile alone."""
+
+_GPU_ENVIRONMENT = {
+    # Which of the driver's libraries come in: CUDA, and NVML for memory and load.
+    "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+    "NCCL_DEBUG": "${NCCL_DEBUG:-WARN}",
+}
+
+_GPU_CONTAINER: dict[str, Any] = {
+    # With it Docker's filter of system calls lets NCCL and vLLM bind buffers to NUMA nodes.
+    "cap_add": ["SYS_NICE"],
+    # NCCL and CUDA lock host buffers; compilers of kernels want deep stacks.
+    "ulimits": {"memlock": -1, "stack": 64 << 20},
+}
+
+
+class _Reset:
+    """Takes a key of the file below away."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Plain data, without references to parts that stand twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_representer(_Reset, lambda dumper, _: dumper.represent_sequence("!reset", []))
+
+
+def compose_file(
+    recipe: Recipe, command: Sequence[str], devices: Sequence[str] | None, header: str
+) -> str:
+    """The file's text.
+
+    Args:
+        recipe: With its pools on GPUs, or on the CPU.
+        command: Of the coordinator: "train", the recipe's files and the settings.
+        devices: What "cuda:0", "cuda:1", ... of the pools are on the host, as nvidia-smi counts
+            them or by UUID; None: "0", "1", ...
+        header: Comment at the top, without "# ".
+
+    Raises:
+        RecipeError: A role has several services, or a pool names a device that there is not.
+    """
+    capacity = experience_bytes(recipe)
+    services: dict[str, Any] = {
+        "store": {"shm_size": f"{shared_memory_bytes(recipe) >> 20}mb"},
+    }
+    for role in recipe.roles:
+        if len(recipe.services_of(role)) > 1:
+            raise RecipeError(
+                f"services.{role} has {len(recipe.services_of(role))} services, but the mesh of "
+                "docker-compose.yml has one container a role: have one, and spread it by its layout"
+            )
+        service: dict[str, Any] = {
+            "environment": {
+                "ROLEMESH_SERVICE__LAYOUT": recipe.layout(role).flag(),
+                "ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES": str(capacity),
+            }
+        }
+        if role in _OPTIONAL_ROLES:
+            service["profiles"] = _Reset()
+        ids = _device_ids(recipe, role, devices)
+        if ids:
+            _add_gpus(service, ids)
+        services[role] = service
+    services["coordinator"] = {"command": list(command)}
+    body = yaml.dump({"services": services}, Dumper=_Dumper, sort_keys=False, width=100)
+    return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + "\n" + body
+
+
+def _add_gpus(service: dict[str, Any], ids: Sequence[str]) -> None:
+    service["environment"] |= _GPU_ENVIRONMENT
+    service |= _GPU_CONTAINER
+    reservation = {"driver": "nvidia", "device_ids": list(ids), "capabilities": ["gpu"]}
+    service["deploy"] = {"resources": {"reservations": {"devices": [reservation]}}}
+
+
+def _device_ids(recipe: Recipe, role: str, devices: Sequence[str] | None) -> list[str]:
+    """One GPU for each rank of a role: the first ones of its pool."""
+    name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
+    if set(pool.devices) == {"cpu"}:
+        return []
+    ids = []
+    for device in pool.devices[: recipe.layout(role).world_size]:
+        kind, _, index = device.partition(":")
+        if kind != "cuda" or not index.isdecimal():
+            raise RecipeError(
+                f'pools.{name}.devices has {device!r}: give ["cpu"], or GPUs as ["cuda:0", ...]'
+            )
+        if devices is not None and int(index) >= len(devices):
+            raise RecipeError(
+                f"pools.{name}.devices has {device!r}, but --devices names {len(devices)}: name "
+                "more, or fewer in the pool"
+            )
+        ids.append(index if devices is None else devices[int(index)])
+    return ids

@@ -1,0 +1,70 @@
+"""Shared memory that a recipe's services need on their host, from what the recipe says."""
+
+from __future__ import annotations
+
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.coordinator.schedule_specs import AsyncSamplerSpec, OneStepAheadSpec
+
+BYTES_PER_TOKEN = 64
+"""What a role holds of one token at most: its number and its policy_version, 8 bytes each, the mask
+1, six float32 columns 24, and about 8 of text; the rest is for alignment."""
+
+BYTES_PER_ROW = 8 << 10
+"""For columns with one value a row: what the data says of a prompt (answer, metadata), lengths and
+ids. A row's metadata may have 64 KiB, but seldom has one."""
+
+_UNIT = 64 << 20
+_LEAST_BYTES = 512 << 20
+"""Also where a recipe does not say how long a row may get: the default of docker-compose.yml."""
+
+_BESIDE_BYTES = 1 << 30
+"""For NCCL and torch, which keep buffers of their own in /dev/shm."""
+
+_PUBLISHED_BYTES = 4
+"""Bytes of published weights for each byte of the model's folder: two copies, the newest one and
+the one being fetched, in float32, of a model that lies in bfloat16."""
+
+
+def experience_bytes(recipe: Recipe) -> int:
+    """Bytes of experience that one rank may have to hold, rounded up.
+
+    All rows of the steps in flight, at full length, on one rank, although rows are dealt out.
+    """
+    sampler, algorithm = recipe.schedule.sampler, recipe.algorithm
+    sampling = getattr(algorithm, "sampling", None)
+    rollout = recipe.rollout.rollout if recipe.rollout else recipe.actor and recipe.actor.rollout
+    if sampling is None or not rollout:
+        return _LEAST_BYTES
+    in_flight = 1
+    if isinstance(sampler, OneStepAheadSpec):
+        in_flight = 2
+    elif isinstance(sampler, AsyncSamplerSpec):
+        in_flight = 2 + sampler.max_staleness
+    rows = in_flight * recipe.run.prompts_per_step * (sampling.samples_per_prompt + 1)
+    evaluation = recipe.run.evaluation
+    rows = max(rows, evaluation.num_prompts * evaluation.samples_per_prompt)
+    needed: int = rows * (rollout.max_model_len * BYTES_PER_TOKEN + BYTES_PER_ROW)
+    return max(_LEAST_BYTES, -(-needed // _UNIT) * _UNIT)
+
+
+def shared_memory_bytes(recipe: Recipe) -> int:
+    """Size of the /dev/shm that all services of a recipe share: a limit, not memory in use.
+
+    Raises:
+        RecipeError: The actor publishes weights, and its model's folder is not here to be measured.
+    """
+    num_ranks = sum(
+        recipe.layout(role).world_size * len(recipe.services_of(role)) for role in recipe.roles
+    )
+    total = num_ranks * experience_bytes(recipe) + _BESIDE_BYTES
+    if recipe.rollout is not None:
+        folder = recipe.rollout.model.path
+        files = list(folder.glob("*.safetensors"))
+        if not files:
+            raise RecipeError(
+                f"rollout.model.path is {folder}, which holds no *.safetensors here, and the size "
+                "of shared memory depends on them: run this where the model is, or make it first"
+            )
+        total += _PUBLISHED_BYTES * sum(file.stat().st_size for file in files)
+    return -(-total // _UNIT) * _UNIT

@@ -1,0 +1,102 @@
+"""Which GPUs of a host each role of a recipe gets, where the recipe does not say it by itself."""
+
+from __future__ import annotations
+
+from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.engine.specs import ClassifierRewardSpec, named_sources
+
+_LAYOUTS = {
+    "actor": "actor.train",
+    "critic": "critic.train",
+    "reference": "reference.layout",
+    "rollout": "rollout.layout",
+    "reward": "reward.layout",
+    "cost": "cost.layout",
+}
+"""Field that holds a role's layout. Roles get the GPUs that are left over in this order."""
+
+
+def needs_gpu(recipe: Recipe, role: str) -> bool:
+    """Whether a role computes with a model. A reward that asks others, or only compares, does not.
+
+    Example: the quickstart's reward, which reads numbers, needs none.
+    """
+    section = recipe.section(role)
+    source = getattr(section, "source", None)
+    if source is None:
+        return True
+    return any(isinstance(one.source, ClassifierRewardSpec) for one in named_sources(source))
+
+
+def names_gpus(recipe: Recipe) -> bool:
+    """Whether the recipe's own pools say which GPUs there are."""
+    return any(device != "cpu" for pool in recipe.pools.values() for device in pool.devices)
+
+
+def spread(recipe: Recipe, num_gpus: int) -> list[str]:
+    """Settings that place a recipe's roles on GPUs so that none is idle, if its layouts allow.
+
+    Each role with a model gets GPUs of its own while there are enough. What is left goes to roles
+    whose layout is one rank, actor first, as data parallelism: their number of ranks doubles while
+    it fits. Where there are too few GPUs, the actor keeps its own and the others take turns on the
+    last one, or all take turns on the only one.
+
+    Args:
+        recipe: Of which no pool names a GPU.
+        num_gpus: GPUs of the host.
+
+    Returns:
+        Texts for `--set`, e.g. ["pools={actor: {devices: ['cuda:0', 'cuda:1'], roles: [actor]},
+        ...}", "actor.train.dp=2"].
+
+    Raises:
+        RecipeError: The layouts of the recipe want more GPUs than there are.
+    """
+    models = [role for role in _LAYOUTS if role in recipe.roles and needs_gpu(recipe, role)]
+    others = [role for role in recipe.roles if role not in models]
+    ranks = {role: recipe.layout(role).world_size for role in models}
+    if len(models) <= num_gpus:
+        groups = [[role] for role in models]
+    elif num_gpus == 1:
+        groups = [models]
+    else:
+        groups = [[role] for role in models[: num_gpus - 1]] + [models[num_gpus - 1 :]]
+    sizes = [max(ranks[role] for role in group) for group in groups]
+    if sum(sizes) > num_gpus:
+        wanted = ", ".join(
+            f"{' and '.join(group)} {size}" for group, size in zip(groups, sizes, strict=True)
+        )
+        raise RecipeError(
+            f"--gpus is {num_gpus}, but the recipe's layouts want {sum(sizes)}: {wanted}; lower a "
+            "layout, or give pools in the recipe whose roles share GPUs"
+        )
+    settings = []
+    grows = [
+        index
+        for index, group in enumerate(groups)
+        if len(group) == 1 and sizes[index] == 1 and _may_grow(recipe, group[0])
+    ]
+    while fits := [index for index in grows if sum(sizes) + sizes[index] <= num_gpus]:
+        # The smallest first, and of equals the first: actor, critic, reference, and again.
+        sizes[min(fits, key=lambda index: sizes[index])] *= 2
+    pools, first = [], 0
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        devices = ", ".join(f"'cuda:{number}'" for number in range(first, first + size))
+        pools.append(f"{group[0]}: {{devices: [{devices}], roles: [{', '.join(group)}]}}")
+        if index in grows and size > 1:
+            settings.append(f"{_LAYOUTS[group[0]]}.dp={size}")
+        first += size
+    if others:
+        pools.append(f"{others[0]}: {{devices: [cpu], roles: [{', '.join(others)}]}}")
+    return [f"pools={{{', '.join(pools)}}}", *settings]
+
+
+def _may_grow(recipe: Recipe, role: str) -> bool:
+    """Whether more ranks change nothing but the speed.
+
+    A rollout service of several ranks takes new weights when what runs has ended, one of one rank
+    between two tokens.
+    """
+    sampler = recipe.schedule.sampler
+    return role != "rollout" or not getattr(sampler, "partial_rollouts", False)
