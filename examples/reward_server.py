@@ -1,6 +1,7 @@
 """A reward service in 30 lines. In a recipe: `reward: grpc://localhost:50051`.
 
 Run `python reward_server.py 50051`; `rolemesh reward check grpc://localhost:50051` tries it.
+Behind the port may stand the address to listen on: 0.0.0.0 in a container, for others to reach it.
 Without rolemesh: `pip install grpcio-tools`, then in a copy of the folder protos/
 `python -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. rolemesh/v1/*.proto`.
 """
@@ -32,7 +33,8 @@ class RewardServer(reward_pb2_grpc.RewardServiceServicer):
 if __name__ == "__main__":
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
     reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServer(), server)
-    port = server.add_insecure_port(f"127.0.0.1:{sys.argv[1]}")
+    host = sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1"
+    port = server.add_insecure_port(f"{host}:{sys.argv[1]}")
     server.start()
-    print(f"grpc://127.0.0.1:{port}", flush=True)
+    print(f"grpc://{host}:{port}", flush=True)
     server.wait_for_termination()

