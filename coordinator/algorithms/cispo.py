@@ -1,6 +1,6 @@
 """Clipped importance weights (CISPO, arXiv 2506.13585), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def cispo(

@@ -1,6 +1,6 @@
 """DAPO: dynamic sampling on top of GRPO (arXiv 2503.14476), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, RewardRole
 
 
 def dapo(

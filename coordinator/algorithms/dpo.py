@@ -1,6 +1,6 @@
 """Direct preference optimisation (arXiv 2305.18290), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole
 
 
 def dpo(

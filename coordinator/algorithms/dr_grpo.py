@@ -1,6 +1,6 @@
 """GRPO without its biases (Dr. GRPO, arXiv 2503.20783), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def dr_grpo(

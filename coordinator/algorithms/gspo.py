@@ -1,6 +1,6 @@
 """Group sequence policy optimisation (arXiv 2507.18071), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def gspo(

@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation (arXiv 2402.01306), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole
 
 
 def kto(

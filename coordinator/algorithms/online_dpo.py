@@ -1,6 +1,6 @@
 """DPO on the policy's own completions (arXiv 2402.04792), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def online_dpo(

@@ -1,6 +1,12 @@
 """Proximal policy optimisation with a critic (arXiv 1707.06347), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, CriticRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorRole,
+    CriticRole,
+    PromptBatch,
+    ReferenceRole,
+    RewardRole,
+)
 
 
 def ppo(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.coordinator.algorithm_specs import CustomSpec, ExternalSpec
 from rolemesh.coordinator.algorithms.cispo import cispo
 from rolemesh.coordinator.algorithms.dapo import dapo
 from rolemesh.coordinator.algorithms.dpo import dpo
@@ -30,9 +29,10 @@ from rolemesh.coordinator.algorithms.reward_model import reward_model
 from rolemesh.coordinator.algorithms.rloo import rloo
 from rolemesh.coordinator.algorithms.safe_rlhf import safe_rlhf
 from rolemesh.coordinator.algorithms.sft import sft
-from rolemesh.coordinator.errors import RunError
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.roles import ROLE_HANDLES, PromptBatch, StepContext
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES, PromptBatch, StepContext
+from rolemesh.coordinator.recipe.algorithms import CustomSpec, ExternalSpec
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.user_code import load_named
 
 Algorithm = Callable[..., None]

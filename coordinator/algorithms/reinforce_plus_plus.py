@@ -1,6 +1,6 @@
 """REINFORCE++ (arXiv 2501.03262), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def reinforce_plus_plus(

@@ -1,6 +1,6 @@
 """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262), as one step."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def reinforce_plus_plus_baseline(

@@ -1,6 +1,6 @@
 """ReMax: the greedy completion is the baseline (arXiv 2310.10505), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
 
 
 def remax(

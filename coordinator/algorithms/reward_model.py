@@ -1,6 +1,6 @@
 """Training of a reward model on pairs (arXiv 2203.02155, eq. 1), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import PromptBatch, RewardRole
+from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardRole
 
 
 def reward_model(

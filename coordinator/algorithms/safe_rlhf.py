@@ -1,6 +1,6 @@
 """Safe RLHF: PPO under a limit on the mean cost (arXiv 2310.12773), as one step over the mesh."""
 
-from rolemesh.coordinator.roles import (
+from rolemesh.coordinator.dataflow.roles import (
     ActorRole,
     CostRole,
     CriticRole,

@@ -1,6 +1,6 @@
 """Supervised fine-tuning, as one step over the mesh."""
 
-from rolemesh.coordinator.roles import ActorRole, PromptBatch
+from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch
 
 
 def sft(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
-from rolemesh.coordinator.futures import Node, NodeState
+from rolemesh.coordinator.dataflow.futures import Node, NodeState
+from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.state.store import RunRecord, RunState, ServiceLease
-from rolemesh.coordinator.trace import critical_path
 from rolemesh.v1 import coordinator_pb2
 
 _STATES = {

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from rolemesh.coordinator.api.device_history import DeviceHistory
-from rolemesh.coordinator.futures import Node
+from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, StateStore
 from rolemesh.v1 import coordinator_pb2
 

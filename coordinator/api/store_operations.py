@@ -12,8 +12,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from rolemesh.coordinator.alerts import RECENT_GRAPHS, alerts_of
-from rolemesh.coordinator.algorithm_specs import EXTERNAL
+from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, alerts_of
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
     to_dataflow,
@@ -23,6 +22,7 @@ from rolemesh.coordinator.api.messages import (
 from rolemesh.coordinator.api.run_history import RunHistories, read_graph
 from rolemesh.coordinator.api.store_errors import translated
 from rolemesh.coordinator.api.watches import Watches
+from rolemesh.coordinator.recipe.algorithms import EXTERNAL
 from rolemesh.coordinator.state.store import (
     RunRecord,
     RunState,

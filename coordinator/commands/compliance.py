@@ -11,11 +11,12 @@ import typer
 import yaml
 from rich.console import Console
 
+from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_INTERRUPTED, refuse
-from rolemesh.coordinator.compliance.check import ALL_ROLES, Finding
+from rolemesh.coordinator.compliance.check import Finding
+from rolemesh.coordinator.compliance.contract import ALL_ROLES
 from rolemesh.coordinator.compliance.report import print_checks, print_findings, summarise
 from rolemesh.coordinator.compliance.suite import SuiteInputError, checks_of, run_suite
-from rolemesh.coordinator.console import JsonConsole
 
 EXIT_BROKEN = 1
 

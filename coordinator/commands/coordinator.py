@@ -21,13 +21,14 @@ from pydantic import ValidationError
 from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
-from rolemesh.coordinator.console import JsonConsole
-from rolemesh.coordinator.files import write_atomically
-from rolemesh.coordinator.hub import Hub
-from rolemesh.coordinator.recipe import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.commands.hub import Hub
+from rolemesh.coordinator.recipe.addresses import masked_url
+from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.opening import open_store
-from rolemesh.coordinator.state.store import StateStoreError, masked_url
+from rolemesh.coordinator.state.store import StateStoreError
 
 DATA_FOLDER = Path("rolemesh-data")
 PLACE_FILE = "coordinator.json"

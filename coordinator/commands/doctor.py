@@ -1,4 +1,4 @@
-"""`rolemesh doctor`: shows what coordinator/doctor.py finds."""
+"""`rolemesh doctor`: shows what coordinator/commands/diagnosis.py finds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rolemesh.coordinator.commands.console import JsonConsole
+from rolemesh.coordinator.commands.diagnosis import Level, diagnose
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json
-from rolemesh.coordinator.console import JsonConsole
-from rolemesh.coordinator.doctor import Level, diagnose
-from rolemesh.coordinator.recipe_errors import RecipeError
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
 
 app = typer.Typer(add_completion=False)
 

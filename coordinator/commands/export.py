@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator import run_files
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.run import folder as run_files
 
 app = typer.Typer(add_completion=False)
 

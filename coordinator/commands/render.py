@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.ending import refuse
-from rolemesh.coordinator.files import write_atomically
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.recipe_errors import RecipeError
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
 from rolemesh.coordinator.render.placement import names_gpus, spread
+from rolemesh.coordinator.state.files import write_atomically
 
 app = typer.Typer(
     help="Files that start a mesh, made from a recipe.", no_args_is_help=True, add_completion=False

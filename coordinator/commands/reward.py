@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.ending import refuse
-from rolemesh.coordinator.recipe_errors import RecipeError
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources
 
 _MODULE = "rolemesh.services.reward.outside.check"

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.ending import refuse
-from rolemesh.coordinator.installation import check_roles_run
-from rolemesh.coordinator.recipe import ROLES
+from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.run.installation import check_roles_run
 
 app = typer.Typer(add_completion=False)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from rolemesh.coordinator import run_files
+from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.options import Json, RunArgument
-from rolemesh.coordinator.console import JsonConsole
+from rolemesh.coordinator.run import folder as run_files
 
 app = typer.Typer(add_completion=False)
 

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rolemesh.coordinator import run_files
+from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
 from rolemesh.coordinator.commands.options import Json, RunArgument
-from rolemesh.coordinator.console import JsonConsole
-from rolemesh.coordinator.files import write_atomically
-from rolemesh.coordinator.trace import chrome_trace, path_summary, print_paths
+from rolemesh.coordinator.dataflow.trace import chrome_trace, path_summary, print_paths
+from rolemesh.coordinator.run import folder as run_files
+from rolemesh.coordinator.state.files import write_atomically
 
 TRACED_STEPS_SHOWN = 20
 """Steps in the table, the newest ones; --step shows any other."""

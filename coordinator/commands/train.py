@@ -14,15 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rolemesh.coordinator import run_files
-from rolemesh.coordinator.commands.ending import (
-    EXIT_BAD_INPUT,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    fail,
-)
-from rolemesh.coordinator.commands.options import Json, Verbose
-from rolemesh.coordinator.console import (
+from rolemesh.coordinator.commands.console import (
     JsonConsole,
     LiveConsole,
     LoggingObserver,
@@ -30,14 +22,22 @@ from rolemesh.coordinator.console import (
     SturdyConsole,
     print_summary,
 )
-from rolemesh.coordinator.errors import RunAbortedError, RunError
-from rolemesh.coordinator.launch import LaunchError
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.recipe_errors import RecipeError
-from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
-from rolemesh.coordinator.session import InputError, InterruptedEarlyError, Session
+from rolemesh.coordinator.commands.ending import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    fail,
+)
+from rolemesh.coordinator.commands.options import Json, Verbose
+from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run import folder as run_files
+from rolemesh.coordinator.run.launch import LaunchError
+from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
+from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState, StateStoreError
-from rolemesh.coordinator.summary import RunSummary
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
 
 app = typer.Typer(add_completion=False)

@@ -8,12 +8,12 @@ import math
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     SAMPLING_ROLES,
     BrokenContractError,
     Level,
     Phase,
-    check,
 )
 from rolemesh.coordinator.compliance.samples import make_sample
 from rolemesh.coordinator.compliance.subject import (

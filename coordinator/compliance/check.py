@@ -2,83 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rolemesh.coordinator.compliance.subject import Subject
+from rolemesh.coordinator.compliance.contract import ALL_ROLES, Level, Outcome, Phase, Serves
+from rolemesh.coordinator.compliance.subject import Subject
 
-REWARD_ROLES = ("reward", "cost")
-SAMPLING_ROLES = ("rollout", "actor")
-LOGPROB_ROLES = ("reference", "actor")
-MODEL_ROLES = ("reference", "critic", "actor", "rollout")
-"""Roles that cannot do without WorkerService."""
-ALL_ROLES = (*REWARD_ROLES, "reference", "critic", *SAMPLING_ROLES)
-
-
-class Level(enum.StrEnum):
-    """How binding a sentence of the contract is."""
-
-    MUST = "MUST"
-    """A run with a server that breaks it fails, or learns from wrong numbers."""
-    SHOULD = "SHOULD"
-    """Nothing breaks, but people and programs are told less than they could be."""
-
-
-class Outcome(enum.StrEnum):
-    """What a check came to."""
-
-    HOLDS = "holds"
-    BROKEN = "broken"
-    SKIPPED = "skipped"
-    """It says nothing about this server."""
-    NOT_RUN = "not run"
-    """The server was gone before."""
-
-
-class Phase(enum.IntEnum):
-    """When a check runs: checks of a phase see the service in the same state."""
-
-    BEFORE = 0
-    """No run holds the service."""
-    INITIALIZE = 1
-    """The run of the suite takes it."""
-    WORK = 2
-    """The run of the suite holds it."""
-    DRAIN = 3
-    """The run gives it back."""
-    AFTER = 4
-    """Nothing is called any more: what came before is judged."""
-
-
-class Serves(enum.StrEnum):
-    """What a server has to serve for a check to say anything about it."""
-
-    ANYTHING = "anything"
-    RUNS = "runs"
-    """WorkerService and references: a service that takes part in a run."""
-    TRAJECTORIES = "trajectories"
-    """A reward that takes trajectories inline."""
-
-
-class BrokenContractError(Exception):
-    """The server does not do what the sentence says."""
-
-    def __init__(self, *, sent: str, came: str, remedy: str) -> None:
-        super().__init__(f"{sent}: {came}")
-        self.sent = sent
-        self.came = came
-        self.remedy = remedy
-
-
-class NotApplicableError(Exception):
-    """The check says nothing about this server; the text says why."""
-
-
-CheckFunction = Callable[["Subject"], Awaitable[None]]
-"""Returns when the contract holds; raises one of the two errors above, or what the call raised."""
+CheckFunction = Callable[[Subject], Awaitable[None]]
+"""Returns when the contract holds; raises one of the two errors of
+`contract`, or what the call raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

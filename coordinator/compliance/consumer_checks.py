@@ -6,12 +6,12 @@ from typing import Any
 
 import grpc
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     REWARD_ROLES,
     BrokenContractError,
     Level,
     Serves,
-    check,
 )
 from rolemesh.coordinator.compliance.reward_checks import judge
 from rolemesh.coordinator.compliance.samples import ordinary_samples

@@ -6,13 +6,13 @@ from typing import Any
 
 import grpc
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     BrokenContractError,
     Level,
     NotApplicableError,
     Phase,
     Serves,
-    check,
 )
 from rolemesh.coordinator.compliance.subject import (
     EPOCH,

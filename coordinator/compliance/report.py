@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rolemesh.coordinator.compliance.check import Check, Finding, Level, Outcome
+from rolemesh.coordinator.compliance.check import Check, Finding
+from rolemesh.coordinator.compliance.contract import Level, Outcome
 
 _COLOURS = {Outcome.HOLDS: "green", Outcome.BROKEN: "red"}
 

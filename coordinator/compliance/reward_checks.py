@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import grpc
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     REWARD_ROLES,
     BrokenContractError,
     Level,
     NotApplicableError,
     Serves,
-    check,
 )
 from rolemesh.coordinator.compliance.samples import (
     Sample,

@@ -7,13 +7,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     SAMPLING_ROLES,
     BrokenContractError,
     Level,
     NotApplicableError,
     Phase,
-    check,
 )
 from rolemesh.coordinator.compliance.scoring_checks import ABOVE_ZERO
 from rolemesh.coordinator.compliance.subject import (

@@ -13,12 +13,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from rolemesh.coordinator.compliance.check import (
-    LOGPROB_ROLES,
-    Level,
-    NotApplicableError,
-    check,
-)
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import LOGPROB_ROLES, Level, NotApplicableError
 from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples, token_ids
 from rolemesh.coordinator.compliance.subject import (
     Subject,

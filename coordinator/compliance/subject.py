@@ -11,7 +11,7 @@ import grpc
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.message import Message
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.contract import (
     REWARD_ROLES,
     BrokenContractError,
     NotApplicableError,

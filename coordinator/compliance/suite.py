@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rolemesh.coordinator.addresses import plain_address
 from rolemesh.coordinator.compliance import (
     call_checks,
     consumer_checks,
@@ -22,11 +21,9 @@ from rolemesh.coordinator.compliance import (
     transport_checks,
     worker_checks,
 )
-from rolemesh.coordinator.compliance.check import (
-    CHECKS,
+from rolemesh.coordinator.compliance.check import CHECKS, Check, Finding
+from rolemesh.coordinator.compliance.contract import (
     BrokenContractError,
-    Check,
-    Finding,
     NotApplicableError,
     Outcome,
     Phase,
@@ -34,6 +31,7 @@ from rolemesh.coordinator.compliance.check import (
 )
 from rolemesh.coordinator.compliance.producer import Producer
 from rolemesh.coordinator.compliance.subject import EPOCH, Subject, describe_error
+from rolemesh.coordinator.recipe.addresses import plain_address
 from rolemesh.rpc.errors import (
     DeadlineError,
     RolemeshError,

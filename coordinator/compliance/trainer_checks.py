@@ -9,7 +9,8 @@ import grpc
 import numpy as np
 from google.protobuf import json_format, struct_pb2
 
-from rolemesh.coordinator.compliance.check import Level, check
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import Level
 from rolemesh.coordinator.compliance.samples import ordinary_samples
 from rolemesh.coordinator.compliance.subject import (
     Subject,

@@ -9,14 +9,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     MODEL_ROLES,
     REWARD_ROLES,
     BrokenContractError,
     Level,
     NotApplicableError,
     Phase,
-    check,
 )
 from rolemesh.coordinator.compliance.subject import Subject, describe_error, expect
 from rolemesh.rpc.errors import RolemeshError, UnsupportedError, from_rpc_error

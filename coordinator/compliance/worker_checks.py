@@ -6,7 +6,8 @@ import json
 
 import grpc
 
-from rolemesh.coordinator.compliance.check import (
+from rolemesh.coordinator.compliance.check import check
+from rolemesh.coordinator.compliance.contract import (
     MODEL_ROLES,
     REWARD_ROLES,
     BrokenContractError,
@@ -14,7 +15,6 @@ from rolemesh.coordinator.compliance.check import (
     NotApplicableError,
     Phase,
     Serves,
-    check,
 )
 from rolemesh.coordinator.compliance.subject import (
     EPOCH,
@@ -26,7 +26,7 @@ from rolemesh.coordinator.compliance.subject import (
     result_in,
     shorten,
 )
-from rolemesh.coordinator.connection import REQUIRED_SERVICES
+from rolemesh.coordinator.dataflow.connection import REQUIRED_SERVICES
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.v1 import operation_pb2, worker_pb2

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
 
 _OPTIONAL_ROLES = ("cost", "rollout")

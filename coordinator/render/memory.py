@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.recipe_errors import RecipeError
-from rolemesh.coordinator.schedule_specs import AsyncSamplerSpec, OneStepAheadSpec
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
+from rolemesh.coordinator.recipe.schema import Recipe
 
 BYTES_PER_TOKEN = 64
 """What a role holds of one token at most: its number and its policy_version, 8 bytes each, the mask

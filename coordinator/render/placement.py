@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.recipe_errors import RecipeError
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import ClassifierRewardSpec, named_sources
 
 _LAYOUTS = {

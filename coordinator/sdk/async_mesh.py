@@ -6,18 +6,17 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
+from rolemesh.coordinator.sdk.service_calls import Answer
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import CallCancelledError, UnsupportedError
 from rolemesh.v1 import operation_pb2
-
-Answer = TypeVar("Answer")
 
 
 class AsyncMesh(Mapping[str, AsyncRole]):

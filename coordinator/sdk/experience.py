@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.coordinator.references import concat_references, join_references
+from rolemesh.coordinator.dataflow.references import concat_references, join_references
 from rolemesh.coordinator.sdk.html import definition_list
 from rolemesh.v1 import (
     experience_pb2,

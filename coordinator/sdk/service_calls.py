@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf import json_format, struct_pb2
 
@@ -22,15 +22,30 @@ from rolemesh.v1 import (
     worker_pb2_grpc,
 )
 
-if TYPE_CHECKING:
-    from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
+Answer = TypeVar("Answer")
+
+
+class CallingMesh(Protocol):
+    """What a service needs of its mesh: the run that it speaks for, keys, and calls."""
+
+    run_id: str
+    epoch: int
+    step: int
+
+    def new_key(self, operation: str) -> operation_pb2.OperationKey:
+        """A key that was never used, for an operation of the current step."""
+        ...
+
+    async def call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
+        """The answer of a call, repeated with the same request while its peer does not answer."""
+        ...
 
 
 class ServiceCalls:
     """The life of a service, and what its calls share; see AsyncRole."""
 
     def __init__(
-        self, mesh: AsyncMesh, name: str, channel: MeshChannel, policy_version: int | None
+        self, mesh: CallingMesh, name: str, channel: MeshChannel, policy_version: int | None
     ) -> None:
         """Prepares; made by the mesh."""
         self.name = name

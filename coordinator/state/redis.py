@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError, TimeoutError
 
+from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
@@ -41,7 +42,6 @@ from rolemesh.coordinator.state.store import (
     StoreUnavailableError,
     StreamEntry,
     check_run_changes,
-    masked_url,
 )
 
 _PREFIX = "rolemesh"

@@ -15,20 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-
-def masked_url(url: str) -> str:
-    """The URL as it may be shown: without user, password and parameters.
-
-    Works on what is no valid URL as well, and masks too much rather than too little. A text
-    without // is no URL and stays as it is.
-    """
-    scheme, separator, rest = url.partition("//")
-    place, question, parameters = rest.partition("?")
-    if "@" in parameters:
-        # Either a password with a ? in it or a parameter with an @ in it.
-        return f"{scheme}{separator}***"
-    _, at, host = place.rpartition("@")
-    return f"{scheme}{separator}{at and '***@'}{host}{question and '?***'}"
+from rolemesh.coordinator.recipe.addresses import masked_url
 
 
 class StateStoreError(Exception):

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.trackers.registry import make_tracker
-from rolemesh.coordinator.trackers.specs import TrackerSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts, Tracker
 
 EXIT_NOT_STARTED = 3

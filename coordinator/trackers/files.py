@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rolemesh.coordinator.tensorboard import ScalarWriter
+from rolemesh.coordinator.trackers.tensorboard import ScalarWriter
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 METRICS_FILE = "metrics.jsonl"

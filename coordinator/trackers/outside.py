@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rolemesh.coordinator.recipe.addresses import masked_url
+from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.state import bound_process
-from rolemesh.coordinator.state.store import masked_url
-from rolemesh.coordinator.trackers.specs import TrackerSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 QUEUE_STEPS = 1_000

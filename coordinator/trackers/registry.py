@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import cast
 
-from rolemesh.coordinator.trackers.specs import (
+from rolemesh.coordinator.recipe.trackers import (
     CustomTrackerSpec,
     MlflowSpec,
     SwanlabSpec,

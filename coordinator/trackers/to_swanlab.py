@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.trackers.specs import SwanlabSpec
+from rolemesh.coordinator.recipe.trackers import SwanlabSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 _STATE = {"succeeded": "success", "stopped": "aborted", "failed": "crashed"}

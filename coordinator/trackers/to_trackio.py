@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from rolemesh.coordinator.trackers.specs import TrackioSpec
+from rolemesh.coordinator.recipe.trackers import TrackioSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 

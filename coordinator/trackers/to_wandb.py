@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from rolemesh.coordinator.trackers.specs import WandbSpec
+from rolemesh.coordinator.recipe.trackers import WandbSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 

@@ -41,13 +41,13 @@ import grpc
 import psutil
 from google.protobuf import json_format, struct_pb2
 
-from rolemesh.coordinator.connection import RoleConnection
-from rolemesh.coordinator.dataflow import Dataflow
-from rolemesh.coordinator.futures import NodeKind, Outcome
-from rolemesh.coordinator.journal import Journal
-from rolemesh.coordinator.pools import Pools
-from rolemesh.coordinator.recipe import PoolSpec
-from rolemesh.coordinator.role_calls import ServiceCalls, StepContext
+from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.futures import NodeKind, Outcome
+from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.pools import Pools
+from rolemesh.coordinator.dataflow.role_calls import ServiceCalls, StepContext
+from rolemesh.coordinator.recipe.schema import PoolSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.rpc.channel import ChannelTraffic, open_channel

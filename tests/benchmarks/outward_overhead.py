@@ -122,7 +122,7 @@ def running(recipe: Path, settings: dict[str, Any], out: Path) -> Iterator[subpr
     with (out.parent / f"{out.name}.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "rolemesh.coordinator.cli", "train", str(recipe)),
+                *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "train", str(recipe)),
                 *overrides,
                 *("--out", str(out), "--json"),
             ],

@@ -32,7 +32,7 @@ def run(recipe: Path, steps: int, folder: Path) -> list[dict[str, Any]]:
     out = folder / "run"
     subprocess.run(
         [
-            *(sys.executable, "-m", "rolemesh.coordinator.cli", "train", str(recipe)),
+            *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "train", str(recipe)),
             *("--set", f"run.steps={steps}", "--set", "run.evaluation.num_prompts=0"),
             *("--out", str(out), "--json"),
         ],

@@ -33,9 +33,9 @@ from support.fake_runs import read_lines
 from support.mesh_runs import ROLES, tiny_recipe
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.coordinator.launch import Launcher, service_commands
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.launch import Launcher, service_commands
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 
 PROMPTS, SAMPLES = 16, 4

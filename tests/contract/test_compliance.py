@@ -12,8 +12,9 @@ import pytest
 from support.scripted_outsider import outsider
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.cli import app
-from rolemesh.coordinator.compliance.check import CHECKS, Finding, Level, Outcome
+from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.compliance.check import CHECKS, Finding
+from rolemesh.coordinator.compliance.contract import Level, Outcome
 from rolemesh.coordinator.compliance.suite import SuiteInputError, checks_of, run_suite
 
 TIMEOUT_S = 10.0

@@ -20,10 +20,10 @@ from support.compose_files import (
 )
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.cli import app
-from rolemesh.coordinator.launch import service_commands
-from rolemesh.coordinator.recipe import ROLES, RedisStoreSpec
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import ROLES, RedisStoreSpec
+from rolemesh.coordinator.run.launch import service_commands
 from rolemesh.services.runtime.config import load_config
 
 OPTIONAL_ROLES = ("cost", "rollout")

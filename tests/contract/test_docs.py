@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.coordinator.cli import COMMANDS, load_command
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.commands.cli import COMMANDS, load_command
+from rolemesh.coordinator.recipe.loading import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])

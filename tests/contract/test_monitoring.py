@@ -20,7 +20,7 @@ from support.rest_servers import client_of
 from support.services import ToyRole
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.services.runtime.config import ServiceConfig
 from rolemesh.services.runtime.server import ServiceServer

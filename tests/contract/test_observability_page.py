@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
 from rolemesh.coordinator.trackers.outside import OutsideTracker
-from rolemesh.coordinator.trackers.specs import CustomTrackerSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 REPOSITORY = Path(__file__).resolve().parents[2]

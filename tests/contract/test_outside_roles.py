@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 from support.scripted_outsider import outsider
 
-from rolemesh.coordinator.connection import RoleConnection
-from rolemesh.coordinator.errors import RunError
-from rolemesh.coordinator.recipe import ServiceSpec
+from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.recipe.schema import ServiceSpec
 from rolemesh.rpc.channel import ChannelTraffic
 
 HEALTHY_S = 60.0

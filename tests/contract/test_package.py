@@ -159,8 +159,8 @@ def test_nobody_is_made_to_install_tools_or_torch(metadata: email.message.Messag
 def test_the_wheel_is_imported_and_called_without_torch(unpacked: Path) -> None:
     program = (
         "import contextlib, sys\n"
-        "import rolemesh.coordinator.sdk, rolemesh.coordinator.session\n"
-        "from rolemesh.coordinator.cli import main\n"
+        "import rolemesh.coordinator.sdk, rolemesh.coordinator.run.session\n"
+        "from rolemesh.coordinator.commands.cli import main\n"
         "sys.argv = ['rolemesh', '--help']\n"
         "with contextlib.suppress(SystemExit): main()\n"
         "print(rolemesh.__file__)\n"

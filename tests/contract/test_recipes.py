@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
-from rolemesh.coordinator.recipe_loading import dump_recipe, load_recipe
-from rolemesh.coordinator.session import check_paths
+from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
+from rolemesh.coordinator.run.session import check_paths
 from rolemesh.engine.data.sum_examples import FILES
 from rolemesh.engine.rewards.form_judge import PROMPTS
 from rolemesh.engine.specs import JsonlSpec, ModelSpec

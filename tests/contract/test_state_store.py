@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fakeredis import FakeAsyncRedis
 
-from rolemesh.coordinator.recipe import EmbeddedStoreSpec, MemoryStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, MemoryStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.opening import open_store

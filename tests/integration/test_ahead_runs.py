@@ -13,7 +13,7 @@ from support.fake_recipes import PPO_ROLES, TRAINED_REWARD, fake_recipe, split_p
 from support.fake_roles import fake_mesh, until
 from support.fake_runs import make_run, read_lines
 
-from rolemesh.coordinator.errors import RunAbortedError, ServiceLostError
+from rolemesh.coordinator.dataflow.errors import RunAbortedError, ServiceLostError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 

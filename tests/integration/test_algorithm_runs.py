@@ -12,7 +12,7 @@ from support.fake_in_process import InProcessRun, run_jumping
 from support.fake_recipes import TRAINED_REWARD, fake_recipe, split_pools
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
-from rolemesh.coordinator.errors import RunError
+from rolemesh.coordinator.dataflow.errors import RunError
 
 SAMPLED = {"sampling": {"samples_per_prompt": 2}, "mini_batch_rows": 4}
 KL = {"advantages": {"kl_in_reward": {"type": "fixed"}}}

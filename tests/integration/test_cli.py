@@ -15,7 +15,7 @@ import pytest
 import yaml
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
-ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.cli"]
+ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 STEPS = 4
 
 

@@ -63,7 +63,7 @@ def test_our_service_of_each_role_passes_every_check(
     spec.write_text(yaml.safe_dump(specs[role]))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "rolemesh.coordinator.cli", "compliance"),
+            *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "compliance"),
             *(f"grpc://{addresses[role]}", "--role", role, "--spec", str(spec), "--json"),
         ],
         capture_output=True,

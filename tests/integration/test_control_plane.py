@@ -14,13 +14,13 @@ from support.learning_runs import service_processes
 from support.mesh_runs import tiny_model
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
-from rolemesh.coordinator.samples import MAX_TEXT_BYTES
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.samples import MAX_TEXT_BYTES
+from rolemesh.coordinator.run.training_run import TrainingRun
+from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.sdk import AsyncMesh
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.coordinator.watcher import WatchSettings
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import coordinator_pb2
 

@@ -21,9 +21,9 @@ from support.fake_roles import (
 )
 from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
 
-from rolemesh.coordinator.errors import RunAbortedError, RunError
-from rolemesh.coordinator.recipe import Recipe, RedisStoreSpec
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
+from rolemesh.coordinator.recipe.schema import Recipe, RedisStoreSpec
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 

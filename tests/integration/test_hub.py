@@ -89,7 +89,7 @@ async def coordinator(
 ) -> AsyncIterator[Coordinator]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh.coordinator.cli", "coordinator", "--json"),
+        *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator", "--json"),
         *("--data", "data", "--port", "0", "--http-port", "0", *arguments),
         cwd=folder,
         env={**environment, "ROLEMESH_API_TOKEN": TOKEN, **variables},

@@ -16,10 +16,11 @@ from support.mesh_runs import tiny_model, tiny_recipe
 from support.services import wait_for_announcement
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.coordinator.compliance.check import Finding, Outcome
+from rolemesh.coordinator.compliance.check import Finding
+from rolemesh.coordinator.compliance.contract import Outcome
 from rolemesh.coordinator.compliance.suite import run_suite
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.critic.servicers import CriticRole

@@ -12,9 +12,9 @@ from support.learning_runs import service_processes
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.reward_servers import RewardServer, reward_server
 
-from rolemesh.coordinator.errors import RunError
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 

@@ -15,8 +15,8 @@ from support.rollout_services import shards_of
 from support.tiny_models import write_tiny_classifier
 
 from rolemesh.coordinator.algorithms import registry
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.roles import ExperienceFuture, PromptBatch
+from rolemesh.coordinator.dataflow.roles import ExperienceFuture, PromptBatch
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.experience import Experience
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.critic.servicers import CriticRole

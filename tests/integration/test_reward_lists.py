@@ -18,9 +18,9 @@ from support.services import operation_key, serving
 from support.tiny_models import write_tiny_classifier
 from support.worker_processes import worker_processes
 
-from rolemesh.coordinator.errors import RunError
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.channel import open_channel

@@ -14,8 +14,8 @@ from support.fake_runs import make_run, read_lines
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.rpc.channel import open_channel

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.service_calls import initialize, last, values
 from support.services import ToyRole, make_experience, operation_key, serving
 
-from rolemesh.coordinator.errors import NodeFailedError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.engine.experience import ColumnMissingError
 from rolemesh.rpc.channel import REQUEST_ID_KEY, open_channel
 from rolemesh.rpc.errors import (

@@ -11,9 +11,9 @@ from google.protobuf import json_format, struct_pb2
 from support.service_calls import initialize, last, until, values
 from support.services import ToyRole, operation_key, serving
 
-from rolemesh.coordinator.connection import RoleConnection
+from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.run.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.watcher import Watcher, WatchSettings
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, PreconditionError, UnavailableError
 from rolemesh.services.runtime.hold import HOLDER_SILENCE_S

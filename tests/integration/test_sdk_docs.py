@@ -39,7 +39,7 @@ def coordinator(tmp_path: Path) -> Iterator[str]:
     with (tmp_path / "coordinator.out").open("wb") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "rolemesh.coordinator.cli", "coordinator"),
+                *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator"),
                 *("--data", str(data), "--port", "0", "--http-port", "0"),
             ],
             env=environment,

@@ -34,7 +34,7 @@ def free_port() -> int:
 async def coordinator(folder: Path, port: int, store_url: str) -> AsyncIterator[None]:
     """`rolemesh coordinator` on a port; killed at the end of the block."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh.coordinator.cli", "coordinator", "--json"),
+        *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator", "--json"),
         *("--data", "data", "--port", str(port), "--http-port", "0", "--store-url", store_url),
         cwd=folder,
         env={k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},

@@ -16,12 +16,12 @@ import httpx
 import pytest
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
-from rolemesh.coordinator import session as session_module
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.errors import RunAbortedError
-from rolemesh.coordinator.launch import LaunchError, ServiceCommand
-from rolemesh.coordinator.observer import QuietObserver
-from rolemesh.coordinator.session import InputError, InterruptedEarlyError, Session
+from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.dataflow.observer import QuietObserver
+from rolemesh.coordinator.run import session as session_module
+from rolemesh.coordinator.run.launch import LaunchError, ServiceCommand
+from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.channel import open_channel

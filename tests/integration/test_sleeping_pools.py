@@ -18,7 +18,7 @@ from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
 from support.fake_roles import FakeMesh, fake_mesh
 from support.fake_runs import make_run, read_lines
 
-from rolemesh.coordinator.errors import NodeFailedError, RunError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import PreconditionError
 

@@ -12,7 +12,7 @@ from support.fake_recipes import GRPO, PPO, PPO_ROLES, fake_recipe, split_pools
 from support.fake_roles import FakeMesh, fake_mesh, until
 from support.fake_runs import Recorder, make_run, read_lines
 
-from rolemesh.coordinator.errors import NodeFailedError, RunError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import PreconditionError
 

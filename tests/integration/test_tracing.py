@@ -15,9 +15,9 @@ from support.fake_runs import Recorder
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.trace_collector import CollectedSpan, Collector, collecting
 
-from rolemesh.coordinator.errors import RunError
-from rolemesh.coordinator.recipe import Recipe, TracingSpec
-from rolemesh.coordinator.session import Session
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.recipe.schema import Recipe, TracingSpec
+from rolemesh.coordinator.run.session import Session
 from rolemesh.rpc.errors import PreconditionError
 
 RUN_S = 120.0

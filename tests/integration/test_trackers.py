@@ -8,9 +8,9 @@ from support.fake_recipes import fake_recipe
 from support.fake_roles import fake_mesh
 from support.fake_runs import Recorder, make_run, read_lines
 
+from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.coordinator.trackers.specs import CustomTrackerSpec
 
 CODE = """
 import json

@@ -16,19 +16,19 @@ from typing import Any, TypeVar, cast
 from support.fake_roles import FakeMesh, FakeRole
 
 from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
-from rolemesh.coordinator.connection import RoleConnection
-from rolemesh.coordinator.events import EventLog
-from rolemesh.coordinator.futures import Node
-from rolemesh.coordinator.journal import Journal
-from rolemesh.coordinator.mesh import Mesh
-from rolemesh.coordinator.metrics import MetricsWriter
-from rolemesh.coordinator.observer import QuietObserver
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.samples import SampleTaker
+from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.mesh import Mesh
+from rolemesh.coordinator.dataflow.observer import QuietObserver
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.events import EventLog
+from rolemesh.coordinator.run.metrics import MetricsWriter
+from rolemesh.coordinator.run.samples import SampleTaker
+from rolemesh.coordinator.run.training import TrainingLoop
+from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
-from rolemesh.coordinator.training import TrainingLoop
-from rolemesh.coordinator.wishes import Wishes
 
 RUN_ID = "in-process"
 T = TypeVar("T")

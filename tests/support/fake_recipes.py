@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolemesh.coordinator.recipe import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe
 
 _MODEL = {"path": "/models/none"}
 _DATA = {"type": "jsonl", "path": "/data/none.jsonl"}

@@ -25,7 +25,7 @@ from support.fake_recipes import fake_recipe
 from support.fake_sampling import FakeSampling
 from support.fake_training import FakeTraining
 
-from rolemesh.coordinator.recipe import role_of, service_names
+from rolemesh.coordinator.recipe.schema import role_of, service_names
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import to_status
 from rolemesh.v1 import (

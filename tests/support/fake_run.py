@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rolemesh.coordinator.api.messages import to_timestamp
-from rolemesh.coordinator.futures import Node, NodeKind, NodeState
-from rolemesh.coordinator.metrics import step_record
+from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
+from rolemesh.coordinator.run.metrics import step_record
 from rolemesh.coordinator.state.store import (
     RunRecord,
     RunState,

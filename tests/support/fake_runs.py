@@ -8,10 +8,10 @@ from typing import Any
 
 from support.fake_roles import FakeMesh
 
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
+from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.state.store import StateStore
-from rolemesh.coordinator.watcher import WatchSettings
 
 SPLIT_POOLS = {role: {"roles": [role]} for role in ("actor", "critic", "reference", "reward")}
 # A twentieth of the usual pause, so that tests of losses take less than a second or two.

@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from support.fake_core import FakeCore
 from support.fake_models import completion
 
-from rolemesh.coordinator.roles import PAIR_COLUMNS, READ_COLUMNS
-from rolemesh.coordinator.samplers import ROLLOUT_COLUMNS
+from rolemesh.coordinator.dataflow.roles import PAIR_COLUMNS, READ_COLUMNS
+from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, weights_pb2
 

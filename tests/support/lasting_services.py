@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 from support.mesh_runs import tiny_recipe
 from support.services import serving
 
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.services.runtime.role import Role
 

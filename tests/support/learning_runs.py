@@ -17,8 +17,8 @@ from typing import Any
 
 from support.services import wait_for_announcement
 
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.runs import TrainingRun
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 

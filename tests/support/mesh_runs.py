@@ -80,7 +80,13 @@ class CliRun:
         self._stderr = (folder / "stderr.log").open("wb")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "rolemesh.coordinator.cli", "train", str(recipe_file)),
+                *(
+                    sys.executable,
+                    "-m",
+                    "rolemesh.coordinator.commands.cli",
+                    "train",
+                    str(recipe_file),
+                ),
                 *("--out", str(self.out), *flags),
             ],
             stdin=subprocess.DEVNULL,

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from rolemesh.coordinator.metrics import MetricsWriter
-from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunRecord
-from rolemesh.coordinator.trackers.outside import outside_trackers
-from rolemesh.coordinator.trackers.registry import check_trackers
-from rolemesh.coordinator.trackers.specs import (
+from rolemesh.coordinator.recipe.trackers import (
     MlflowSpec,
     SwanlabSpec,
     TrackerSpec,
     TrackioSpec,
     WandbSpec,
 )
+from rolemesh.coordinator.run.metrics import MetricsWriter
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunRecord
+from rolemesh.coordinator.trackers.outside import outside_trackers
+from rolemesh.coordinator.trackers.registry import check_trackers
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 RUN_ID = "tiny-20261121-120000-abcdef"

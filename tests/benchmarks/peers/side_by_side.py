@@ -151,7 +151,7 @@ def run_ours(
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "recipe.yaml"
         file.write_text(yaml.safe_dump(recipe))
-        command = [sys.executable, "-m", "rolemesh.coordinator.cli", "train", str(file)]
+        command = [sys.executable, "-m", "rolemesh.coordinator.commands.cli", "train", str(file)]
         kept = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         lines = finished(
             [*command, "--out", str(Path(name) / "run"), "--json"], environment(**kept)

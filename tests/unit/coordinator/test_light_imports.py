@@ -19,7 +19,7 @@ def test_no_coordinator_module_imports_torch() -> None:
         # A script that becomes another program.
         if not module.name.endswith(".bound_process")
     ]
-    assert "rolemesh.coordinator.runs" in names
+    assert "rolemesh.coordinator.run.training_run" in names
     program = (
         "import importlib, json, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

@@ -11,9 +11,9 @@ from click.testing import Result
 from support.compose_files import BASE_FILE, REPOSITORY, gpu_file, resolve
 from typer.testing import CliRunner
 
-from rolemesh.coordinator.cli import app
-from rolemesh.coordinator.recipe import Recipe
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
 
 PPO = "recipes/quickstart-ppo.yaml"
 GRPO = "recipes/quickstart-grpo.yaml"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolemesh.coordinator.recipe_loading import load_recipe
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.render.memory import experience_bytes
 from rolemesh.engine.experience import Column, ColumnKind, Experience, payload_layout
 

@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
 from rolemesh.coordinator.trackers.outside import (
     QUEUE_STEPS,
     OutsideTracker,
     outside_trackers,
     without_passwords,
 )
-from rolemesh.coordinator.trackers.specs import CustomTrackerSpec
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
 LONG_S = 60.0

@@ -7,12 +7,12 @@ import pytest
 import yaml
 from support.fake_recipes import fake_recipe
 
-from rolemesh.coordinator.observer import QuietObserver
-from rolemesh.coordinator.recipe_errors import RecipeError
-from rolemesh.coordinator.recipe_loading import load_recipe
-from rolemesh.coordinator.session import InputError, Session
+from rolemesh.coordinator.dataflow.observer import QuietObserver
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec, WandbSpec
+from rolemesh.coordinator.run.session import InputError, Session
 from rolemesh.coordinator.trackers.registry import check_trackers, make_tracker
-from rolemesh.coordinator.trackers.specs import CustomTrackerSpec, WandbSpec
 
 WHOLE = """
 class Whole:

@@ -1,0 +1,317 @@
+"""Shows a run: a table that grows on a terminal, plain lines elsewhere, or JSON for programs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.run.summary import RunSummary
+
+logger = logging.getLogger(__name__)
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("cost", "cost/mean", "{:.3f}"),
+    ("lambda", "cost/multiplier", "{:.3f}"),
+    ("nll", "nll", "{:.3f}"),
+    ("accuracy", "preference_accuracy", "{:.3f}"),
+    ("chosen", "chosen_reward", "{:.3f}"),
+    ("rejected", "rejected_reward", "{:.3f}"),
+    ("kl", "kl/mean", "{:.4f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("length", "completion_length/mean", "{:.1f}"),
+    ("tok/s", "tokens_per_second", "{:.0f}"),
+    ("held out", "held_out/score", "{:.3f}"),
+)
+"""Heading, name in a step's record, form. What no step of a run reports is not shown."""
+
+SOMETIMES = ("held_out/score",)
+"""Reported by some steps of a run alone: always shown, so that headings stay above values."""
+
+PHASES: tuple[tuple[str, str], ...] = (
+    ("generate", "gen"),
+    ("weight_sync", "sync"),
+    ("values", "val"),
+    ("reference", "ref"),
+    ("proximal", "prox"),
+    ("reward", "rew"),
+    ("cost", "cost"),
+    ("actor_select", "select"),
+    ("advantages", "adv"),
+    ("update_critic", "upd critic"),
+    ("update_reward", "upd reward"),
+    ("update_actor", "upd actor"),
+    ("publish_weights", "publish"),
+    ("sleep", "sleep"),
+    ("wake", "wake"),
+)
+"""Phases of a step in the order of their work, with the word shown for each. Those of several pools
+may overlap, so their sum may exceed the step."""
+
+_HEADING_EVERY_STEPS = 20
+_PLAIN_PROGRESS_EVERY_S = 10.0
+
+
+def step_values(record: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Headings and texts of what is shown of a step; a missing metric is not shown as 0."""
+    return [
+        (heading, form.format(record[name]) if name in record else "-")
+        for heading, name, form in COLUMNS
+        if name in record or name in SOMETIMES
+    ]
+
+
+def phase_values(record: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Words and seconds of a step's phases, those that the record does not name left out."""
+    known = [(word, f"time/{name}") for name, word in PHASES]
+    listed = [(word, record[key]) for word, key in known if key in record]
+    names = {key for _, key in known} | {"time/step"}
+    others = [(k.removeprefix("time/"), v) for k, v in record.items() if k.startswith("time/")]
+    return listed + [(word, v) for word, v in others if f"time/{word}" not in names]
+
+
+class PlainConsole:
+    """One line a step, for files and pipes."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._shown_at: dict[str, tuple[str, float]] = {}
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """A line when a role starts something before the first step: that takes minutes."""
+        if not stage.startswith(("start", "initialize")):
+            return
+        shown, at = self._shown_at.get(role, ("", 0.0))
+        now = time.monotonic()
+        if stage != shown and (not shown or now - at >= _PLAIN_PROGRESS_EVERY_S):
+            self._shown_at[role] = (stage, now)
+            self.on_event(f"{role}: {stage}")
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """One line."""
+        values = " ".join(f"{name} {text}" for name, text in step_values(record) if text != "-")
+        phases = " ".join(f"{word} {seconds:.1f}" for word, seconds in phase_values(record))
+        self.on_event(f"step {record['step']:.0f} {values} | {record['time/step']:.1f} s: {phases}")
+
+    def on_event(self, text: str) -> None:
+        """One line."""
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class JsonConsole:
+    """One JSON object a line on standard output and nothing else."""
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self._stream = stream or sys.stdout
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Writes an object: its type, the time, and its values."""
+        line = {"type": kind, "time": time.time(), **values}
+        print(json.dumps(line), file=self._stream, flush=True)
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """Not shown."""
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """The record under `metrics`."""
+        self.write("step", {"step": int(record["step"]), "metrics": dict(record)})
+
+    def on_event(self, text: str) -> None:
+        """The text."""
+        self.write("event", {"text": text})
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveConsole:
+    """Rows that stay, and below them what each role does now. Owner: the coordinator's loop."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._roles: dict[str, tuple[str, int, int, float]] = {}
+        self._num_rows = 0
+        self._live = Live(
+            get_renderable=self._activity, console=console, refresh_per_second=4, transient=True
+        )
+        self._live.start()
+
+    def _activity(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        for role, (stage, done, total, since) in self._roles.items():
+            progress = f"{done}/{total}" if total else ""
+            table.add_row(
+                Text(role, style="bold"), stage, progress, Text(f"{now - since:.0f} s", style="dim")
+            )
+        return table
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """Changes the role's line; an empty stage removes it."""
+        if not stage:
+            self._roles.pop(role, None)
+            return
+        shown = self._roles.get(role)
+        since = shown[3] if shown is not None and shown[0] == stage else time.monotonic()
+        self._roles[role] = (stage, done, total, since)
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """A row, with headings from time to time."""
+        values = step_values(record)
+        if self._num_rows % _HEADING_EVERY_STEPS == 0:
+            heading = "".join(f"{name:>9}" for name, _ in values)
+            self._console.print(Text(f"step{heading}   where the time went", style="bold"))
+        self._num_rows += 1
+        seconds = record["time/step"]
+        row = Text(f"{record['step']:4.0f}" + "".join(f"{text:>9}" for _, text in values))
+        row.append(f"   {seconds:.1f} s: ", style="bold")
+        row.append("  ".join(f"{word} {spent:.1f}" for word, spent in phase_values(record)), "dim")
+        self._console.print(row)
+
+    def on_event(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(Text(text, style="cyan"))
+
+    def close(self) -> None:
+        """Removes the lines that change."""
+        self._live.stop()
+
+
+class SturdyConsole(Console):
+    """A console that raises BrokenPipeError where rich's own would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+class LoggingObserver:
+    """Hands everything on, and keeps a line of it in the coordinator's log.
+
+    Nobody may be there to see it any more, a closed terminal or an ended `| tee` for one: what
+    cannot be shown is logged alone, for a run must not end because nobody watches it.
+    """
+
+    def __init__(self, shown: RunObserver) -> None:
+        self._shown = shown
+        self._is_seen = True
+        self._stages: dict[str, str] = {}
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """Logs a change of stage."""
+        if self._stages.get(role) != stage:
+            self._stages[role] = stage
+            if stage:
+                logger.info("%s: %s", role, stage)
+        self.show(lambda: self._shown.on_phase(role, stage, done, total))
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """Logs the whole record."""
+        logger.info("step %d: %s", int(record["step"]), json.dumps(dict(record)))
+        self.show(lambda: self._shown.on_step(record))
+
+    def on_event(self, text: str) -> None:
+        """Logs the text."""
+        logger.info("%s", text)
+        self.show(lambda: self._shown.on_event(text))
+
+    def show(self, show: Callable[[], None]) -> None:
+        """Shows something, as long as that works."""
+        if not self._is_seen:
+            return
+        try:
+            show()
+        except OSError as error:
+            self._is_seen = False
+            logger.warning("the console is gone (%s): from here on, this log alone tells", error)
+
+
+def print_summary(console: Console, summary: RunSummary) -> None:
+    """What a run came to, and where its files are."""
+    table = Table(title=_headline(summary), title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    before, after = summary.held_out_before, summary.held_out_after
+
+    def row(name: str, values: tuple[str | None, str | None]) -> None:
+        if any(value is not None for value in values):
+            table.add_row(name, *(value or "-" for value in values))
+
+    row(
+        "held-out score" + (f" ({before.num_prompts} prompts)" if before else ""),
+        (
+            f"{before.score:.3f} +- {before.standard_error:.3f}" if before else None,
+            f"{after.score:.3f} +- {after.standard_error:.3f}" if after else None,
+        ),
+    )
+    row(
+        "held-out accuracy",
+        (
+            _with_error(before.metrics, "accuracy") if before else None,
+            _with_error(after.metrics, "accuracy") if after else None,
+        ),
+    )
+    first, last = summary.mean_reward_first_steps, summary.mean_reward_last_steps
+    row(
+        "training reward (first and last steps)",
+        (
+            None if first is None else f"{first:.3f}",
+            None if last is None else f"{last:.3f}",
+        ),
+    )
+    if table.row_count:
+        console.print(table)
+        console.print("+- is one standard error.", style="dim")
+    else:
+        console.print(_headline(summary), style="bold")
+    total = summary.seconds
+    spent = sorted(summary.seconds_by_phase.items(), key=lambda item: -item[1])
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in spent if seconds >= 0.5)
+    console.print(f"{summary.tokens:,} training tokens in {total:.0f} s: {times}", highlight=False)
+    lines = {
+        "model": summary.model_directory,
+        "files": summary.directory,
+        "curves": _tensorboard(summary.directory / "tensorboard"),
+    }
+    for name, text in lines.items():
+        if text is not None:
+            console.print(f"{name:7}{text}", highlight=False, soft_wrap=True)
+
+
+def _tensorboard(directory: Path) -> str:
+    """The command as it can be typed here, also where the environment is not activated."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    if shutil.which("tensorboard"):
+        return f"tensorboard --logdir {directory}"
+    if beside.exists():
+        return f"{beside} --logdir {directory}"
+    return f"{directory} (to see them: pip install tensorboard)"
+
+
+def _with_error(metrics: Mapping[str, float], name: str) -> str | None:
+    if f"{name}/mean" not in metrics:
+        return None
+    error = metrics.get(f"{name}/standard_error")
+    return f"{metrics[f'{name}/mean']:.3f}" + (f" +- {error:.3f}" if error is not None else "")
+
+
+def _headline(summary: RunSummary) -> str:
+    return f"{summary.run_id} {summary.state.value}: {summary.steps} of {summary.num_steps} steps"

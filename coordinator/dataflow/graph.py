@@ -1,0 +1,403 @@
+"""Futures over role calls, and the graph that they leave behind.
+
+A call makes a node and returns at once. A node starts when the columns that it needs exist and its
+pool's lease is free. Experience that comes in blocks is worked on block by block: each has a node
+of its own. The first failure ends the step: what depends on it and what runs beside it is
+cancelled, down to the calls in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
+from rolemesh.coordinator.dataflow.futures import (
+    ExperienceFuture,
+    Node,
+    NodeKind,
+    NodeState,
+    Outcome,
+    Part,
+)
+from rolemesh.coordinator.dataflow.pools import Pools
+from rolemesh.coordinator.state.store import StateStoreError
+from rolemesh.rpc import tracing
+from rolemesh.v1 import experience_pb2
+
+Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
+"""Makes the call: gets its node and the joined experience that it reads."""
+
+OnBlock = Callable[[int, experience_pb2.ExperienceRef], None]
+"""Takes a finished block: its number and its rows."""
+
+SampleWork = Callable[[Node, OnBlock], Awaitable[Outcome]]
+"""Makes a call that hands its blocks out while it runs."""
+
+
+class Dataflow:
+    """The graph of one step, while it runs and afterwards.
+
+    Invariant: once a node has failed, or `abort` was called, no other node starts. When the block
+    ends, no node runs.
+
+    Owner: one asyncio loop.
+
+    Example::
+
+        async with Dataflow(3, pools) as dataflow:
+            ...                    # make nodes; what is raised here cancels them
+        dataflow.nodes[0].seconds  # all are done
+    """
+
+    def __init__(self, step: int, pools: Pools) -> None:
+        self.step = step
+        self.nodes: list[Node] = []
+        self._pools = pools
+        self._tasks: list[asyncio.Future[Outcome]] = []
+        self._failure: BaseException | None = None
+        self._span = tracing.begin(f"step {step}", step=step)
+        # Durations come from the monotonic clock, the offset makes them Unix times.
+        self._offset = time.time() - time.monotonic()
+
+    def _now(self) -> float:
+        return self._offset + time.monotonic()
+
+    def call(
+        self,
+        *,
+        kind: NodeKind,
+        role: str,
+        method: str,
+        sequence: int,
+        work: Work,
+        reads: ExperienceFuture | None = None,
+        produces: Iterable[str] = (),
+        block: int | None = None,
+        after: Iterable[Part] = (),
+        is_leased: bool = True,
+    ) -> Part:
+        """Makes a node; its work starts as soon as it can.
+
+        Args:
+            kind: What it does to the mesh.
+            role: Who does it.
+            method: What is called.
+            sequence: Number among the calls of that name in the step.
+            work: Makes the call.
+            reads: Experience that must exist before.
+            produces: Columns that come to be.
+            block: The block of `reads` that it works on; None: all rows.
+            after: Parts that must exist before, beside what it reads; also of other steps.
+            is_leased: Whether it waits for its pool; else it runs beside whoever holds it.
+        """
+        after, columns = tuple(after), frozenset(produces)
+        node = self._node(kind, role, method, sequence, reads, block, after)
+
+        async def run() -> Outcome:
+            await _exist(after)
+            experience = None if reads is None else await reads.result(block)
+            if experience is not None:
+                node.num_rows = experience.num_rows
+            node.ready_at = self._now()
+            if is_leased:
+                outcome = await self._leased(node, lambda: work(node, experience))
+            else:
+                outcome = await self._started(node, lambda: work(node, experience))
+            if columns:
+                _check_rows(node, experience, outcome.experience)
+            return outcome
+
+        task = self._start(node, run)
+        return Part(nodes=(node,), outcomes=(task,), columns=columns)
+
+    def sample(
+        self,
+        *,
+        kind: NodeKind,
+        role: str,
+        method: str,
+        sequence: int,
+        work: SampleWork,
+        num_blocks: int,
+        produces: Iterable[str],
+        after: Iterable[Part] = (),
+        others: Sequence[str] = (),
+    ) -> Part:
+        """Makes a node whose experience comes in blocks, each as soon as it is finished.
+
+        A generation of one block is that block.
+
+        Args:
+            kind: What it does to the mesh.
+            role: Who does it.
+            method: What is called.
+            sequence: Number among the calls of that name in the step.
+            work: Makes the call; the node's role says with whom.
+            num_blocks: Blocks that it gives.
+            produces: Columns that come to be.
+            after: Parts that must exist before.
+            others: Who may do it instead, when they are free before `role` is.
+
+        Raises in the node:
+            RunError: The call ended, and a block never came.
+        """
+        after = tuple(after)
+        node = self._node(kind, role, method, sequence, None, None, after)
+        loop = asyncio.get_running_loop()
+        blocks: list[asyncio.Future[Outcome]] = [loop.create_future() for _ in range(num_blocks)]
+
+        def on_block(index: int, experience: experience_pb2.ExperienceRef) -> None:
+            if not 0 <= index < num_blocks:
+                raise RunError(
+                    f"step {self.step}: {node.name} sent block {index} of {num_blocks}: the "
+                    "service must number blocks as rollout.proto says"
+                )
+            if not blocks[index].done():
+                report = experience_pb2.CallReport()
+                blocks[index].set_result(Outcome(report=report, experience=experience))
+
+        async def run() -> Outcome:
+            await _exist(after)
+            node.ready_at = self._now()
+            outcome = await self._leased(node, lambda: work(node, on_block), others)
+            if num_blocks == 1 and outcome.experience is not None:
+                on_block(0, outcome.experience)
+            absent = [index for index, block in enumerate(blocks) if not block.done()]
+            if absent:
+                raise RunError(
+                    f"step {self.step}: {node.name} ended, but block {absent[0]} of {num_blocks} "
+                    f"({len(absent)} such blocks) never came: a group of it is not whole; see the "
+                    f"log of the {node.role}"
+                )
+            return outcome
+
+        self._start(node, run)
+        self._tasks.extend(blocks)
+        return Part(nodes=(node,), outcomes=tuple(blocks), columns=frozenset(produces))
+
+    def defer(
+        self,
+        make: Callable[[], Awaitable[experience_pb2.ExperienceRef]],
+        columns: Iterable[str],
+    ) -> ExperienceFuture:
+        """Experience whose nodes are not known beforehand, since they depend on what comes out.
+
+        Args:
+            make: Makes nodes, waits for some of them, and gives the reference in the end.
+            columns: Columns that it will have.
+        """
+
+        async def run() -> Outcome:
+            try:
+                return Outcome(report=experience_pb2.CallReport(), experience=await make())
+            except (RunError, StateStoreError) as error:
+                self._fail(error)
+                raise
+            except Exception as error:
+                failure = RunError(f"step {self.step}: {error}")
+                self._fail(failure)
+                raise failure from error
+
+        task = asyncio.get_running_loop().create_task(run(), name=f"step {self.step} deferred")
+        self._tasks.append(task)
+        part = Part(nodes=(), outcomes=(task,), columns=frozenset(columns))
+        return ExperienceFuture(self, (part,))
+
+    def _node(
+        self,
+        kind: NodeKind,
+        role: str,
+        method: str,
+        sequence: int,
+        reads: ExperienceFuture | None,
+        block: int | None,
+        after: tuple[Part, ...],
+    ) -> Node:
+        if self._failure is not None:
+            raise self._failure
+        # Parts of other steps, and of an evaluation after this one, number nodes of their own.
+        before = [node for part in after for node in part.nodes if self._has(node)]
+        inputs = (*(() if reads is None else reads.nodes_of(block)), *before)
+        node = Node(
+            node_id=len(self.nodes),
+            step=self.step,
+            kind=kind,
+            role=role,
+            method=method,
+            pool=self._pools.of(role).name,
+            sequence=sequence,
+            inputs=tuple(known.node_id for known in inputs),
+            queued_at=self._now(),
+            block=block,
+        )
+        self.nodes.append(node)
+        return node
+
+    def _has(self, node: Node) -> bool:
+        return node.node_id < len(self.nodes) and self.nodes[node.node_id] is node
+
+    def _start(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> asyncio.Task[Outcome]:
+        task = asyncio.get_running_loop().create_task(
+            self._run(node, work), name=f"step {self.step} {node.name}"
+        )
+        self._tasks.append(task)
+        return task
+
+    def experience(self, part: Part) -> ExperienceFuture:
+        """The future of a node that produces columns."""
+        return ExperienceFuture(self, (part,))
+
+    async def _leased(
+        self, node: Node, work: Callable[[], Awaitable[Outcome]], others: Sequence[str] = ()
+    ) -> Outcome:
+        order = (self.step, node.node_id)
+        async with self._pools.lease((node.role, *others), order) as (chosen, switched):
+            node.role, node.pool = chosen, self._pools.of(chosen).name
+            node.phases |= switched
+            return await self._started(node, work)
+
+    async def _started(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        node.started_at = self._now()
+        node.state = NodeState.RUNNING
+        with tracing.span(
+            node.name, parent=self._span, step=self.step, role=node.role, operation=node.method,
+            block=node.block, waited_seconds=node.started_at - node.queued_at,
+        ) as span:  # fmt: skip
+            outcome = await work()
+            tracing.note(
+                span,
+                num_tokens=outcome.report.num_tokens,
+                num_bytes=sum(outcome.report.fetched_bytes.values()),
+                policy_version=outcome.policy_version,
+            )
+        return outcome
+
+    async def _run(self, node: Node, work: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        try:
+            outcome = await work()
+        except asyncio.CancelledError:
+            node.state = NodeState.CANCELLED
+            raise
+        except (RunError, StateStoreError) as error:
+            node.state = NodeState.FAILED
+            self._fail(error)
+            raise
+        except Exception as error:
+            node.state = NodeState.FAILED
+            failure = NodeFailedError(node.name, self.step, node.role, error)
+            failure.__cause__ = error
+            self._fail(failure)
+            raise failure from error
+        finally:
+            if node.started_at is not None:
+                node.ended_at = self._now()
+        node.state = NodeState.DONE
+        node.num_tokens = outcome.report.num_tokens
+        node.num_bytes = sum(outcome.report.fetched_bytes.values())
+        node.phases |= {
+            phase.phase: phase.duration.seconds + phase.duration.nanos * 1e-9
+            for phase in outcome.report.phases
+        }
+        if outcome.experience is not None:
+            node.num_rows = outcome.experience.num_rows
+        node.peak_bytes = {}
+        for peak in outcome.report.memory:
+            node.peak_bytes.setdefault(peak.phase, {})[peak.rank] = peak.peak_bytes
+        # Sorted: a protobuf map has no order, and records of two runs are compared.
+        node.metrics = dict(sorted(outcome.report.metrics.items()))
+        node.policy_version = outcome.policy_version
+        return outcome
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        current = asyncio.current_task()
+        for task in self._tasks:
+            if isinstance(task, asyncio.Task) or not isinstance(error, Exception):
+                if task is not current:
+                    task.cancel()
+            elif not task.done():
+                # A block that will not come: another step that waits for it is told why.
+                task.set_exception(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Ends the step with this error: cancels what runs and what waits."""
+        self._fail(error)
+
+    def running(self, role: str | None = None) -> list[Node]:
+        """Nodes whose call is in flight, of one role or of all."""
+        return [
+            node
+            for node in self.nodes
+            if node.state is NodeState.RUNNING and role in (None, node.role)
+        ]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        await self.finish()
+
+    async def _settle(self) -> None:
+        """Waits for all tasks, also for those that a deferred part still makes."""
+        num_seen = -1
+        while num_seen != len(self._tasks):
+            num_seen = len(self._tasks)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Returns when every node is done, or raises the one error that ended the step."""
+        try:
+            await self._settle()
+        except asyncio.CancelledError:
+            for task in self._tasks:
+                task.cancel()
+            await self._settle()
+            raise
+        finally:
+            tracing.end(self._span, self._failure)
+        for node in self.nodes:
+            # Cancelled before it could begin to wait.
+            if node.state is NodeState.QUEUED:
+                node.state = NodeState.CANCELLED
+        if self._failure is not None:
+            raise self._failure
+
+
+async def _exist(parts: Iterable[Part]) -> None:
+    """Returns once the parts exist, or raises what kept them, also in another step."""
+    outcomes = [outcome for part in parts for outcome in part.outcomes]
+    if not outcomes:
+        return
+    await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
+    errors = [o.exception() for o in outcomes if o.done() and not o.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
+    if len(errors) < len(outcomes):
+        raise RunError("what this waits for belongs to a step that is not made any more")
+
+
+def _check_rows(
+    node: Node,
+    read: experience_pb2.ExperienceRef | None,
+    made: experience_pb2.ExperienceRef | None,
+) -> None:
+    """Raises where columns that are to be joined to rows are not over these rows."""
+    if read is not None and made is not None and made.num_rows != read.num_rows:
+        raise RunError(
+            f"step {node.step}: {node.name} was given {read.num_rows} rows and answered with "
+            f"{made.num_rows}: the {node.role} must answer with one value for each row"
+        )

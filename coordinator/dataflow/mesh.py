@@ -1,0 +1,195 @@
+"""The services of one run: met, given their part of the run, told what they may drop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from rolemesh.coordinator.dataflow.connection import RoleConnection, to_struct
+from rolemesh.coordinator.dataflow.errors import NodeFailedError
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.rpc.channel import ChannelTraffic
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
+
+TRAINED_ROLES = ("actor", "critic")
+"""Roles whose weights always change: they have a part in a checkpoint."""
+
+
+class Mesh:
+    """Connections to the services of a run, by their names. Owner: the coordinator's loop."""
+
+    def __init__(
+        self,
+        addresses: Mapping[str, str],
+        services: Iterable[str],
+        journal: Journal,
+        observer: RunObserver,
+    ) -> None:
+        """Opens channels; nothing is sent yet.
+
+        Args:
+            addresses: "host:port" by name of the service.
+            services: Services of the roles that the algorithm asks for.
+            journal: Names what is asked of them.
+            observer: Is told how far they are.
+        """
+        self._journal = journal
+        self.traffic = ChannelTraffic()
+        self.connections = {
+            service: RoleConnection(service, addresses[service], self.traffic)
+            for service in services
+        }
+        self.facts: dict[str, Mapping[str, str]] = {}
+        self._observer = observer
+        self._is_reward_trained = False
+
+    @property
+    def trained(self) -> list[RoleConnection]:
+        """The connections of the roles whose weights change."""
+        roles = (*TRAINED_ROLES, "reward") if self._is_reward_trained else TRAINED_ROLES
+        return [known for known in self.connections.values() if known.role in roles]
+
+    async def meet(self, deadline_s: float) -> None:
+        """Returns once every service answers and can stand in for its role.
+
+        Raises:
+            RunError: One does not within deadline_s seconds, or is another role.
+        """
+
+        async def one(connection: RoleConnection) -> None:
+            self._observer.on_phase(connection.service, "start", 0, 0)
+            await connection.wait_healthy(deadline_s)
+            await connection.learn_capabilities()
+
+        await together(one(connection) for connection in self.connections.values())
+
+    async def initialize(self, recipe: Recipe) -> None:
+        """Gives every service its section of the recipe, side by side.
+
+        Roles that share devices and leave them for each other are loaded one after another.
+
+        Raises:
+            RolemeshError: A service refuses or fails.
+        """
+        reward = recipe.reward
+        self._is_reward_trained = reward is not None and reward.optimizer is not None
+        sleepers = [
+            [known for known in self.connections.values() if known.role in pool.roles]
+            for pool in recipe.pools.values()
+            if pool.lets_roles_sleep
+        ]
+        in_turn = {known.service for roles in sleepers for known in roles}
+        await together(
+            (
+                *(self._initialize_in_turn(roles, recipe) for roles in sleepers),
+                *(
+                    self._initialize(connection, recipe)
+                    for service, connection in self.connections.items()
+                    if service not in in_turn
+                ),
+            )
+        )
+
+    async def _initialize_in_turn(
+        self, connections: Sequence[RoleConnection], recipe: Recipe
+    ) -> None:
+        for connection in connections:
+            await self._initialize(connection, recipe)
+            await self.sleep(connection.service, 0)
+
+    async def sleep(self, role: str, step: int) -> None:
+        """Has a service move what it holds to host memory."""
+        key = self._journal.next_key(step, f"{role}.sleep")
+        call = self.connections[role].worker.Sleep(worker_pb2.SleepRequest(key=key))
+        await self._moved(role, "sleep", step, call)
+
+    async def wake(self, role: str, step: int) -> None:
+        """Has a service bring what it holds back to its devices."""
+        key = self._journal.next_key(step, f"{role}.wake")
+        call = self.connections[role].worker.Wake(worker_pb2.WakeRequest(key=key))
+        await self._moved(role, "wake", step, call)
+
+    async def _moved(self, role: str, move: str, step: int, call: Any) -> None:
+        self._observer.on_phase(role, move, 0, 0)
+        try:
+            await call
+        except RolemeshError as error:
+            # By itself it would look like a failure of the node that needs the devices.
+            raise NodeFailedError(f"{role}.{move}", step, role, error) from error
+        self._observer.on_phase(role, "", 0, 0)
+
+    async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
+        role = connection.service
+        key = self._journal.next_key(0, f"{role}.initialize")
+        request = worker_pb2.InitializeRequest(
+            key=key, spec=to_struct(recipe.spec_of(connection.role)), run_seed=recipe.run.seed
+        )
+
+        def on_progress(progress: operation_pb2.Progress) -> None:
+            stage = f"initialize: {progress.stage}"
+            self._observer.on_phase(role, stage, progress.done, progress.total)
+
+        self._observer.on_phase(role, "initialize", 0, 0)
+        message = await connection.finish(connection.worker.Initialize(request), on_progress)
+        connection.policy_version = message.result.policy_version
+        self.facts[role] = dict(message.result.facts)
+        await self._journal.acknowledge(key, {"policy_version": connection.policy_version})
+        self._observer.on_phase(role, "", 0, 0)
+        size = message.result.num_parameters
+        self._observer.on_event(f"{role} is ready" + (f", {size:,} parameters" if size else ""))
+
+    async def release(self, through_step: int) -> None:
+        """Drops the experience of this step and earlier ones, wherever it is held."""
+        request = experience_pb2.ReleaseRequest(
+            run_id=self._journal.run_id,
+            through_step=through_step,
+            fencing_epoch=self._journal.epoch,
+        )
+        await together(
+            _awaited(connection.experience.Release(request))
+            for connection in self.connections.values()
+            if connection.serves("rolemesh.v1.ExperienceService")
+        )
+
+    async def give_back(self, services: Iterable[str], timeout_s: float) -> None:
+        """Lets services that outlive the run take part in another one.
+
+        A service that does not say so in time is named to the observer: the run has ended already,
+        and a service that still computes frees itself afterwards.
+        """
+        request = worker_pb2.DrainRequest(
+            run_id=self._journal.run_id, fencing_epoch=self._journal.epoch
+        )
+
+        async def one(connection: RoleConnection) -> None:
+            try:
+                await connection.worker.Drain(request, timeout=timeout_s)
+            except RolemeshError as error:
+                self._observer.on_event(
+                    f"{connection.service} at {connection.address} may not be free: {error.message}"
+                )
+
+        await together(one(self.connections[service]) for service in services)
+
+    async def close(self) -> None:
+        """Lets the channels go."""
+        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Runs coroutines side by side; the first failure cancels the others and is raised alone."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

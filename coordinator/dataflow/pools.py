@@ -1,0 +1,193 @@
+"""Pools: named device sets whose roles take turns, while pools run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rolemesh.coordinator.recipe.schema import PoolSpec
+
+AFTER_ALL_NODES = 2**62
+"""Place in the order of calls of what is no node of a step."""
+
+
+class Sleeper(Protocol):
+    """Takes roles off their devices, and brings them back."""
+
+    async def sleep(self, role: str, step: int) -> None:
+        """Moves what the role holds to host memory, during a step."""
+
+    async def wake(self, role: str, step: int) -> None:
+        """Brings it back."""
+
+
+@dataclass
+class Pool:
+    """A device set and its one lease.
+
+    Invariant: at most one holder. When the lease gets free, a waiting call of the role that is
+    awake has it next, and otherwise the one that was made first. Where roles sleep, at most one of
+    them is awake.
+
+    Owner: one asyncio loop.
+
+    Example::
+
+        async with pool.lease((step, node_id), "critic") as switched:
+            ...  # the critic is awake, alone; switched == {"sleep": 0.8, "wake": 1.1} or {}
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    sleeper: Sleeper | None = None
+    """Puts roles to sleep while others compute; None leaves all of them where they are."""
+    awake: str | None = None
+    """The role on the devices, where roles sleep."""
+    num_switches: int = 0
+    """Times that another role was woken."""
+    is_held: bool = False
+    _waiting: list[tuple[tuple[int, ...], str, asyncio.Future[None]]] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def lease(self, order: tuple[int, ...], role: str) -> AsyncIterator[dict[str, float]]:
+        """Holds the devices, with the role awake on them.
+
+        Args:
+            order: Place of the call among all calls, unique; the lowest waiting one is next.
+            role: Who computes.
+
+        Yields:
+            Seconds that putting to sleep and waking took, by phase; nothing where nobody moved.
+        """
+        await self.acquire(order, role)
+        try:
+            yield await self.switch_to(role, order[0])
+        finally:
+            self.pass_on()
+
+    async def switch_to(self, role: str, step: int) -> dict[str, float]:
+        """Wakes the role for the holder of the lease; gives the seconds that it took, by phase."""
+        if self.sleeper is None or self.awake == role:
+            return {}
+        seconds = {}
+        if self.awake is not None:
+            started, previous = time.monotonic(), self.awake
+            # Half asleep is not awake: should the move fail, the next holder wakes it again.
+            self.awake = None
+            await self.sleeper.sleep(previous, step)
+            seconds["sleep"] = time.monotonic() - started
+        started = time.monotonic()
+        await self.sleeper.wake(role, step)
+        self.awake = role
+        self.num_switches += 1
+        return {**seconds, "wake": time.monotonic() - started}
+
+    async def acquire(self, order: tuple[int, ...], role: str) -> None:
+        """Waits for the lease. Whoever has it must `pass_on`."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((order, role, turn))
+        try:
+            # Whoever becomes ready in the same turn of the loop takes part in the choice.
+            await asyncio.sleep(0)
+            if not self.is_held:
+                self.pass_on()
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                # Cancelled in the same turn of the loop in which the lease was given.
+                self.pass_on()
+            turn.cancel()
+            raise
+
+    def pass_on(self) -> None:
+        """Gives the lease to whoever is next."""
+        self.is_held = False
+        self._waiting = [waiter for waiter in self._waiting if not waiter[2].done()]
+        if not self._waiting:
+            return
+        chosen = min(self._waiting, key=lambda waiter: (waiter[1] != self.awake, waiter[0]))
+        self._waiting.remove(chosen)
+        self.is_held = True
+        chosen[2].set_result(None)
+
+
+class Pools:
+    """Which pool a role stands in."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, PoolSpec],
+        sleeper: Sleeper | None = None,
+        replicas: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Makes the pools.
+
+        Args:
+            specs: Pools by name.
+            sleeper: Moves roles of pools that let them sleep; None: nobody sleeps.
+            replicas: Names of the services of a role, where it has several. Each has devices of
+                its own and a lease of its own.
+        """
+        self._by_role: dict[str, Pool] = {}
+        for name, spec in specs.items():
+            pool = Pool(name, spec.devices, sleeper if spec.lets_roles_sleep else None)
+            for role in spec.roles:
+                self._by_role[role] = pool
+                services = (replicas or {}).get(role, ())
+                for index, service in enumerate(services if len(services) > 1 else ()):
+                    devices = spec.devices[index :: len(services)] or spec.devices
+                    self._by_role[service] = Pool(f"{name}/{index}", devices, pool.sleeper)
+
+    def of(self, role: str) -> Pool:
+        """The role's pool, or ValueError."""
+        if role not in self._by_role:
+            raise ValueError(
+                f"pools: role {role!r} stands in no pool; add it to the roles of one of them"
+            )
+        return self._by_role[role]
+
+    @asynccontextmanager
+    async def lease(
+        self, services: Sequence[str], order: tuple[int, ...]
+    ) -> AsyncIterator[tuple[str, dict[str, float]]]:
+        """Holds the devices of one of several services: of the first one listed that is free.
+
+        Where none is, of the one that gets free first.
+
+        Args:
+            services: Those that may compute, the preferred one first.
+            order: Place of the call among all calls, unique.
+
+        Yields:
+            The service, and the seconds of `Pool.lease`.
+        """
+        pools = [self.of(service) for service in services]
+        waits = [
+            asyncio.ensure_future(pool.acquire(order, service))
+            for pool, service in zip(pools, services, strict=True)
+        ]
+        chosen: int | None = None
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            chosen = next(index for index, wait in enumerate(waits) if wait.done())
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            for index, wait in enumerate(waits):
+                if index != chosen and not wait.cancelled():
+                    pools[index].pass_on()
+        try:
+            yield services[chosen], await pools[chosen].switch_to(services[chosen], order[0])
+        finally:
+            pools[chosen].pass_on()
+
+    @asynccontextmanager
+    async def awake(self, role: str, step: int) -> AsyncIterator[None]:
+        """The role awake on its devices, for what is no node: a checkpoint, an export."""
+        async with self.of(role).lease((step, AFTER_ALL_NODES), role):
+            yield

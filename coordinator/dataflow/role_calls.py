@@ -1,0 +1,308 @@
+"""What every role's handle does: name the operation, run it as a node, record the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rolemesh.coordinator.dataflow.connection import (
+    ProgressCallback,
+    RoleConnection,
+    summarize_reference,
+)
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind, Outcome, Part
+from rolemesh.coordinator.dataflow.graph import Dataflow, OnBlock
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.engine.specs import SamplingSpec
+from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
+
+SEQUENCES = ("tokens", "prompt_lengths")
+"""Columns that every model reads."""
+
+
+class PromptCursor:
+    """Positions in the data that training has not used yet. It is part of a checkpoint."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def take(self, count: int) -> PromptBatch:
+        """The next positions."""
+        batch = PromptBatch(start=self.position, count=count, cursor=self)
+        self.position += count
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Names rows of the data without holding them: positions in what a role has loaded."""
+
+    start: int
+    count: int
+    is_held_out: bool = False
+    batch_start: int | None = None
+    """First position of the batch that these are a part of; None where they are all of it."""
+    cursor: PromptCursor | None = field(default=None, compare=False)
+    """Where further positions come from."""
+
+    def more(self, count: int) -> PromptBatch:
+        """Positions that no step has used yet.
+
+        Raises:
+            ValueError: These are held-out rows, of which there are no more.
+        """
+        if self.cursor is None:
+            raise ValueError(f"no further prompts beside {self.start} to {self.start + self.count}")
+        return replace(self.cursor.take(count), batch_start=self._batch_start)
+
+    def part(self, start: int, count: int) -> PromptBatch:
+        """Some of these positions, counted from the first of them."""
+        return PromptBatch(self.start + start, count, self.is_held_out, self._batch_start)
+
+    @property
+    def _batch_start(self) -> int:
+        return self.start if self.batch_start is None else self.batch_start
+
+    def to_proto(self, *, is_pretraining: bool = False) -> rollout_pb2.PromptSlice:
+        """As it travels."""
+        split = rollout_pb2.SPLIT_HELD_OUT if self.is_held_out else rollout_pb2.SPLIT_TRAIN
+        if is_pretraining:
+            split = rollout_pb2.SPLIT_PRETRAINING
+        return rollout_pb2.PromptSlice(
+            split=split, start=self.start, count=self.count, batch_start=self.batch_start
+        )
+
+
+class Sampler(Protocol):
+    """Samples the trajectories of a step."""
+
+    steps_ahead: int
+    """Steps after the one that is about to be made that may be sampled already."""
+    steps_ahead_while_training: int
+    """The same, as soon as the step has sampled."""
+
+    def generate(
+        self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
+    ) -> ExperienceFuture:
+        """Completions of the prompts."""
+
+    def begin(self, context: StepContext, prompts: PromptBatch) -> None:
+        """Begins to sample a step's prompts before its algorithm asks for them."""
+
+    def step_ends(self, context: StepContext) -> None:
+        """Told when all nodes of a step exist."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the handles of one step share."""
+
+    step: int
+    algorithm: Any
+    """The recipe's algorithm section: any member of AlgorithmSpec."""
+    dataflow: Dataflow
+    journal: Journal
+    connections: Mapping[str, RoleConnection]
+    """By the name of the service."""
+    sampler: Sampler
+    """Who samples, and when."""
+    on_phase: Callable[[str, str, int, int], None]
+    """Gets role, stage, units done and units in all."""
+    is_evaluation: bool = False
+    """Evaluation has nodes and operations of its own, so that training's stay the same."""
+    may_drop: frozenset[str] = frozenset()
+    """Roles that judge and may leave rows out of the step."""
+    policy_updates: list[Part] = field(default_factory=list)
+    """Updates of the actor that the step asks for."""
+    trained_on: list[ExperienceFuture] = field(default_factory=list)
+    """What the updates of the step were given."""
+
+    def part(self, name: str) -> Any:
+        """A numeric part of the algorithm, e.g. "policy_loss".
+
+        Raises:
+            ValueError: The recipe's algorithm has no such part.
+        """
+        part = getattr(self.algorithm, name, None)
+        if part is None:
+            raise ValueError(
+                f"algorithm.{name} is not given, but the algorithm asks for it: add it"
+            )
+        return part
+
+
+Call = Callable[
+    [operation_pb2.OperationKey, experience_pb2.ExperienceRef | None, ProgressCallback],
+    Awaitable[Outcome],
+]
+"""Makes one call: gets its key, the experience that it reads, and whom to tell how far it is."""
+
+SampleCall = Callable[
+    ["ServiceCalls", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Outcome]
+]
+"""Makes one call that hands out blocks while it runs: gets the service that it is of besides."""
+
+
+class ServiceCalls:
+    """Calls of one service within a step."""
+
+    def __init__(self, context: StepContext, service: str) -> None:
+        """Takes the service's connection.
+
+        Args:
+            context: Of the step.
+            service: Name of the service, which is its role's where the role has one alone.
+        """
+        self.context = context
+        self.service = service
+        self.connection = context.connections[service]
+
+    def node(
+        self,
+        kind: NodeKind,
+        method: str,
+        call: Call,
+        reads: ExperienceFuture | None = None,
+        produces: Iterable[str] = (),
+        *,
+        after: Iterable[Part] = (),
+        is_leased: bool = True,
+    ) -> Part:
+        """Makes the call a node, or a node a block where its experience comes in blocks.
+
+        Args:
+            kind: What it does to the mesh.
+            method: Name of the call, for keys and people.
+            call: Makes it.
+            reads: Experience that it reads; it may be worked on block by block.
+            produces: Columns that it gives. A call that gives none takes all rows at once.
+            after: Parts that must exist before, beside what it reads.
+            is_leased: Whether it waits for its pool.
+        """
+        produces, after = tuple(produces), tuple(after)
+        num_blocks = reads.num_blocks if reads is not None and produces else 1
+        parts = [
+            self._node(
+                kind, method, call, reads, produces, after, is_leased,
+                None if num_blocks == 1 else block,
+            )
+            for block in range(num_blocks)
+        ]  # fmt: skip
+        return Part(
+            nodes=tuple(node for part in parts for node in part.nodes),
+            outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
+            columns=frozenset(produces),
+        )
+
+    def _node(
+        self,
+        kind: NodeKind,
+        method: str,
+        call: Call,
+        reads: ExperienceFuture | None,
+        produces: tuple[str, ...],
+        after: tuple[Part, ...],
+        is_leased: bool,
+        block: int | None,
+    ) -> Part:
+        kind, key = self._named(kind, method)
+
+        async def work(_: Node, experience: experience_pb2.ExperienceRef | None) -> Outcome:
+            return await self._made(
+                key, method, lambda on_progress: call(key, experience, on_progress)
+            )
+
+        return self.context.dataflow.call(
+            kind=kind,
+            role=self.service,
+            method=method,
+            sequence=key.sequence,
+            work=work,
+            reads=reads,
+            produces=produces,
+            block=block,
+            after=after,
+            is_leased=is_leased,
+        )
+
+    def sample_node(
+        self,
+        kind: NodeKind,
+        method: str,
+        call: SampleCall,
+        *,
+        num_blocks: int,
+        produces: Iterable[str],
+        after: Iterable[Part] = (),
+        others: Sequence[str] = (),
+    ) -> Part:
+        """Makes a call that gives its experience in blocks a node; see `Dataflow.sample`."""
+        kind, key = self._named(kind, method)
+
+        async def work(node: Node, on_block: OnBlock) -> Outcome:
+            chosen = ServiceCalls(self.context, node.role)
+            return await chosen._made(
+                key, method, lambda on_progress: call(chosen, key, on_block, on_progress)
+            )
+
+        return self.context.dataflow.sample(
+            kind=kind,
+            role=self.service,
+            method=method,
+            sequence=key.sequence,
+            work=work,
+            num_blocks=num_blocks,
+            produces=produces,
+            after=after,
+            others=others,
+        )
+
+    def _named(self, kind: NodeKind, method: str) -> tuple[NodeKind, operation_pb2.OperationKey]:
+        context, operation = self.context, f"{self.service}.{method}"
+        if context.is_evaluation:
+            kind, operation = NodeKind.EVAL, f"evaluate.{operation}"
+        return kind, context.journal.next_key(context.step, operation)
+
+    async def _made(
+        self,
+        key: operation_pb2.OperationKey,
+        method: str,
+        call: Callable[[ProgressCallback], Awaitable[Outcome]],
+    ) -> Outcome:
+        context = self.context
+
+        def on_progress(progress: operation_pb2.Progress) -> None:
+            stage = f"{method}: {progress.stage}" if progress.stage else method
+            context.on_phase(self.service, stage, progress.done, progress.total)
+
+        context.on_phase(self.service, method, 0, 0)
+        outcome = await call(on_progress)
+        if outcome.policy_version is not None:
+            self.connection.policy_version = outcome.policy_version
+        await context.journal.acknowledge(key, _summarize(outcome))
+        context.on_phase(self.service, "", 0, 0)
+        return outcome
+
+    async def experience(self, call: Any, on_progress: ProgressCallback) -> Outcome:
+        """Follows a call whose result is an ExperienceResult."""
+        message = await self.connection.finish(call, on_progress)
+        return Outcome(report=message.result.report, experience=message.result.experience)
+
+
+class RoleHandle(ServiceCalls):
+    """What an algorithm holds of a role."""
+
+    role: str
+
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context, self.role)
+
+
+def _summarize(outcome: Outcome) -> dict[str, Any]:
+    summary: dict[str, Any] = {"num_tokens": outcome.report.num_tokens}
+    if outcome.policy_version is not None:
+        summary["policy_version"] = outcome.policy_version
+    if outcome.experience is not None:
+        summary |= summarize_reference(outcome.experience)
+    return summary

@@ -1,0 +1,392 @@
+"""The handles that algorithms call. Each call makes a node and returns a future at once.
+
+How to sample, which loss, which estimator: the recipe's algorithm section says it, the handle adds
+it to the call. What a part reads and makes its spec says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rolemesh.coordinator.dataflow.connection import ProgressCallback, to_algorithm_part
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.futures import (
+    ExperienceFuture,
+    NodeKind,
+    Outcome,
+    Part,
+    UpdateFuture,
+)
+from rolemesh.coordinator.dataflow.references import concat_references
+from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
+from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
+from rolemesh.engine.specs import SamplingSpec, SftLossSpec
+from rolemesh.v1 import (
+    data_pb2,
+    experience_pb2,
+    logprob_pb2,
+    operation_pb2,
+    reward_pb2,
+    trainer_pb2,
+    value_pb2,
+)
+
+__all__ = [
+    "ROLE_HANDLES",
+    "ActorRole",
+    "CostRole",
+    "CriticRole",
+    "ExperienceFuture",
+    "PromptBatch",
+    "ReferenceRole",
+    "RewardRole",
+    "StepContext",
+    "UpdateFuture",
+]
+
+_Key = operation_pb2.OperationKey
+_Ref = experience_pb2.ExperienceRef | None
+
+READ_COLUMNS = (
+    *SEQUENCES,
+    "loss_mask",
+    "prompt_ids",
+    "prompt_text",
+    "completion_text",
+    "answer",
+    "metadata",
+)
+PAIR_COLUMNS = ("pair_ids", "preference")
+PROXIMAL = "proximal_logprobs"
+"""Log-probs under the weights that a step begins with."""
+
+
+class _TrainedRole(RoleHandle):
+    """A role whose weights change."""
+
+    def _update(
+        self, experience: ExperienceFuture, loss: Any, pretraining: ExperienceFuture | None = None
+    ) -> UpdateFuture:
+        algorithm = self.context.algorithm
+        self.context.trained_on.append(experience)
+        reads = experience.select((*SEQUENCES, *loss.columns()))
+        # The texts are rows of their own: the node waits for them, but does not join them.
+        texts = () if pretraining is None else pretraining.parts
+
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = trainer_pb2.UpdateRequest(
+                key=key,
+                experience=reference,
+                loss=to_algorithm_part(loss),
+                epochs=algorithm.epochs,
+                mini_batch_rows=algorithm.mini_batch_rows,
+                rows_per_unit=algorithm.rows_per_unit,
+                expected_policy_version=self.connection.policy_version,
+            )
+            if pretraining is not None:
+                request.auxiliary.add(
+                    experience=await pretraining.result(),
+                    loss=to_algorithm_part(SftLossSpec()),
+                    weight=self.context.part("pretraining_weight"),
+                )
+            stream = self.connection.trainer.Update(request)
+            message = await self.connection.finish(stream, on_progress)
+            return Outcome(
+                report=message.result.report, policy_version=message.result.policy_version
+            )
+
+        return UpdateFuture(self.node(NodeKind.UPDATE, "update", call, reads, after=texts))
+
+    def _read(
+        self,
+        prompts: PromptBatch,
+        kind: data_pb2.ReadKind.ValueType,
+        columns: tuple[str, ...] = READ_COLUMNS,
+        *,
+        is_pretraining: bool = False,
+    ) -> ExperienceFuture:
+        async def call(key: _Key, _: _Ref, on_progress: ProgressCallback) -> Outcome:
+            rows = prompts.to_proto(is_pretraining=is_pretraining)
+            request = data_pb2.ReadBatchRequest(key=key, rows=rows, kind=kind)
+            return await self.experience(self.connection.data.ReadBatch(request), on_progress)
+
+        return self._future(self.node(NodeKind.INFER, "read", call, produces=columns))
+
+    def read_preferences(self, prompts: PromptBatch) -> ExperienceFuture:
+        """Pairs of the data: for each row the chosen completion, then the rejected one."""
+        kind = data_pb2.READ_KIND_PREFERENCE
+        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+
+    def _future(self, part: Part) -> ExperienceFuture:
+        return ExperienceFuture(self.context.dataflow, (part,))
+
+
+class ActorRole(_TrainedRole):
+    """The policy: samples, estimates advantages, trains."""
+
+    role = "actor"
+
+    def generate(self, prompts: PromptBatch, *, greedy: bool = False) -> ExperienceFuture:
+        """Completions of the prompts, sampled as the recipe says.
+
+        Args:
+            prompts: What to complete.
+            greedy: Takes the likeliest completion instead, one a prompt.
+        """
+        sampling: SamplingSpec = self.context.part("sampling")
+        if greedy:
+            sampling = sampling.model_copy(update={"greedy": True, "samples_per_prompt": 1})
+        return self.context.sampler.generate(self.context, prompts, sampling)
+
+    def generate_selected(
+        self, prompts: PromptBatch, judge: Callable[[ExperienceFuture], ExperienceFuture]
+    ) -> ExperienceFuture:
+        """As many groups as there are prompts, all of which the recipe's selection wants.
+
+        Samples and judges further prompts until there are enough (dynamic sampling, arXiv
+        2503.14476, section 3.2).
+
+        Args:
+            prompts: The first ones to complete.
+            judge: Adds rewards, e.g. `reward.compute_reward`.
+
+        Raises in the node:
+            RunError: algorithm.max_rounds rounds did not give enough groups.
+        """
+        max_rounds: int = self.context.part("max_rounds")
+
+        async def collect() -> experience_pb2.ExperienceRef:
+            kept, missing, batch = [], prompts.count, prompts
+            for _ in range(max_rounds):
+                rollouts = self.generate(batch)
+                rollouts |= judge(rollouts)
+                chosen = (await self._select(rollouts, missing).outcomes[0]).experience
+                if chosen is not None:
+                    kept.append(chosen)
+                    missing -= chosen.num_rows // self.context.part("sampling").samples_per_prompt
+                if missing == 0:
+                    return concat_references(kept)
+                batch = prompts.more(prompts.count)
+            raise RunError(
+                f"step {self.context.step}: {max_rounds} rounds of {prompts.count} prompts gave "
+                f"{prompts.count - missing} groups that algorithm.selection wants, not "
+                f"{prompts.count}: raise algorithm.max_rounds, or give prompts that the policy "
+                "answers sometimes right and sometimes wrong"
+            )
+
+        return self.context.dataflow.defer(collect, (*ROLLOUT_COLUMNS, "rewards"))
+
+    def _select(self, rollouts: ExperienceFuture, max_groups: int) -> Part:
+        rule = self.context.part("selection")
+
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = trainer_pb2.SelectGroupsRequest(
+                key=key, experience=reference, rule=to_algorithm_part(rule), max_groups=max_groups
+            )
+            stream = self.connection.trainer.SelectGroups(request)
+            result = (await self.connection.finish(stream, on_progress)).result
+            is_any = result.HasField("experience")
+            return Outcome(result.report, result.experience if is_any else None)
+
+        return self.node(NodeKind.INFER, "select", call, rollouts)
+
+    def read_demonstrations(self, prompts: PromptBatch) -> ExperienceFuture:
+        """Given completions of the data."""
+        return self._read(prompts, data_pb2.READ_KIND_DEMONSTRATION)
+
+    def read_judgements(self, prompts: PromptBatch) -> ExperienceFuture:
+        """Judged completions of the data, each with a row to estimate the divergence from."""
+        kind = data_pb2.READ_KIND_JUDGEMENT
+        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+
+    def read_pretraining(self, prompts: PromptBatch) -> ExperienceFuture | None:
+        """As many pretraining texts; None where algorithm.pretraining_weight is 0."""
+        if self.context.part("pretraining_weight") == 0:
+            return None
+        return self._read(prompts, data_pb2.READ_KIND_DEMONSTRATION, is_pretraining=True)
+
+    def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """Log-prob of every completion token under the weights that the step begins with."""
+        part = _compute_logprobs(self, experience, PROXIMAL)
+        return self._future(part)
+
+    def compute_advantages(
+        self,
+        experience: ExperienceFuture,
+        estimator: str,
+        *,
+        baseline: ExperienceFuture | None = None,
+    ) -> ExperienceFuture:
+        """What the estimator makes: advantages, returns where it has a critic, or pairs.
+
+        Args:
+            experience: With rewards, and what the estimator reads besides.
+            estimator: Its name, e.g. "gae"; its parameters are the recipe's.
+            baseline: Trajectories to compare with, for an estimator that does.
+
+        Raises:
+            ValueError: The recipe's estimator is another one.
+        """
+        spec = self.context.part("advantages")
+        if spec.type != estimator:
+            raise ValueError(
+                f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
+                f" is {spec.type!r}: correct the recipe or the algorithm"
+            )
+        if (baseline is None) != (not spec.baseline_columns()):
+            has = "compares with no" if baseline is not None else "compares with a second"
+            raise ValueError(
+                f"the estimator {estimator!r} {has} experience: call it "
+                f"{'without' if baseline is not None else 'with'} baseline"
+            )
+        compared = None if baseline is None else baseline.select(spec.baseline_columns())
+
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = trainer_pb2.ComputeAdvantagesRequest(
+                key=key, experience=reference, estimator=to_algorithm_part(spec)
+            )
+            if compared is not None:
+                request.baseline.CopyFrom(await compared.result())
+            stream = self.connection.trainer.ComputeAdvantages(request)
+            return await self.experience(stream, on_progress)
+
+        # Groups, whitening and controllers take the whole batch, in one block.
+        needs = (*spec.columns(), "prompt_lengths")
+        reads = experience.select(needs, uses=spec.optional_columns()).whole()
+        after = () if compared is None else compared.parts
+        part = self.node(
+            NodeKind.INFER, "compute_advantages", call, reads, spec.makes(), after=after
+        )
+        return self._future(part)
+
+    def update(
+        self, experience: ExperienceFuture, pretraining: ExperienceFuture | None = None
+    ) -> UpdateFuture:
+        """Trains the policy with the recipe's policy loss.
+
+        A loss that weighs tokens by the log-probs at the start of the update gets them here, unless
+        the experience has them.
+
+        Args:
+            experience: What the loss reads.
+            pretraining: Texts whose likelihood is kept up beside it.
+        """
+        loss = self.context.part("policy_loss")
+        if PROXIMAL in loss.columns() and PROXIMAL not in experience.columns:
+            experience |= self.compute_logprobs(experience)
+        update = self._update(experience, loss, pretraining)
+        self.context.policy_updates.append(update.part)
+        return update
+
+
+class CriticRole(_TrainedRole):
+    """The value function."""
+
+    role = "critic"
+
+    def compute_values(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """The value before every completion token."""
+
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
+            stream = self.connection.value.ComputeValues(request)
+            return await self.experience(stream, on_progress)
+
+        reads = experience.select(SEQUENCES)
+        return self._future(self.node(NodeKind.INFER, "compute_values", call, reads, ("values",)))
+
+    def update(self, experience: ExperienceFuture) -> UpdateFuture:
+        """Trains the values with the recipe's value loss."""
+        return self._update(experience, self.context.part("value_loss"))
+
+
+class ReferenceRole(RoleHandle):
+    """The frozen policy that the KL is taken to."""
+
+    role = "reference"
+
+    def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """The frozen policy's log-prob of every completion token, at the loss's temperature."""
+        part = _compute_logprobs(self, experience, "reference_logprobs")
+        return ExperienceFuture(self.context.dataflow, (part,))
+
+
+def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> Part:
+    loss = handle.context.part("policy_loss")
+
+    async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+        request = logprob_pb2.ComputeLogprobsRequest(
+            key=key,
+            experience=reference,
+            column=column,
+            temperature=getattr(loss, "temperature", 1.0),
+        )
+        stream = handle.connection.logprob.ComputeLogprobs(request)
+        return await handle.experience(stream, on_progress)
+
+    reads = experience.select(SEQUENCES)
+    return handle.node(NodeKind.INFER, "compute_logprobs", call, reads, (column,))
+
+
+class _JudgingRole(_TrainedRole):
+    """A role that gives every trajectory a number."""
+
+    def _judge(
+        self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
+    ) -> ExperienceFuture:
+        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
+            request = reward_pb2.ComputeRewardRequest(
+                key=key, experience=reference, pass_at=pass_at
+            )
+            stream = self.connection.reward.ComputeReward(request)
+            return await self.experience(stream, on_progress)
+
+        needs: tuple[str, ...] = (
+            *SEQUENCES, "prompt_text", "completion_text", "answer", "metadata",
+        )  # fmt: skip
+        produces: tuple[str, ...] = (column,)
+        if self.role in self.context.may_drop:
+            # A row that is left out loses its mask, and so its part in every update.
+            needs = (*needs, "prompt_ids", "loss_mask")
+            produces = (*produces, "is_judged", "loss_mask")
+        uses = ("environment_rewards", "prompt_ids", "is_judged")
+        reads = experience.select(needs, uses=uses)
+        return self._future(self.node(NodeKind.INFER, method, call, reads, produces))
+
+
+class RewardRole(_JudgingRole):
+    """The judge, and the reward model that is trained."""
+
+    role = "reward"
+
+    def compute_reward(
+        self, experience: ExperienceFuture, *, pass_at: tuple[int, ...] = ()
+    ) -> ExperienceFuture:
+        """One reward a trajectory.
+
+        Args:
+            experience: The trajectories.
+            pass_at: Also reports pass@k for these k.
+        """
+        return self._judge(experience, "compute_reward", "rewards", pass_at)
+
+    def update(self, experience: ExperienceFuture) -> UpdateFuture:
+        """Trains the reward model with the recipe's reward loss."""
+        return self._update(experience, self.context.part("reward_loss"))
+
+
+class CostRole(_JudgingRole):
+    """The judge of what is to be kept low."""
+
+    role = "cost"
+
+    def compute_cost(self, experience: ExperienceFuture) -> ExperienceFuture:
+        """One cost a trajectory."""
+        return self._judge(experience, "compute_cost", "costs")
+
+
+ROLE_HANDLES: Mapping[str, type[RoleHandle]] = {
+    handle.role: handle for handle in (ActorRole, CriticRole, ReferenceRole, RewardRole, CostRole)
+}
+"""By the name under which an algorithm asks for a role."""

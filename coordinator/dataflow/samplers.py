@@ -1,0 +1,377 @@
+"""Who samples a step's trajectories, and when: the schedules behind `actor.generate`.
+
+The actor samples by itself, or rollout services do. These take the weights that the actor
+publishes. How far they may be ahead of training is the schedule's; which prompts belong to which
+step never depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rolemesh.coordinator.dataflow.connection import ProgressCallback
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind, Outcome, Part
+from rolemesh.coordinator.dataflow.graph import OnBlock
+from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceCalls, StepContext
+from rolemesh.coordinator.recipe.schedule import (
+    AsyncSamplerSpec,
+    OneStepAheadSpec,
+    SamplerSpec,
+    SyncSamplerSpec,
+)
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs import SamplingSpec
+from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, tensor_pb2, weights_pb2
+
+ROLLOUT_COLUMNS = (
+    "tokens",
+    "prompt_lengths",
+    "logprobs",
+    "loss_mask",
+    "policy_versions",
+    "prompt_ids",
+    "sample_indexes",
+    "finished",
+    "prompt_text",
+    "completion_text",
+    "answer",
+    "metadata",
+)
+ENVIRONMENT_COLUMNS = ("environment_rewards",)
+"""Further columns where the data has an environment."""
+
+_DTYPES = {"float32": tensor_pb2.DATA_TYPE_FLOAT32, "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16}
+
+
+class _Calls:
+    """Generation as calls of `batch_size` prompts each, dealt out over services."""
+
+    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...]) -> None:
+        self.spec = spec
+        self.columns = columns
+
+    def generate(
+        self,
+        context: StepContext,
+        services: Sequence[str],
+        prompts: PromptBatch,
+        sampling: SamplingSpec,
+        after: Sequence[Part],
+    ) -> ExperienceFuture:
+        """One experience of all calls.
+
+        A prompt goes to the same service whenever a step samples it, so that its cache serves it
+        again, and which rows are decoded together does not depend on timing. In the asynchronous
+        schedule, where timing decides other things too, a call goes to another service that is
+        free when its own is not.
+        """
+        calls = [
+            prompts.part(start, stop - start)
+            for start, stop in pairwise(self._cuts(prompts.count, len(services)))
+        ]
+        is_timed = isinstance(self.spec, AsyncSamplerSpec) and not context.is_evaluation
+        parts = []
+        for number, part in enumerate(calls):
+            first = number % len(services)
+            # Who is asked first does not change, for the sake of caches.
+            preferred = (*services[first:], *services[:first]) if is_timed else (services[first],)
+            parts.append(self._call(context, preferred, part, sampling, after))
+        whole = Part(
+            nodes=tuple(node for part in parts for node in part.nodes),
+            outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
+            columns=frozenset(self.columns),
+        )
+        return ExperienceFuture(context.dataflow, (whole,))
+
+    def _cuts(self, num_prompts: int, num_services: int) -> list[int]:
+        """Where the prompts are cut into calls."""
+        if self.spec.batch_size is not None:
+            return [*range(0, num_prompts, self.spec.batch_size), num_prompts]
+        num_calls = min(num_prompts, num_services)
+        # The first ones get one more, where it does not come out even.
+        return [-(-number * num_prompts // num_calls) for number in range(num_calls + 1)]
+
+    def _call(
+        self,
+        context: StepContext,
+        services: Sequence[str],
+        prompts: PromptBatch,
+        sampling: SamplingSpec,
+        after: Sequence[Part],
+    ) -> Part:
+        num_rows = prompts.count * sampling.samples_per_prompt
+        # Evaluation draws another number of samples, and waits for all of them anyway.
+        block_rows = 0 if context.is_evaluation else self.spec.block_rows
+        request = rollout_pb2.GenerateRequest(
+            prompts=prompts.to_proto(),
+            sampling=rollout_pb2.Sampling(
+                samples_per_prompt=sampling.samples_per_prompt,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_new_tokens=sampling.max_new_tokens,
+                greedy=sampling.greedy,
+            ),
+            block_rows=block_rows,
+        )
+
+        async def call(
+            chosen: ServiceCalls,
+            key: operation_pb2.OperationKey,
+            on_block: OnBlock,
+            on_progress: ProgressCallback,
+        ) -> Outcome:
+            request.key.CopyFrom(key)
+            service = chosen.service
+
+            def take(sent: rollout_pb2.GenerateResponse) -> None:
+                index, rows = sent.block.index, sent.block.experience.num_rows
+                wanted = min(block_rows, num_rows - index * block_rows)
+                if rows != wanted:
+                    raise RunError(
+                        f"step {context.step}: {service}.generate sent a block {index} of {rows} "
+                        f"rows, not {wanted}: a block holds block_rows trajectories in the order "
+                        "of prompts, as rollout.proto says"
+                    )
+                on_block(index, sent.block.experience)
+
+            stream = chosen.connection.rollout.Generate(request)
+            message = await chosen.connection.finish(stream, on_progress, take)
+            made = message.result.experience.num_rows
+            if made != num_rows:
+                raise RunError(
+                    f"step {context.step}: {service}.generate answered with {made} trajectories, "
+                    f"not the {num_rows} that were asked for; see the log of the {service}"
+                )
+            return Outcome(report=message.result.report, experience=message.result.experience)
+
+        return ServiceCalls(context, services[0]).sample_node(
+            NodeKind.SAMPLE,
+            "generate",
+            call,
+            num_blocks=math.ceil(num_rows / block_rows) if 0 < block_rows < num_rows else 1,
+            produces=self.columns,
+            after=after,
+            others=services[1:],
+        )
+
+
+class ActorSampler:
+    """The actor samples by itself, with the weights that it has."""
+
+    steps_ahead = 0
+    steps_ahead_while_training = 0
+
+    def __init__(self, spec: SamplerSpec, columns: tuple[str, ...] = ROLLOUT_COLUMNS) -> None:
+        self._calls = _Calls(spec, columns)
+
+    def generate(
+        self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
+    ) -> ExperienceFuture:
+        """Completions of the prompts."""
+        return self._calls.generate(context, ("actor",), prompts, sampling, ())
+
+    def begin(self, context: StepContext, prompts: PromptBatch) -> None:
+        """Nothing can be begun ahead: the actor trains."""
+
+    def step_ends(self, context: StepContext) -> None:
+        """The actor has its new weights."""
+
+
+@dataclass(eq=False)
+class _Publication:
+    """Weights that the actor has published, or will have."""
+
+    part: Part
+    refs: list[weights_pb2.WeightsRef]
+    """One, once the part exists."""
+    policy_version: int | None
+    """None: that of an update that is not made yet."""
+
+    @property
+    def known_version(self) -> int | None:
+        """The version, as soon as anybody knows it."""
+        return self.refs[0].policy_version if self.refs else self.policy_version
+
+
+class RolloutSampler:
+    """Rollout services sample, with weights that the actor publishes.
+
+    Invariant: a token that step s trains on was sampled with weights of step s - 1 - max_staleness
+    or later. The schedule says when weights are brought:
+
+    - sync: before a step samples.
+    - one_step_ahead: when a step has sampled, before the next one samples; which weights sample
+      which step does not depend on timing.
+    - async: when a step is made, between two tokens of what is being sampled, or when that is
+      finished.
+
+    Owner: the coordinator's loop.
+    """
+
+    def __init__(
+        self,
+        spec: SamplerSpec,
+        services: Sequence[str],
+        dtype: str,
+        sampling: SamplingSpec | None,
+        columns: tuple[str, ...] = ROLLOUT_COLUMNS,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            spec: The schedule's sampler.
+            services: Names of the rollout services.
+            dtype: Type in which weights travel.
+            sampling: Of training, for what is sampled ahead.
+            columns: Columns of a trajectory.
+        """
+        self._spec = spec
+        self._calls = _Calls(spec, columns)
+        self._services = tuple(services)
+        self._dtype = dtype
+        self._sampling = sampling
+        self._publication: _Publication | None = None
+        self._taken: _Publication | None = None
+        self._takes: tuple[Part, ...] = ()
+        self._last_begun: tuple[Part, ...] = ()
+        self._begun: dict[tuple[int, PromptBatch], ExperienceFuture] = {}
+        self.steps_ahead = spec.max_staleness if isinstance(spec, AsyncSamplerSpec) else 0
+        self.steps_ahead_while_training = int(isinstance(spec, OneStepAheadSpec))
+
+    def generate(
+        self, context: StepContext, prompts: PromptBatch, sampling: SamplingSpec
+    ) -> ExperienceFuture:
+        """Completions of the prompts; those that were begun ahead are taken as they are."""
+        if not context.is_evaluation and sampling == self._sampling:
+            begun = self._begun.pop((context.step, prompts), None)
+            if begun is not None:
+                return begun
+        is_ahead = isinstance(self._spec, OneStepAheadSpec)
+        # Evaluation brings new weights too: not while a step that was begun still samples.
+        takes = self._bring_weights(context, self._last_begun if is_ahead else ())
+        made = self._calls.generate(context, self._services, prompts, sampling, takes)
+        if not context.is_evaluation:
+            self._last_begun = made.parts
+        return made
+
+    def begin(self, context: StepContext, prompts: PromptBatch) -> None:
+        """Begins to sample a step's prompts before its algorithm asks for them."""
+        if self._sampling is None:
+            raise ValueError("the algorithm samples nothing that could be begun ahead")
+        is_ahead = isinstance(self._spec, OneStepAheadSpec)
+        # New weights must not come while the step before is still being sampled.
+        after = self._last_begun if is_ahead else ()
+        takes = self._bring_weights(context, after)
+        begun = self._calls.generate(
+            context, self._services, prompts, self._sampling, (*takes, *after)
+        )
+        self._last_begun = begun.parts
+        self._begun[context.step, prompts] = begun
+
+    def step_ends(self, context: StepContext) -> None:
+        """Publishes the weights that the step makes, where the next steps are sampled ahead."""
+        match self._spec:
+            case AsyncSamplerSpec():
+                self._publication = self._publish(context, context.policy_updates)
+                is_leased = not self._spec.partial_rollouts
+                self._bring_weights(context, is_leased=is_leased)
+            case OneStepAheadSpec():
+                # A publication replaces the one before, which must have been taken by then.
+                self._publication = self._publish(context, (*context.policy_updates, *self._takes))
+
+    def _bring_weights(
+        self, context: StepContext, after: Sequence[Part] = (), *, is_leased: bool = True
+    ) -> tuple[Part, ...]:
+        """Has every rollout service take the newest weights, unless it has them.
+
+        Args:
+            context: Of the step.
+            after: What the services finish first.
+            is_leased: Whether they finish first whatever they sample.
+
+        Returns:
+            The nodes that bring them.
+        """
+        publication = self._publication
+        version = context.connections["actor"].policy_version
+        if isinstance(self._spec, SyncSamplerSpec) and (
+            publication is None or publication.known_version != version
+        ):
+            publication = None
+        if publication is None:
+            publication = self._publication = self._publish(context, (), version)
+        if publication is not self._taken:
+            before = (publication.part, *after)
+            self._taken, self._takes = (
+                publication,
+                tuple(
+                    self._take(context, service, publication, before, is_leased)
+                    for service in self._services
+                ),
+            )
+        return self._takes
+
+    def _publish(
+        self, context: StepContext, after: Sequence[Part], policy_version: int | None = None
+    ) -> _Publication:
+        actor = ServiceCalls(context, "actor")
+        refs: list[weights_pb2.WeightsRef] = []
+
+        async def publish(
+            key: operation_pb2.OperationKey,
+            _: experience_pb2.ExperienceRef | None,
+            on_progress: ProgressCallback,
+        ) -> Outcome:
+            request = weights_pb2.PublishWeightsRequest(key=key, dtype=_DTYPES[self._dtype])
+            stream = actor.connection.weights.PublishWeights(request)
+            message = await actor.connection.finish(stream, on_progress)
+            refs.append(message.result.weights)
+            return Outcome(report=message.result.report)
+
+        part = actor.node(NodeKind.UPDATE, "publish_weights", publish, after=after)
+        return _Publication(part, refs, policy_version)
+
+    def _take(
+        self,
+        context: StepContext,
+        service: str,
+        publication: _Publication,
+        after: Sequence[Part],
+        is_leased: bool,
+    ) -> Part:
+        calls = ServiceCalls(context, service)
+
+        async def take(
+            key: operation_pb2.OperationKey,
+            _: experience_pb2.ExperienceRef | None,
+            on_progress: ProgressCallback,
+        ) -> Outcome:
+            request = rollout_pb2.UpdateWeightsRequest(key=key, weights=publication.refs[0])
+            stream = calls.connection.rollout.UpdateWeights(request)
+            message = await calls.connection.finish(stream, on_progress)
+            return Outcome(
+                report=message.result.report, policy_version=message.result.policy_version
+            )
+
+        return calls.node(NodeKind.UPDATE, "update_weights", take, after=after, is_leased=is_leased)
+
+
+def make_sampler(recipe: Recipe) -> Sampler:
+    """The sampler of a recipe's schedule."""
+    actor, rollout = recipe.actor, recipe.rollout
+    has_environment = actor is not None and actor.environment is not None
+    columns = (*ROLLOUT_COLUMNS, *(ENVIRONMENT_COLUMNS if has_environment else ()))
+    if rollout is None:
+        return ActorSampler(recipe.schedule.sampler, columns)
+    return RolloutSampler(
+        recipe.schedule.sampler,
+        recipe.services_of("rollout"),
+        rollout.rollout.dtype,
+        getattr(recipe.algorithm, "sampling", None),
+        columns,
+    )

@@ -1,0 +1,156 @@
+"""An executed graph for people: as a Chrome trace, and the path that decided its length."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rolemesh.coordinator.dataflow.futures import Node
+
+
+def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
+    """The nodes in Chrome's trace event format: one row a role, grouped by pool."""
+    nodes = [node for node in nodes if node.started_at is not None and node.ended_at is not None]
+    pools = {name: number for number, name in enumerate(sorted({node.pool for node in nodes}))}
+    roles = {name: number for number, name in enumerate(sorted({node.role for node in nodes}))}
+    events: list[dict[str, Any]] = []
+    for name, number in pools.items():
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+    for pool, role in sorted({(node.pool, node.role) for node in nodes}):
+        thread = {"ph": "M", "name": "thread_name", "pid": pools[pool], "tid": roles[role]}
+        events.append({**thread, "args": {"name": role}})
+    for node in nodes:
+        assert node.started_at is not None
+        events.append(
+            {
+                "ph": "X",
+                "name": node.name,
+                "cat": node.kind.value,
+                "pid": pools[node.pool],
+                "tid": roles[node.role],
+                "ts": round(node.started_at * 1e6),
+                "dur": round(node.seconds * 1e6),
+                "args": {
+                    "step": node.step,
+                    "block": node.block,
+                    "waited_s": node.started_at - node.queued_at,
+                    "tokens": node.num_tokens,
+                    "bytes": node.num_bytes,
+                    "policy_version": node.policy_version,
+                    **node.phases,
+                },
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class PathPart:
+    """A node of a critical path."""
+
+    node: Node
+    seconds: float
+    """Its own time; of a generation whose blocks are read while it runs, up to that block."""
+
+
+def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
+    """The chain of nodes that a step cannot be shorter than, first node first.
+
+    A node comes after those whose columns it reads, and after those that held its pool before it.
+    One that reads a block of a generation that still runs comes after the part of it that made the
+    block. Other nodes that ran at the same time, such as weights that came between two tokens, do
+    not come after each other. The path is the chain with the most seconds; its sum is what the step
+    would take if dispatch and waiting cost nothing.
+
+    Args:
+        nodes: Nodes of one step that have ended.
+    """
+    ended = sorted(
+        (node for node in nodes if node.started_at is not None and node.ended_at is not None),
+        key=lambda node: (node.started_at or 0.0, node.node_id),
+    )
+    lengths: list[float] = []
+    before: list[tuple[int, float] | None] = []
+    in_pool: defaultdict[str, list[int]] = defaultdict(list)
+    place_of: dict[int, int] = {}
+    for place, node in enumerate(ended):
+        read = [place_of[known] for known in node.inputs if known in place_of]
+        # What comes before it, each with its seconds until then.
+        earlier = [(at, seconds) for at in read if (seconds := _lead(ended[at], node)) is not None]
+        earlier += [
+            (at, ended[at].seconds) for at in in_pool[node.pool] if _precedes(ended[at], node)
+        ]
+        totals = [lengths[at] - ended[at].seconds + seconds for at, seconds in earlier]
+        longest = max(range(len(earlier)), key=lambda which: totals[which], default=None)
+        before.append(None if longest is None else earlier[longest])
+        lengths.append(node.seconds + (0.0 if longest is None else totals[longest]))
+        in_pool[node.pool].append(place)
+        place_of[node.node_id] = place
+    last = max(range(len(ended)), key=lambda place: lengths[place], default=None)
+    step = None if last is None else (last, ended[last].seconds)
+    path: list[PathPart] = []
+    while step is not None:
+        place, seconds = step
+        path.append(PathPart(ended[place], seconds))
+        step = before[place]
+    return path[::-1]
+
+
+def _precedes(first: Node, second: Node) -> bool:
+    return (first.ended_at or 0.0) <= (second.started_at or 0.0)
+
+
+def _lead(read: Node, reader: Node) -> float | None:
+    """Seconds from the start of a node until its reader had what it reads of it, if it did."""
+    if _precedes(read, reader):
+        return read.seconds
+    if reader.ready_at is None or read.started_at is None or reader.ready_at < read.started_at:
+        return None
+    return reader.ready_at - read.started_at
+
+
+def span_seconds(nodes: Sequence[Node]) -> float:
+    """Seconds from the first start to the last end; 0 where nothing has ended."""
+    started = [node.started_at for node in nodes if node.started_at is not None]
+    ended = [node.ended_at for node in nodes if node.ended_at is not None]
+    return max(ended) - min(started) if started and ended else 0.0
+
+
+def path_summary(nodes: Sequence[Node]) -> dict[str, Any]:
+    """The critical path of one step as plain JSON values; seconds are of its nodes' own time."""
+    path = critical_path(nodes)
+    return {
+        "step": nodes[0].step if nodes else 0,
+        "seconds": span_seconds(nodes),
+        "critical_path_seconds": sum(part.seconds for part in path),
+        "path": [{"node": _shown(part.node), "seconds": part.seconds} for part in path],
+    }
+
+
+def _shown(node: Node) -> str:
+    return node.name if node.block is None else f"{node.name}[{node.block}]"
+
+
+def print_paths(console: Console, graphs: Sequence[Sequence[Node]]) -> None:
+    """A table with a row a step: how long it took, and what it could not be shorter than."""
+    table = Table()
+    for heading in ("step", "seconds", "critical path"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("its nodes, with seconds")
+    for nodes in graphs:
+        told = path_summary(nodes)
+        path = [f"{part['node']} {part['seconds']:.2f}" for part in told["path"]]
+        table.add_row(
+            str(told["step"]),
+            f"{told['seconds']:.2f}",
+            f"{told['critical_path_seconds']:.2f}",
+            # No markup: the number of a block stands in brackets.
+            Text(", ".join(path)),
+        )
+    console.print(table)

@@ -1,0 +1,1 @@
+"""The recipe of a run: its schema, and how it is read and refused."""

@@ -1,0 +1,426 @@
+"""The recipe: everything that describes a run, in one validated tree.
+
+The sections of the roles are the engine's own specs, so that a service validates what it
+receives with the class that validated the recipe. Loading, overrides and suggestions are in
+`recipe_loading`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rolemesh.coordinator.recipe.addresses import plain_address
+from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec
+from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
+from rolemesh.coordinator.recipe.trackers import TrackerSpec
+from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.specs import (
+    ActorSpec,
+    CostSpec,
+    CriticSpec,
+    ReferenceSpec,
+    RewardSpec,
+    RoleSpec,
+    RolloutRoleSpec,
+    SamplingSpec,
+    Spec,
+    may_drop_groups,
+)
+
+ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
+"""Every role that a recipe can have; the algorithm says which it needs."""
+
+
+class EvaluationSpec(Spec):
+    """Held-out evaluation before and after training, and in between."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate after every so many steps; 0 evaluates only before the first and after the last."""
+    num_prompts: int = Field(default=128, ge=0)
+    """Held-out prompts; 0 switches evaluation off."""
+    samples_per_prompt: int = Field(default=1, ge=1)
+    """Completions a prompt: 1 takes the greedy one, more are drawn as in training."""
+    pass_at: tuple[int, ...] = ()
+    """Reports pass@k for each of these k, at most samples_per_prompt (arXiv 2107.03374, eq. 1)."""
+
+    @model_validator(mode="after")
+    def _check_pass_at(self) -> Self:
+        for k in self.pass_at:
+            if not 1 <= k <= self.samples_per_prompt:
+                raise ValueError(
+                    f"pass_at has {k}, but samples_per_prompt is {self.samples_per_prompt}: pass@k "
+                    "needs at least k samples of a prompt"
+                )
+        return self
+
+
+class CheckpointSpec(Spec):
+    """When checkpoints are written."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Write one after every so many steps; 0 writes only the last one."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+
+
+class RunSpec(Spec):
+    """The run as a whole."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Short name, lower case."""
+    seed: int = Field(default=0, ge=0, lt=2**53)
+    """Every random choice derives from it."""
+    steps: int = Field(ge=1)
+    """RL iterations."""
+    prompts_per_step: int = Field(ge=1)
+    """Prompts in one iteration."""
+    directory: Path | None = None
+    """Where the run's files go; None: runs/<name>-<time>."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    samples: int = Field(default=4, ge=0, le=64)
+    """Trajectories of each step that are kept for people, of the newest steps; 0 keeps none."""
+
+
+class PoolSpec(Spec):
+    """A named set of devices. Its roles take turns; pools run side by side."""
+
+    devices: tuple[str, ...] = ("cpu",)
+    """Devices, e.g. ["cpu"] or ["cuda:0", "cuda:1"]."""
+    roles: tuple[str, ...] = Field(min_length=1)
+    """Roles that share the devices."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether a role leaves the devices while another one of the pool computes: "auto" when
+    several roles share GPUs."""
+
+    @property
+    def lets_roles_sleep(self) -> bool:
+        """What `sleep` comes to."""
+        if self.sleep == "auto":
+            return len(self.roles) > 1 and any(d.startswith("cuda") for d in self.devices)
+        return self.sleep == "always"
+
+
+Address = Annotated[
+    str, BeforeValidator(plain_address), Field(pattern=r"^(\[[^\]\s]+\]|[^:\s]+):\d{1,5}$")
+]
+"""host:port, or grpc://host:port, which means the same."""
+
+
+class ServiceSpec(Spec):
+    """Where a role's service is, or its services."""
+
+    address: Address | None = None
+    """host:port or grpc://host:port of a service that runs already; None: the coordinator starts
+    one on loopback."""
+    addresses: tuple[Address, ...] = ()
+    """The same for several replicas of a rollout role."""
+    replicas: int = Field(default=1, ge=1)
+    """Services that the coordinator starts for the role; more than 1 for rollout only."""
+    threads: int | None = Field(default=None, ge=1)
+    """Compute threads of each rank that the coordinator starts; None: every core."""
+    experience_capacity_mib: int = Field(default=1024, ge=1)
+    """Bound on the experience that each rank of a started service holds, in MiB."""
+
+    @model_validator(mode="after")
+    def _check_one_way(self) -> Self:
+        given = [
+            name
+            for name, is_given in (
+                ("address", self.address is not None),
+                ("addresses", bool(self.addresses)),
+                ("replicas", self.replicas > 1),
+            )
+            if is_given
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given: give one of them")
+        return self
+
+
+class EmbeddedStoreSpec(Spec):
+    """A Valkey server started with the run, keeping its data in the run's folder."""
+
+    type: Literal["embedded"] = "embedded"
+
+
+class RedisStoreSpec(Spec):
+    """Any Redis or Valkey server."""
+
+    type: Literal["redis"] = "redis"
+    url: str = Field(pattern=r"^(redis|rediss|unix)://")
+    """e.g. redis://127.0.0.1:6379/0"""
+
+
+class MemoryStoreSpec(Spec):
+    """Nothing outlives the process: for unit tests."""
+
+    type: Literal["memory"] = "memory"
+
+
+StoreSpec = Annotated[
+    EmbeddedStoreSpec | RedisStoreSpec | MemoryStoreSpec, Field(discriminator="type")
+]
+
+
+class ApiSpec(Spec):
+    """Where the run's coordinator answers while the run goes on."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. One that other machines can reach needs a token."""
+    http_port: int | None = Field(default=0, ge=0, lt=2**16)
+    """Port of REST and the dashboard; 0 takes a free one, null serves none."""
+    grpc_port: int = Field(default=0, ge=0, lt=2**16)
+    """Port of CoordinatorService; 0 takes a free one."""
+    token_file: Path | None = None
+    """File with the token that callers have to show; None: the variable ROLEMESH_API_TOKEN, where
+    it is set."""
+
+
+class TracingSpec(Spec):
+    """OpenTelemetry traces of the run and of the services that are started for it."""
+
+    endpoint: str = Field(pattern=r"^https?://[^/\s]+$")
+    """Collector that takes OTLP over gRPC, e.g. http://127.0.0.1:4317."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of runs that are traced."""
+
+
+def service_names(role: str, number: int) -> tuple[str, ...]:
+    """Names of a role's services: the role's own, or numbered ones where there are several."""
+    return (role,) if number == 1 else tuple(f"{role}-{index}" for index in range(number))
+
+
+def role_of(service: str) -> str:
+    """The role that a service is one of."""
+    return service.partition("-")[0]
+
+
+class Recipe(Spec):
+    """A run: what to train, on what, how, and where."""
+
+    run: RunSpec
+    algorithm: AlgorithmSpec
+    actor: ActorSpec | None = None
+    critic: CriticSpec | None = None
+    reference: ReferenceSpec | None = None
+    reward: RewardSpec | None = None
+    cost: CostSpec | None = None
+    rollout: RolloutRoleSpec | None = None
+    """Samples apart from the actor; None: the actor samples."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """What may overlap."""
+    pools: dict[str, PoolSpec] = Field(default_factory=dict)
+    """Device sets and the roles that share them. Every role stands in exactly one; left out, all
+    share the CPU."""
+    services: dict[str, ServiceSpec] = Field(default_factory=dict)
+    """Where each role's service is; roles that are left out are started on loopback."""
+    store: StoreSpec = EmbeddedStoreSpec()
+    api: ApiSpec = ApiSpec()
+    trackers: tuple[TrackerSpec, ...] = ()
+    """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""
+    tracing: TracingSpec | None = None
+    """Where traces go; None: where OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_the_cpu(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("pools"):
+            return data
+        roles = [role for role in ROLES if data.get(role) is not None]
+        return {**data, "pools": {"main": {"roles": roles}}} if roles else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_steps_to_the_client(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("algorithm") != {"type": EXTERNAL}:
+            return data
+        run = data.get("run")
+        # Required of every other algorithm; here nobody reads them.
+        return {**data, "run": {"steps": 1, "prompts_per_step": 1, **run}} if run else data
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that have a section."""
+        return tuple(role for role in ROLES if getattr(self, role) is not None)
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> Self:
+        for role, spec in self.services.items():
+            if role not in ROLES:
+                raise ValueError(f"services.{role}: no such role; roles are {', '.join(ROLES)}")
+            if role != "rollout" and (spec.replicas > 1 or spec.addresses):
+                raise ValueError(
+                    f"services.{role}: has replicas, which only the rollout role can have: give "
+                    "one address or none, and spread the role with its layout"
+                )
+        placed = [role for pool in self.pools.values() for role in pool.roles]
+        for role in placed:
+            if role not in ROLES:
+                raise ValueError(f"pools: no role {role!r}; roles are {', '.join(ROLES)}")
+        for role in self.roles:
+            if placed.count(role) != 1:
+                raise ValueError(
+                    f"pools: role {role!r} stands in {placed.count(role)} pools; "
+                    "it must stand in exactly one"
+                )
+        return self
+
+    @property
+    def may_drop(self) -> frozenset[str]:
+        """Roles that judge and may leave rows out of a step (on_failure: drop_group)."""
+        judges = {role: getattr(self, role) for role in ("reward", "cost")}
+        return frozenset(
+            role for role, spec in judges.items() if spec and may_drop_groups(spec.source)
+        )
+
+    @model_validator(mode="after")
+    def _check_dropping(self) -> Self:
+        if self.may_drop and self.algorithm.type == "remax":
+            raise ValueError(
+                f"{min(self.may_drop)}: on_failure is 'drop_group', but algorithm 'remax' needs "
+                "the reward of each prompt's greedy completion: set on_failure to 'fail' or 'value'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        for name, pool in self.pools.items():
+            num_gpus = sum(device.startswith("cuda") for device in pool.devices)
+            for role in pool.roles:
+                if role not in self.roles:
+                    continue
+                num_ranks = self.layout(role).world_size * len(self.services_of(role))
+                if 0 < num_gpus < num_ranks:
+                    raise ValueError(
+                        f"pools.{name}.devices has {num_gpus} GPUs, but the layout of the {role} "
+                        f"has {num_ranks} ranks, each on a GPU of its own: give the pool more "
+                        "devices, or the role a smaller layout"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        sampler = self.schedule.sampler
+        if isinstance(sampler, OneStepAheadSpec | AsyncSamplerSpec):
+            if self.rollout is None:
+                raise ValueError(
+                    f"schedule.sampler.type is {sampler.type!r}, which samples while the actor "
+                    "trains, but there is no rollout section: add one, or set the type to 'sync'"
+                )
+            mates = next(p.roles for p in self.pools.values() if "rollout" in p.roles)
+            if len(mates) > 1:
+                raise ValueError(
+                    f"schedule.sampler.type is {sampler.type!r}, but the rollout role shares its "
+                    f"pool with {', '.join(r for r in mates if r != 'rollout')}: give it a pool "
+                    "of its own"
+                )
+            if not hasattr(self.algorithm, "sampling") or hasattr(self.algorithm, "selection"):
+                raise ValueError(
+                    f"schedule.sampler.type is {sampler.type!r}, which algorithm "
+                    f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
+                )
+        self._check_sampler()
+        samples = getattr(self.algorithm, "sampling", None) is not None
+        if samples and self.rollout is None and self.actor and self.actor.rollout is None:
+            raise ValueError(
+                f"algorithm {self.algorithm.type!r} samples, but nobody does: give actor.rollout, "
+                "e.g. {type: vllm}, or a rollout section for services of their own"
+            )
+        if self.rollout is not None and self.actor is not None:
+            self._check_same("data", self.rollout.data, self.actor.data)
+            self._check_same("environment", self.rollout.environment, self.actor.environment)
+        return self
+
+    def _check_sampler(self) -> None:
+        """Numbers of the sampler that are given have to have an effect, and one that works."""
+        sampler, num_prompts = self.schedule.sampler, self.run.prompts_per_step
+        sampling: SamplingSpec | None = getattr(self.algorithm, "sampling", None)
+        for name, given in (
+            ("batch_size", sampler.batch_size is not None),
+            ("block_rows", sampler.block_rows > 0),
+        ):
+            if given and sampling is None:
+                raise ValueError(
+                    f"schedule.sampler.{name} is given, but algorithm {self.algorithm.type!r} "
+                    "samples nothing: leave it out"
+                )
+        if sampling is not None and sampler.block_rows % sampling.samples_per_prompt:
+            raise ValueError(
+                f"schedule.sampler.block_rows is {sampler.block_rows} and "
+                f"algorithm.sampling.samples_per_prompt is {sampling.samples_per_prompt}: give a "
+                "multiple, so that a block holds whole groups"
+            )
+        if sampler.batch_size is not None and sampler.batch_size > num_prompts:
+            raise ValueError(
+                f"schedule.sampler.batch_size is {sampler.batch_size}, but run.prompts_per_step is "
+                f"{num_prompts}: give at most that, or leave it out"
+            )
+        replicas = len(self.services_of("rollout"))
+        num_calls = -(-num_prompts // (sampler.batch_size or 1))
+        if self.rollout is None or replicas == 1:
+            return
+        if num_calls < replicas:
+            raise ValueError(
+                f"services.rollout has {replicas} services, but a step's {num_prompts} prompts "
+                f"make {num_calls} calls of them: lower schedule.sampler.batch_size, or have fewer "
+                "services"
+            )
+        pool = next(pool for pool in self.pools.values() if "rollout" in pool.roles)
+        if len(pool.roles) > 1:
+            raise ValueError(
+                f"services.rollout has {replicas} services, each on devices of its own, but the "
+                f"rollout role shares its pool with "
+                f"{', '.join(role for role in pool.roles if role != 'rollout')}: give it a pool of "
+                "its own"
+            )
+
+    def _check_same(self, field: str, rollout: object, actor: object) -> None:
+        if rollout != actor:
+            raise ValueError(
+                f"rollout.{field} differs from actor.{field}: the rollout role samples the "
+                "actor's prompts; give both the same"
+            )
+
+    def section(self, role: str) -> RoleSpec:
+        """The role's section; raises ValueError when the recipe has none."""
+        section: RoleSpec | None = getattr(self, role)
+        if section is None:
+            raise ValueError(
+                f"algorithm {self.algorithm.type!r} needs the role {role!r}, but the recipe has no "
+                f"section {role}: add one"
+            )
+        return section
+
+    def spec_of(self, role: str) -> RoleSpec:
+        """What the role's service is told: its section, with what the schedule says of it."""
+        section = self.section(role)
+        tokens = self.schedule.updater.micro_batch_tokens
+        if tokens is None or not isinstance(section, ActorSpec | CriticSpec):
+            return section
+        model = section.model.model_copy(update={"micro_batch_tokens": tokens})
+        return section.model_copy(update={"model": model})
+
+    def layout(self, role: str) -> TrainLayout:
+        """How the role's model is spread over the ranks of each of its services."""
+        return self.section(role).rank_layout().train
+
+    def service(self, role: str) -> ServiceSpec:
+        """Where the role's services are."""
+        return self.services.get(role, ServiceSpec())
+
+    def services_of(self, role: str) -> tuple[str, ...]:
+        """Names of the role's services."""
+        spec = self.service(role)
+        return service_names(role, max(spec.replicas, len(spec.addresses)))
+
+    def address(self, service: str) -> str | None:
+        """Where a service runs already; None: the coordinator starts it."""
+        role = role_of(service)
+        spec = self.service(role)
+        if spec.addresses:
+            return spec.addresses[self.services_of(role).index(service)]
+        return spec.address

@@ -1,0 +1,120 @@
+"""Checkpoints of all trained roles at one step: whole for all of them, or not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.pools import Pools
+from rolemesh.coordinator.state.files import sync_folder, write_atomically
+from rolemesh.v1 import operation_pb2, weights_pb2
+
+COMMITTED = "COMMITTED"
+"""File that makes a checkpoint valid: written last, after every role has answered."""
+
+_FOLDER = re.compile(r"step-(\d{8})")
+
+
+class Checkpoints:
+    """DIR/checkpoints/step-N/<role>, one folder a role, and the marker beside them.
+
+    Invariant: a folder with the marker is complete, for every role; one without is a failed
+    attempt that nothing may load. The newest `keep` complete ones stay.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        trained: Callable[[], Sequence[RoleConnection]],
+        journal: Journal,
+        pools: Pools,
+        *,
+        keep: int,
+        on_phase: Callable[[str, str, int, int], None],
+    ) -> None:
+        self.directory = directory
+        self._trained = trained
+        self._journal = journal
+        self._pools = pools
+        self._keep = keep
+        self._on_phase = on_phase
+
+    def folder(self, step: int) -> Path:
+        """Folder of a step's checkpoint."""
+        return self.directory / f"step-{step:08d}"
+
+    def committed(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        names = (_FOLDER.fullmatch(path.name) for path in self.directory.iterdir())
+        steps = sorted(int(name[1]) for name in names if name)
+        return [step for step in steps if (self.folder(step) / COMMITTED).is_file()]
+
+    async def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint of every trained role, then commits it for all at once.
+
+        Args:
+            step: Steps made.
+            state: The coordinator's own part, e.g. the position in the data; JSON values.
+        """
+        folder = self.folder(step)
+        if step in self.committed():
+            return folder
+        if folder.exists():
+            # What an interrupted attempt left.
+            await asyncio.to_thread(shutil.rmtree, folder)
+        folder.mkdir(parents=True)
+        connections = self._trained()
+        results = await asyncio.gather(
+            *(self._save_role(connection, step, folder) for connection in connections)
+        )
+        marker = {
+            "run_id": self._journal.run_id,
+            "epoch": self._journal.epoch,
+            "step": step,
+            **state,
+            "roles": {
+                connection.role: {
+                    "policy_version": result.policy_version,
+                    "num_bytes": result.num_bytes,
+                    "manifest_sha256": result.manifest_sha256,
+                }
+                for connection, result in zip(connections, results, strict=True)
+            },
+        }
+        await asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
+        await asyncio.to_thread(sync_folder, self.directory)
+        for old in self.committed()[: -self._keep]:
+            # The marker first: a folder that is half removed must not look complete.
+            (self.folder(old) / COMMITTED).unlink()
+            await asyncio.to_thread(shutil.rmtree, self.folder(old))
+        return folder
+
+    async def _save_role(
+        self, connection: RoleConnection, step: int, folder: Path
+    ) -> weights_pb2.CheckpointResult:
+        key = self._journal.next_key(step, f"{connection.role}.save_checkpoint")
+        request = weights_pb2.SaveCheckpointRequest(
+            key=key, directory=str(folder / connection.role)
+        )
+
+        def on_progress(progress: operation_pb2.Progress) -> None:
+            stage = f"checkpoint: {progress.stage}"
+            self._on_phase(connection.role, stage, progress.done, progress.total)
+
+        self._on_phase(connection.role, "checkpoint", 0, 0)
+        async with self._pools.awake(connection.service, step):
+            stream = connection.weights.SaveCheckpoint(request)
+            message = await connection.finish(stream, on_progress)
+        result: weights_pb2.CheckpointResult = message.result
+        await self._journal.acknowledge(key, {"manifest_sha256": result.manifest_sha256})
+        self._on_phase(connection.role, "", 0, 0)
+        return result

@@ -1,0 +1,100 @@
+"""What happens in a run, told once: by its own process, in order, to the run's stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from rolemesh.coordinator.api.messages import to_timestamp
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.state.store import RunStream, StateStore
+from rolemesh.v1 import coordinator_pb2
+
+
+class EventLog:
+    """Collects events and appends them to the store.
+
+    Collecting takes no time and cannot fail, so that a signal handler or an observer may do it;
+    `flush` appends what has come. No event is appended twice: one whose append fails is given up.
+
+    Owner: one asyncio loop.
+
+    Example::
+
+        events.note("held-out score ...")
+        await events.flush()
+    """
+
+    def __init__(self, store: StateStore, run_id: str, epoch: int | None = None) -> None:
+        """Prepares.
+
+        Args:
+            store: Gets the events.
+            run_id: Whose they are.
+            epoch: Under which they are appended.
+        """
+        self.step = 0
+        """Steps finished; every event carries them."""
+        self.epoch = epoch
+        """None before the run is taken, and where a client holds the newest epoch."""
+        self._store = store
+        self._run_id = run_id
+        self._waiting: deque[coordinator_pb2.RunEvent] = deque()
+        self._turn = asyncio.Lock()
+
+    def state(self, state: coordinator_pb2.RunState.ValueType, failure: str = "") -> None:
+        """The run is in another state."""
+        change = coordinator_pb2.RunStateChange(state=state, failure=failure)
+        self._add(coordinator_pb2.RunEvent(state=change))
+
+    def step_made(self, record: Mapping[str, float]) -> None:
+        """A step was made."""
+        self._add(coordinator_pb2.RunEvent(step_made=coordinator_pb2.StepMade(metrics=record)))
+
+    def evaluated(self, scalars: Mapping[str, float]) -> None:
+        """The policy was evaluated."""
+        self._add(coordinator_pb2.RunEvent(evaluated=coordinator_pb2.Evaluated(metrics=scalars)))
+
+    def checkpoint_saved(self, directory: str) -> None:
+        """A checkpoint of all roles is complete."""
+        saved = coordinator_pb2.CheckpointSaved(directory=directory)
+        self._add(coordinator_pb2.RunEvent(checkpoint_saved=saved))
+
+    def note(self, text: str) -> None:
+        """Something worth a line happened."""
+        self._add(coordinator_pb2.RunEvent(note=coordinator_pb2.Note(text=text)))
+
+    def _add(self, event: coordinator_pb2.RunEvent) -> None:
+        event.step = self.step
+        event.time.CopyFrom(to_timestamp(time.time()))
+        self._waiting.append(event)
+
+    async def flush(self) -> None:
+        """Appends what was collected; raises what the store raises."""
+        async with self._turn:
+            while self._waiting:
+                payload = self._waiting.popleft().SerializeToString()
+                await self._store.append_entry(self._run_id, RunStream.EVENTS, payload, self.epoch)
+
+
+class NotingObserver:
+    """Hands everything on, and makes an event of every line."""
+
+    def __init__(self, shown: RunObserver, events: EventLog) -> None:
+        self._shown = shown
+        self._events = events
+
+    def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
+        """Handed on."""
+        self._shown.on_phase(role, stage, done, total)
+
+    def on_step(self, record: Mapping[str, float]) -> None:
+        """Handed on: whoever makes the step tells the event."""
+        self._shown.on_step(record)
+
+    def on_event(self, text: str) -> None:
+        """Handed on, and noted."""
+        self._events.note(text)
+        self._shown.on_event(text)

@@ -1,0 +1,372 @@
+"""Starts the services that a recipe gives no address, and sees to it that they end.
+
+One process a role, on loopback, each with a log of its own. What a service computes it is told by
+Initialize, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.state import bound_process
+from rolemesh.rpc.tracing import trace_environment
+
+START_DEADLINE_S = 300.0
+"""Longest wait for a service to announce itself: it imports torch and vLLM before."""
+
+STOP_GRACE_S = 15.0
+"""How long a service may take to drain when a run has ended well."""
+
+QUICK_STOP_GRACE_S = 2.0
+"""The same when a run has failed: nothing that the services still compute is of use."""
+
+_LAST_GRACE_S = 1.0
+"""Between a second SIGTERM, at which a service leaves at once and frees its shared memory, and
+SIGKILL."""
+
+_DRAIN_TIMEOUT_S = 5.0
+"""How long a service works on by itself after its coordinator is gone."""
+
+_ANNOUNCE_POLL_S = 0.05
+_TAIL_BYTES = 16384
+_TAIL_LINES = 8
+
+
+class LaunchError(RuntimeError):
+    """A service did not start. The text names role, process, cause and log."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceExit:
+    """A service's process that ended although nobody had asked it to."""
+
+    role: str
+    num_ranks: int
+    pid: int
+    """Of the service's only rank, or of the agent that starts its ranks."""
+    exit_code: int | None
+    """None when a signal ended it."""
+    signal_number: int | None
+    """None when it ended by itself."""
+    log: Path
+    last_lines: tuple[str, ...]
+    """Of its log, oldest first."""
+
+    @property
+    def reason(self) -> str:
+        """For people: who ended how, and what the log says of it."""
+        if self.signal_number is not None:
+            name = signal.Signals(self.signal_number).name
+            how = f"was killed by signal {self.signal_number} ({name})"
+            if self.signal_number == signal.SIGKILL:
+                how += ": by a person, or by the kernel for lack of memory (see `dmesg`)"
+        else:
+            how = f"ended with exit code {self.exit_code}"
+        log = (
+            f"the end of its log, {self.log}:"
+            if self.last_lines
+            else f"its log {self.log} is empty"
+        )
+        # With several ranks this process was their agent, whose last words name the rank.
+        who = "rank 0" if self.num_ranks == 1 else f"with {self.num_ranks} ranks"
+        head = f"{self.role} {who} (pid {self.pid}) {how}; {log}"
+        return "\n".join((head, *(f"  | {line}" for line in self.last_lines)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceCommand:
+    """How to start one service."""
+
+    arguments: Sequence[str]
+    """Program and its arguments. The service must write its announce file itself."""
+    environment: Mapping[str, str]
+    """Variables beside those of this process."""
+    num_ranks: int = 1
+    """Ranks that it starts."""
+
+
+MakeCommand = Callable[[str, Path], ServiceCommand]
+"""Gives the command of a service (first argument) that announces itself in a file (second one)."""
+
+
+def service_commands(recipe: Recipe) -> MakeCommand:
+    """Commands of the services that come with rolemesh, set up as the recipe says."""
+
+    def make(service: str, announce: Path) -> ServiceCommand:
+        role = role_of(service)
+        spec = recipe.service(role)
+        arguments = [sys.executable, "-m", f"rolemesh.services.{role}"]
+        flags = {
+            "--host": "127.0.0.1",
+            "--port": "0",
+            "--announce": str(announce),
+            "--parent-pid": str(os.getpid()),
+            "--drain-timeout-s": str(_DRAIN_TIMEOUT_S),
+            "--experience-capacity-bytes": str(spec.experience_capacity_mib * 2**20),
+        }
+        environment = {
+            # Neither the current directory nor the script's may shadow a package.
+            "PYTHONSAFEPATH": "1",
+            # A crash in native code leaves its traceback in the log.
+            "PYTHONFAULTHANDLER": "1",
+            "PYTHONUNBUFFERED": "1",
+            # Models are folders. Nothing is fetched from a hub, nothing is reported to one.
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # Roles that share cores must not spin at OpenMP barriers while others compute: two
+            # threads on two busy cores took 28 s for what takes 9 s passively (4 s quiet).
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+            # Long runs with many threads otherwise keep freed memory.
+            "MALLOC_ARENA_MAX": "2",
+            "CUDA_VISIBLE_DEVICES": visible_devices(
+                recipe, service, os.environ.get("CUDA_VISIBLE_DEVICES")
+            ),
+        }
+        if recipe.tracing is not None:
+            environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
+        layout = recipe.layout(role)
+        # Every size, and also of one rank: neither the defaults of a recipe nor a variable that is
+        # set here for another service may count.
+        flags["--layout"] = layout.flag()
+        if spec.threads is not None:
+            flags["--threads"] = str(spec.threads)
+            environment["OMP_NUM_THREADS"] = str(spec.threads)
+        arguments += [word for flag, value in flags.items() for word in (flag, value)]
+        return ServiceCommand(
+            arguments=arguments, environment=environment, num_ranks=layout.world_size
+        )
+
+    return make
+
+
+def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:
+    """CUDA_VISIBLE_DEVICES for a service, from the devices of its pool; empty for a CPU.
+
+    Several services of one role have devices of their own: each every n-th one of the pool.
+
+    Args:
+        recipe: Says which pool the role stands in.
+        service: Name of the service.
+        allowed: This process's own CUDA_VISIBLE_DEVICES: "cuda:0" is the first of them.
+
+    Raises:
+        ValueError: The pool mixes kinds of devices, or names one that does not exist.
+    """
+    role = role_of(service)
+    name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
+    if set(pool.devices) == {"cpu"}:
+        return ""
+    services = recipe.services_of(role)
+    devices = pool.devices[services.index(service) :: len(services)]
+    visible = None if allowed is None else allowed.split(",")
+    names = []
+    for device in devices:
+        kind, _, index = device.partition(":")
+        if kind != "cuda" or not index.isdecimal():
+            raise ValueError(
+                f'pools.{name}.devices has {device!r}: give ["cpu"], or GPUs as ["cuda:0", ...]'
+            )
+        if visible is not None and int(index) >= len(visible):
+            raise ValueError(
+                f"pools.{name}.devices has {device!r}, but CUDA_VISIBLE_DEVICES={allowed} shows "
+                f"{len(visible)} devices: name one of them"
+            )
+        names.append(index if visible is None else visible[int(index)])
+    return ",".join(names)
+
+
+@dataclass(slots=True)
+class _Child:
+    role: str
+    process: asyncio.subprocess.Process
+    announce: Path
+    log: Path
+    num_ranks: int
+
+
+class Launcher:
+    """The processes of a run's services.
+
+    Invariant: after `close` none of them, nor anything that they started, is left. Should this
+    process die without `close`, the kernel tells them (bound_process), and so does their own watch.
+
+    Owner: one asyncio loop, whose main thread must be the one that calls `start`: the kernel binds
+    a child to the thread that started it.
+
+    Example::
+
+        async with Launcher(roles, service_commands(recipe), log_directory) as launcher:
+            addresses = await launcher.start()  # {"actor": "127.0.0.1:41235", ...}
+            launcher.on_exit = lambda exit: run.service_lost(exit.role, exit.reason)
+    """
+
+    def __init__(
+        self, roles: Sequence[str], make_command: MakeCommand, log_directory: Path
+    ) -> None:
+        """Prepares; `start` starts.
+
+        Args:
+            roles: Roles to start a service for.
+            make_command: How.
+            log_directory: Gets <role>.log with everything that a service writes.
+        """
+        self.close_grace_s = STOP_GRACE_S
+        """How long services may take to drain at `close`."""
+        self._roles = tuple(roles)
+        self._make_command = make_command
+        self._log_directory = log_directory
+        self._announcements = tempfile.TemporaryDirectory(prefix="rolemesh-")
+        self._children: list[_Child] = []
+        self._watches: list[asyncio.Task[None]] = []
+        self._exits: list[ServiceExit] = []
+        self._has_exit = asyncio.Event()
+        self._on_exit: Callable[[ServiceExit], None] | None = None
+        self._is_closing = False
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by role."""
+        return {child.role: child.process.pid for child in self._children}
+
+    @property
+    def on_exit(self) -> Callable[[ServiceExit], None] | None:
+        """Is called once for each service that ends unasked, also for those that did already."""
+        return self._on_exit
+
+    @on_exit.setter
+    def on_exit(self, callback: Callable[[ServiceExit], None]) -> None:
+        self._on_exit = callback
+        for gone in self._exits:
+            callback(gone)
+
+    async def start(self, deadline_s: float = START_DEADLINE_S) -> dict[str, str]:
+        """Starts every service and returns their addresses once all have announced themselves.
+
+        Raises:
+            LaunchError: One ended before, or said nothing within deadline_s seconds.
+        """
+        self._log_directory.mkdir(parents=True, exist_ok=True)
+        for role in self._roles:
+            await self._spawn(role)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return {
+                    child.role: await self._announced_address(child) for child in self._children
+                }
+        except TimeoutError:
+            silent = [c for c in self._children if not c.announce.exists()]
+            names = ", ".join(f"{c.role} (pid {c.process.pid}, {c.log})" for c in silent)
+            raise LaunchError(
+                f"not ready after {deadline_s:.0f} s: {names}; see what the log says last"
+            ) from None
+
+    async def _spawn(self, role: str) -> None:
+        announce = Path(self._announcements.name) / f"{role}.json"
+        command = self._make_command(role, announce)
+        log = self._log_directory / f"{role}.log"
+        with log.open("ab") as stream:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                str(Path(bound_process.__file__)),
+                str(os.getpid()),
+                *command.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={**os.environ, **command.environment},
+                # Ctrl-C in a terminal goes to the whole group: the coordinator alone decides. A
+                # group of its own also lets us end whatever the service started.
+                start_new_session=True,
+            )
+        child = _Child(role, process, announce, log, command.num_ranks)
+        self._children.append(child)
+        self._watches.append(asyncio.create_task(self._watch(child), name=f"watch {role}"))
+
+    async def _watch(self, child: _Child) -> None:
+        code = await child.process.wait()
+        if self._is_closing:
+            return
+        gone = ServiceExit(
+            role=child.role,
+            num_ranks=child.num_ranks,
+            pid=child.process.pid,
+            exit_code=code if code >= 0 else None,
+            signal_number=-code if code < 0 else None,
+            log=child.log,
+            last_lines=last_lines(child.log),
+        )
+        self._exits.append(gone)
+        self._has_exit.set()
+        if self._on_exit is not None:
+            self._on_exit(gone)
+
+    async def _announced_address(self, child: _Child) -> str:
+        while not child.announce.exists():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_exit.wait(), _ANNOUNCE_POLL_S)
+            if self._exits:
+                raise LaunchError(f"while starting: {self._exits[0].reason}")
+        return str(json.loads(child.announce.read_text())["address"])
+
+    async def close(self) -> None:
+        """Ends all: SIGTERM, after `close_grace_s` another one, and SIGKILL for whole groups."""
+        self._is_closing = True
+        await self._signal_and_wait(signal.SIGTERM, self.close_grace_s)
+        await self._signal_and_wait(signal.SIGTERM, _LAST_GRACE_S)
+        for child in self._children:
+            # The group may outlive its leader.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        await asyncio.gather(*(child.process.wait() for child in self._children))
+        await asyncio.gather(*self._watches)
+        self._announcements.cleanup()
+
+    async def _signal_and_wait(self, number: signal.Signals, grace_s: float) -> None:
+        running = [c for c in self._children if c.process.returncode is None]
+        if not running:
+            return
+        for child in running:
+            child.process.send_signal(number)
+        waits = [asyncio.ensure_future(child.process.wait()) for child in running]
+        _, late = await asyncio.wait(waits, timeout=grace_s)
+        for wait in late:
+            wait.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.close_grace_s = min(self.close_grace_s, QUICK_STOP_GRACE_S)
+        await self.close()
+
+
+def last_lines(log: Path, num_lines: int = _TAIL_LINES) -> tuple[str, ...]:
+    """The last lines of a log that are not blank, oldest first; empty when there is none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ()
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return tuple(lines[-num_lines:])

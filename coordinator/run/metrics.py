@@ -1,0 +1,244 @@
+"""A step as one flat record, and the places that it is written to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.trace import critical_path
+from rolemesh.coordinator.recipe.schema import role_of
+from rolemesh.coordinator.state.store import StateStore
+from rolemesh.coordinator.trackers.files import JsonLinesTracker, TensorBoardTracker
+from rolemesh.coordinator.trackers.outside import OutsideTracker
+from rolemesh.coordinator.trackers.tracker import RunFacts
+from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
+
+PHASE_OF_NODE: Mapping[str, str] = {
+    "actor.generate": "generate",
+    "rollout.generate": "generate",
+    "rollout.update_weights": "weight_sync",
+    "actor.publish_weights": "publish_weights",
+    "actor.compute_logprobs": "proximal",
+    "cost.compute_cost": "cost",
+    "reward.update": "update_reward",
+    "critic.compute_values": "values",
+    "reference.compute_logprobs": "reference",
+    "reward.compute_reward": "reward",
+    "actor.compute_advantages": "advantages",
+    "critic.update": "update_critic",
+    "actor.update": "update_actor",
+}
+"""What people call the work of a node, whichever service of a role does it; others go by
+"role_method"."""
+
+WEIGHT_SYNC = "weight_sync"
+"""Phase inside generate: bringing new weights to the sampler. Shown beside it, not in it."""
+
+GRAPHS_FILE = "dataflow.jsonl"
+"""In a run's folder: the executed graph of each step, one a line."""
+
+_STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
+
+
+MOVES = ("sleep", "wake")
+"""Phases before a node starts: other roles leave its devices, its own comes back."""
+
+
+def phase_of(node: Node) -> str:
+    """What people call the work of a node."""
+    name = f"{role_of(node.role)}.{node.method}"
+    return PHASE_OF_NODE.get(name, name.replace(".", "_"))
+
+
+def phase_seconds(nodes: Sequence[Node]) -> dict[str, float]:
+    """Seconds by phase. In one pool phases follow each other; over several they may overlap."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for node in nodes:
+        sync = node.phases.get(WEIGHT_SYNC, 0.0)
+        if sync > 0:
+            seconds[WEIGHT_SYNC] += sync
+        seconds[phase_of(node)] += max(0.0, node.seconds - sync)
+        for moving in MOVES:
+            if moving in node.phases:
+                seconds[moving] += node.phases[moving]
+    return dict(seconds)
+
+
+def phase_peaks(nodes: Sequence[Node]) -> dict[str, int]:
+    """Most memory that any rank held in a phase, in bytes, by phase as people call it."""
+    peaks: dict[str, int] = {}
+    for node in nodes:
+        for inner, by_rank in node.peak_bytes.items():
+            name = WEIGHT_SYNC if inner == WEIGHT_SYNC else phase_of(node)
+            peaks[name] = max(peaks.get(name, 0), *by_rank.values())
+    return peaks
+
+
+def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
+    """What the services reported, under one name each.
+
+    A name with a slash ("kl/mean") belongs to the experience: it stands as it is, and the latest
+    node's value counts. A bare name ("grad_norm") belongs to its role: it is written "role/name"
+    when several roles of the step report it, and alone otherwise. Blocks of one call, and calls to
+    several services of one role, count as one.
+    """
+    calls: dict[tuple[str, str], list[Node]] = {}
+    for node in nodes:
+        calls.setdefault((role_of(node.role), node.method), []).append(node)
+    roles_by_name: dict[str, set[str]] = {}
+    for (role, _), parts in calls.items():
+        for name in combined_metrics(parts):
+            roles_by_name.setdefault(name, set()).add(role)
+    merged = {}
+    for (role, _), parts in calls.items():
+        for name, value in combined_metrics(parts).items():
+            is_shared = "/" not in name and len(roles_by_name[name]) > 1
+            merged[f"{role}/{name}" if is_shared else name] = value
+    return merged
+
+
+COUNTS = ("_bytes", "_rows", "/errors", "/retries", "/hedged", "/cache_hits")
+"""Ends of names of what adds up over the parts of a call."""
+
+
+def combined_metrics(nodes: Sequence[Node]) -> dict[str, float]:
+    """Metrics of calls that are parts of one.
+
+    A name that ends in "max", "peak" or "min" combines so, one that ends as a count does (COUNTS)
+    by sum, any other one by mean over rows. Deviations and standard errors do not follow from those
+    of parts, and are left out.
+    """
+    if len(nodes) == 1:
+        return dict(nodes[0].metrics)
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for node in nodes for name in node.metrics):
+        parts = [
+            (node.metrics[name], max(1, node.num_rows)) for node in nodes if name in node.metrics
+        ]
+        values = [value for value, _ in parts]
+        if name.endswith(("max", "peak")):
+            combined[name] = max(values)
+        elif name.endswith("min"):
+            combined[name] = min(values)
+        elif name.endswith(COUNTS):
+            combined[name] = sum(values)
+        elif not name.endswith(("std", "standard_error")):
+            combined[name] = sum(v * rows for v, rows in parts) / sum(rows for _, rows in parts)
+    return combined
+
+
+def step_record(
+    step: int, nodes: Sequence[Node], seconds: float, traffic: MethodTraffic
+) -> dict[str, float]:
+    """One step as a flat record.
+
+    Args:
+        step: Its number, from 1.
+        nodes: Its nodes, in call order.
+        seconds: Wall time from its first call to its commit.
+        traffic: What the coordinator's calls of this step moved.
+    """
+    num_tokens = sum(node.num_tokens for node in nodes if node.method in ("generate", "read"))
+    return {
+        "step": step,
+        **merged_metrics(nodes),
+        "tokens": num_tokens,
+        "tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
+        "dataflow/critical_path_seconds": sum(part.seconds for part in critical_path(nodes)),
+        **{f"time/{phase}": spent for phase, spent in phase_seconds(nodes).items()},
+        "time/step": seconds,
+        **{f"memory/{phase}_peak_bytes": peak for phase, peak in phase_peaks(nodes).items()},
+        "experience/fetched_bytes": sum(node.num_bytes for node in nodes),
+        "coordinator/calls": traffic.calls,
+        "coordinator/sent_bytes": traffic.sent_bytes,
+        "coordinator/received_bytes": traffic.received_bytes,
+    }
+
+
+def dataflow_traffic(traffic: ChannelTraffic) -> MethodTraffic:
+    """The sum over all methods but the watcher's, whose number goes with time, not with work."""
+    counted = [t for method, t in traffic.methods.items() if method != _STATUS_METHOD]
+    return MethodTraffic(
+        calls=sum(t.calls for t in counted),
+        sent_bytes=sum(t.sent_bytes for t in counted),
+        received_bytes=sum(t.received_bytes for t in counted),
+    )
+
+
+def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
+    """The difference of two sums."""
+    return MethodTraffic(
+        calls=now.calls - before.calls,
+        sent_bytes=now.sent_bytes - before.sent_bytes,
+        received_bytes=now.received_bytes - before.received_bytes,
+    )
+
+
+class MetricsWriter:
+    """Writes what a step was, for people and programs.
+
+    Records go to metrics.jsonl, TensorBoard, the store's metric stream and the trackers of the
+    recipe; executed graphs to dataflow.jsonl and the store.
+
+    Invariant: a line of a file is whole once the method that writes it returns. A tracker of the
+    recipe is never waited for, but for a bounded time at the end.
+    """
+
+    def __init__(
+        self, run: RunFacts, store: StateStore, trackers: Sequence[OutsideTracker] = ()
+    ) -> None:
+        """Opens the files.
+
+        Args:
+            run: Whose steps they are.
+            store: Gets them too.
+            trackers: Of the recipe, started already.
+        """
+        self._store = store
+        self._run_id = run.run_id
+        self._graphs = (Path(run.directory) / GRAPHS_FILE).open("a", encoding="utf-8")
+        self._lines = JsonLinesTracker()
+        self._board = TensorBoardTracker()
+        self._trackers = tuple(trackers)
+        for tracker in (self._lines, self._board):
+            tracker.start(run, {})
+
+    async def write_step(self, record: Mapping[str, float]) -> None:
+        """Writes a step's record everywhere."""
+        step, scalars = int(record["step"]), dict(record)
+        del scalars["step"]
+        self._lines.log(step, scalars)
+        self.write_scalars(step, scalars)
+        await self._store.append_metrics(self._run_id, record)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes what is no record of a step to TensorBoard and to the trackers of the recipe."""
+        self._board.log(step, scalars)
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
+
+    async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
+        """Writes a step's executed graph to dataflow.jsonl and to the store."""
+        graph = json.dumps({"step": step, "nodes": [node.to_dict() for node in nodes]})
+        self._graphs.write(graph + "\n")
+        self._graphs.flush()
+        await self._store.append_graph(self._run_id, step, graph.encode())
+
+    async def finish_trackers(self, state: str, deadline_s: float) -> None:
+        """Lets the trackers of the recipe finish, side by side.
+
+        Args:
+            state: How the run ended.
+            deadline_s: Longest wait, in seconds.
+        """
+        await asyncio.gather(*(tracker.finish(state, deadline_s) for tracker in self._trackers))
+
+    def close(self, state: str) -> None:
+        """Closes the files; `state` is how the run ended."""
+        self._graphs.close()
+        for tracker in (self._lines, self._board):
+            tracker.finish(state)

@@ -1,0 +1,93 @@
+"""What goes between a run and its store about once a second, whatever the run does meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from rolemesh.coordinator.api.messages import to_timestamp
+from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.run.events import EventLog
+from rolemesh.coordinator.run.wishes import Wishes
+from rolemesh.coordinator.state.store import RunStream, StateStore
+from rolemesh.v1 import coordinator_pb2, worker_pb2
+
+
+class Pulse:
+    """Brings wishes in, and tells activity, the step in progress, device use and events.
+
+    What has not changed is not written again. Owner: one asyncio loop.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        run_id: str,
+        epoch: int | None,
+        wishes: Wishes,
+        events: EventLog,
+        *,
+        activity: Callable[[], str],
+        flow: Callable[[], Dataflow | None],
+    ) -> None:
+        """Prepares.
+
+        Args:
+            store: The run's.
+            run_id: The run.
+            epoch: Under which it writes; None where a client holds the newest one.
+            wishes: Reads the store when told to.
+            events: Are appended.
+            activity: What the run does.
+            flow: Graph of the step in progress, None between steps.
+        """
+        self._store = store
+        self._run_id = run_id
+        self._epoch = epoch
+        self._wishes = wishes
+        self._events = events
+        self._activity = activity
+        self._flow = flow
+        self._told_activity = ""
+        self._told_flow = b""
+        self._devices: list[coordinator_pb2.DeviceUseSeries] = []
+
+    def on_devices(self, service: str, devices: Sequence[worker_pb2.DeviceUse]) -> None:
+        """How busy the devices of a service are; told at the next beat."""
+        now = to_timestamp(time.time())
+        self._devices += [
+            coordinator_pb2.DeviceUseSeries(
+                service=service,
+                rank=use.rank,
+                device=use.device,
+                times=[now],
+                busy=[use.busy],
+                memory_bytes=[use.memory_bytes],
+                memory_total_bytes=use.memory_total_bytes,
+            )
+            for use in devices
+        ]
+
+    async def beat(self) -> None:
+        """Reads and writes once; raises what the store raises."""
+        await self._wishes.read()
+        activity = self._activity()
+        if activity != self._told_activity:
+            self._told_activity = activity
+            await self._store.update_run(self._run_id, epoch=self._epoch, activity=activity)
+        flow = self._flow()
+        if flow is not None:
+            nodes = [node.to_dict() for node in flow.nodes]
+            graph = json.dumps({"step": flow.step, "nodes": nodes}).encode()
+            if graph != self._told_flow:
+                self._told_flow = graph
+                await self._append(RunStream.FLOW, graph)
+        if self._devices:
+            look = coordinator_pb2.GetDeviceUseResponse(devices=self._devices)
+            self._devices = []
+            await self._append(RunStream.DEVICES, look.SerializeToString())
+        await self._events.flush()
+
+    async def _append(self, stream: RunStream, payload: bytes) -> None:
+        await self._store.append_entry(self._run_id, stream, payload, self._epoch)

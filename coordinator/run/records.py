@@ -1,0 +1,114 @@
+"""A run's record in the store, before and after its services: entered, and ended early."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+
+from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.recipe.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.events import EventLog
+from rolemesh.coordinator.state.store import RunExistsError, RunRecord, RunState, StateStore
+from rolemesh.v1 import coordinator_pb2
+
+_OCCUPIED_NAMES = ("metrics.jsonl", "summary.json", "checkpoints")
+
+
+def make_run_id(name: str) -> str:
+    """A fresh id that sorts by time within a name."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def check_directory_is_free(directory: Path) -> None:
+    """Raises ValueError when the folder holds a run already."""
+    for name in _OCCUPIED_NAMES:
+        if (directory / name).exists():
+            raise ValueError(
+                f"run.directory: {directory} holds a run already (there is {name}): "
+                "choose another folder, or remove it"
+            )
+
+
+def planned_steps(recipe: Recipe) -> int:
+    """Steps that the run will have; 0 where a client makes them."""
+    return 0 if isinstance(recipe.algorithm, ExternalSpec) else recipe.run.steps
+
+
+async def enter_run(store: StateStore, recipe: Recipe, run_id: str, directory: Path) -> None:
+    """Enters a run that starts, or finds that it was entered for this folder before.
+
+    Args:
+        store: Gets the record.
+        recipe: Of the run.
+        run_id: Its id.
+        directory: Folder of its files, absolute.
+
+    Raises:
+        RunExistsError: A run of that id has other files, or is past its start.
+    """
+    now = time.time()
+    record = RunRecord(
+        run_id=run_id,
+        name=recipe.run.name,
+        num_steps=planned_steps(recipe),
+        directory=str(directory),
+        created_at=now,
+        updated_at=now,
+        algorithm=recipe.algorithm.type,
+        activity="services start",
+    )
+    try:
+        await store.create_run(record)
+    except RunExistsError:
+        known = await store.get_run(run_id)
+        if known.state is not RunState.STARTING or known.directory != record.directory:
+            raise
+        return
+    events = EventLog(store, run_id)
+    events.state(coordinator_pb2.RUN_STATE_STARTING)
+    await events.flush()
+
+
+async def end_run(
+    store: StateStore,
+    run_id: str,
+    state: RunState,
+    failure: str,
+    events: EventLog,
+    epoch: int | None,
+) -> None:
+    """Writes down how a run ended: the record first, then the last event.
+
+    Whoever hears of the end and reads the record then finds it there.
+    """
+    shown = {
+        RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
+        RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
+        RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
+    }[state]
+    # What was noted before comes before the end.
+    await events.flush()
+    await store.update_run(run_id, epoch=epoch, state=state, failure=failure, activity="")
+    events.state(shown, failure)
+    await events.flush()
+
+
+async def end_abandoned(store: StateStore, run_id: str, error: BaseException) -> None:
+    """Ends a run that nobody makes any more, unless its end was written down already."""
+    record = await store.get_run(run_id)
+    if record.state.is_final:
+        return
+    is_cancelled = isinstance(error, asyncio.CancelledError)
+    reason = "ended before it had begun" if is_cancelled else str(error) or type(error).__name__
+    epoch = await store.next_epoch(run_id)
+    await end_run(
+        store,
+        run_id,
+        RunState.STOPPED if is_cancelled or isinstance(error, RunAbortedError) else RunState.FAILED,
+        reason,
+        EventLog(store, run_id, epoch),
+        epoch,
+    )

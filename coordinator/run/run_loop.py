@@ -1,0 +1,43 @@
+"""What a run sees of the loop that makes its steps, whoever makes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.run.evaluation import Evaluation
+from rolemesh.coordinator.run.wishes import Wishes
+
+
+class RunLoop(ABC):
+    """How far a run is, and what it came to. Owner: one asyncio loop."""
+
+    def __init__(self, wishes: Wishes) -> None:
+        """Nothing was made yet."""
+        self.wishes = wishes
+        self.step = 0
+        """Steps committed."""
+        self.activity = "initialize"
+        """What the run does, for messages to people."""
+        self.dataflow: Dataflow | None = None
+        """Graph of the newest step or evaluation."""
+        self.step_in_progress: Dataflow | None = None
+        """Graph of the step that is being made; None between steps."""
+        self.records: list[Mapping[str, float]] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """By phase, over the whole run."""
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
+        self.model_directory: Path | None = None
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Everything between initialised services and the end of the run."""
+
+    @abstractmethod
+    def running(self, service: str) -> list[Node]:
+        """Calls of a service that are in flight."""

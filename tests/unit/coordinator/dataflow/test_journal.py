@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION, Journal
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import StaleEpochError
+
+
+async def make_journal(store: MemoryStateStore) -> Journal:
+    return Journal(store, "run", await store.next_epoch("run"))
+
+
+async def test_keys_number_operations_of_one_name_within_a_step() -> None:
+    journal = await make_journal(MemoryStateStore())
+    keys = [
+        journal.next_key(step, operation)
+        for step, operation in [(1, "a"), (1, "a"), (1, "b"), (2, "a")]
+    ]
+    assert [(key.step, key.operation, key.sequence) for key in keys] == [
+        (1, "a", 0),
+        (1, "a", 1),
+        (1, "b", 0),
+        (2, "a", 0),
+    ]
+    assert {(key.run_id, key.fencing_epoch) for key in keys} == {("run", 1)}
+
+
+async def test_a_step_counts_once_it_is_committed() -> None:
+    store = MemoryStateStore()
+    journal = await make_journal(store)
+    assert await journal.last_commit() == 0
+    await journal.acknowledge(journal.next_key(1, "actor.update"), {"policy_version": 1})
+    assert await journal.last_commit() == 0
+    await journal.commit(1, {})
+    await journal.acknowledge(journal.next_key(2, "actor.update"), {"policy_version": 2})
+    assert await journal.last_commit() == 1
+    assert [entry.operation for entry in await journal.read()] == [
+        "actor.update",
+        COMMIT_OPERATION,
+        "actor.update",
+    ]
+
+
+async def test_stale_epoch_is_refused() -> None:
+    store = MemoryStateStore()
+    old = await make_journal(store)
+    new = await make_journal(store)
+    await new.commit(1, {})
+    with pytest.raises(StaleEpochError):
+        await old.commit(1, {})

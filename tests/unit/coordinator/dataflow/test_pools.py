@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rolemesh.coordinator.dataflow.pools import Pool, Pools
+from rolemesh.coordinator.recipe.schema import PoolSpec
+
+
+async def settle() -> None:
+    """Turns the loop often enough for everything that can start to start; waits for no clock."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_a_pool_has_one_holder_at_a_time() -> None:
+    pool, holders, most = Pool(name="main", devices=("cpu",)), 0, 0
+
+    async def work(order: int) -> None:
+        nonlocal holders, most
+        async with pool.lease((order,), "actor"):
+            holders += 1
+            most = max(most, holders)
+            await asyncio.sleep(0)
+            holders -= 1
+
+    await asyncio.gather(*(work(order) for order in range(8)))
+    assert most == 1
+    assert not pool.is_held
+
+
+async def test_the_call_made_first_has_the_lease_next_whoever_asked_first() -> None:
+    pool, turns = Pool(name="main", devices=("cpu",)), []
+
+    async def work(order: int) -> None:
+        async with pool.lease((order,), "actor"):
+            turns.append(order)
+
+    async with pool.lease((0,), "actor"):
+        waiting = []
+        for order in (3, 1, 2):
+            waiting.append(asyncio.create_task(work(order)))
+            await settle()
+    await asyncio.gather(*waiting)
+    assert turns == [1, 2, 3]
+
+
+async def test_calls_that_become_ready_together_start_in_call_order() -> None:
+    pool, turns = Pool(name="main", devices=("cpu",)), []
+
+    async def work(order: int) -> None:
+        async with pool.lease((order,), "actor"):
+            turns.append(order)
+
+    await asyncio.gather(*(work(order) for order in (2, 1, 0)))
+    assert turns == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3], ids=lambda n: f"after {n} turns of the loop")
+async def test_a_cancelled_waiter_does_not_keep_the_lease(num_turns: int) -> None:
+    pool = Pool(name="main", devices=("cpu",))
+
+    async def work(order: int) -> None:
+        async with pool.lease((order,), "actor"):
+            pass
+
+    async with pool.lease((0,), "actor"):
+        waiting = asyncio.create_task(work(1))
+        await settle()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await work(2)
+
+
+def test_a_role_without_a_pool_is_named() -> None:
+    pools = Pools({"main": PoolSpec(roles=("actor",))})
+    assert pools.of("actor").name == "main"
+    with pytest.raises(ValueError, match="'critic' stands in no pool"):
+        pools.of("critic")
+
+
+def replicas(number: int) -> Pools:
+    names = tuple(f"rollout-{index}" for index in range(number))
+    return Pools({"sample": PoolSpec(roles=("rollout",))}, replicas={"rollout": names})
+
+
+async def test_the_preferred_service_is_taken_where_several_are_free() -> None:
+    pools = replicas(3)
+    services = ("rollout-1", "rollout-2", "rollout-0")
+    async with (
+        pools.lease(services, (0, 0)) as (first, _),
+        pools.lease(services, (0, 1)) as (second, _),
+    ):
+        assert (first, second) == ("rollout-1", "rollout-2")
+        assert not pools.of("rollout-0").is_held
+    assert not any(pools.of(f"rollout-{index}").is_held for index in range(3))
+
+
+async def test_a_call_goes_to_the_service_that_gets_free_first() -> None:
+    pools, taken = replicas(2), []
+
+    async def work(order: int, first: str, other: str, until: asyncio.Event) -> None:
+        async with pools.lease((first, other), (0, order)) as (chosen, _):
+            taken.append((order, chosen))
+            await until.wait()
+
+    slow, quick, late = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(work(0, "rollout-0", "rollout-1", slow))]
+    tasks.append(asyncio.create_task(work(1, "rollout-1", "rollout-0", quick)))
+    await settle()
+    # Its own service is the slow one.
+    tasks.append(asyncio.create_task(work(2, "rollout-0", "rollout-1", late)))
+    await settle()
+    assert taken == [(0, "rollout-0"), (1, "rollout-1")]
+    quick.set()
+    await settle()
+    assert taken[2:] == [(2, "rollout-1")]
+    for event in (slow, late):
+        event.set()
+    await asyncio.gather(*tasks)
+    assert not any(pools.of(f"rollout-{index}").is_held for index in range(2))
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 4], ids=lambda n: f"after {n} turns of the loop")
+async def test_a_cancelled_waiter_for_several_services_keeps_none(num_turns: int) -> None:
+    pools = replicas(2)
+
+    async def work() -> None:
+        async with pools.lease(("rollout-0", "rollout-1"), (0, 0)):
+            await asyncio.sleep(3600)
+
+    waiter = asyncio.create_task(work())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    await settle()
+    assert not any(pools.of(f"rollout-{index}").is_held for index in range(2))
