@@ -1,6 +1,6 @@
 """Serves the actor role: python -m rolemesh.services.actor."""
 
 from rolemesh.services.actor.servicers import ActorRole
-from rolemesh.services.runtime.server import run_service
+from rolemesh.services.runtime.process import run_service
 
 raise SystemExit(run_service(ActorRole()))

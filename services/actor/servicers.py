@@ -17,21 +17,21 @@ from rolemesh.engine.specs import ActorSpec, RolloutSpec
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.data_servicer import DataServicer
-from rolemesh.services.runtime.device import rank_device
-from rolemesh.services.runtime.model_role import ModelRole
-from rolemesh.services.runtime.model_servicers import (
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.calls.runtime import Runtime
+from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.data import DataServicer
+from rolemesh.services.runtime.servicers.model_role import ModelRole
+from rolemesh.services.runtime.servicers.models import (
     LogprobServicer,
     TrainerServicer,
 )
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
-from rolemesh.services.runtime.rollout_servicer import (
+from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,
     SamplingRole,
 )
-from rolemesh.services.runtime.runtime import Runtime
-from rolemesh.services.runtime.weights_servicer import WeightsServicer
+from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
     data_pb2_grpc,
     logprob_pb2_grpc,

@@ -1,6 +1,6 @@
 """Serves the cost role: python -m rolemesh.services.cost."""
 
 from rolemesh.services.cost.servicers import CostRole
-from rolemesh.services.runtime.server import run_service
+from rolemesh.services.runtime.process import run_service
 
 raise SystemExit(run_service(CostRole()))

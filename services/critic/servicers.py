@@ -11,16 +11,16 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.specs import CriticSpec
-from rolemesh.services.runtime.device import rank_device
-from rolemesh.services.runtime.model_role import ModelRole
-from rolemesh.services.runtime.model_servicers import (
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.experience.rows import row_tokens
+from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.model_role import ModelRole
+from rolemesh.services.runtime.servicers.models import (
     TRAJECTORY,
     TrainerServicer,
 )
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
-from rolemesh.services.runtime.rows import row_tokens
-from rolemesh.services.runtime.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.weights_servicer import WeightsServicer
+from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
     experience_pb2,
     trainer_pb2_grpc,

@@ -10,14 +10,14 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.specs import ReferenceSpec
 from rolemesh.rpc.errors import PreconditionError
-from rolemesh.services.runtime.device import rank_device
-from rolemesh.services.runtime.model_role import (
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.calls.runtime import Runtime
+from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.model_role import (
     move_module,
     num_parameters,
 )
-from rolemesh.services.runtime.model_servicers import LogprobServicer
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
-from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.services.runtime.servicers.models import LogprobServicer
 from rolemesh.v1 import logprob_pb2_grpc
 
 

@@ -25,7 +25,7 @@ from rolemesh.services.reward.outside.base import (
 )
 from rolemesh.services.reward.outside.loop import LoopThread
 from rolemesh.services.reward.outside_rows import ROW_COLUMNS, RowReader
-from rolemesh.services.runtime.call import Call
+from rolemesh.services.runtime.calls.call import Call
 
 logger = logging.getLogger(__name__)
 

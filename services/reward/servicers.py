@@ -29,15 +29,15 @@ from rolemesh.services.reward.outcome import (
 )
 from rolemesh.services.reward.outside.base import OutsideRewardError, current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
-from rolemesh.services.runtime.data_servicer import DataServicer
-from rolemesh.services.runtime.device import rank_device
-from rolemesh.services.runtime.model_role import ModelRole
-from rolemesh.services.runtime.model_servicers import TrainerServicer
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback
-from rolemesh.services.runtime.rollout_servicer import PromptSource
-from rolemesh.services.runtime.rows import names_of, row_tokens
-from rolemesh.services.runtime.runtime import Call, Context, Runtime, Share
-from rolemesh.services.runtime.weights_servicer import WeightsServicer
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
+from rolemesh.services.runtime.experience.rows import names_of, row_tokens
+from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.data import DataServicer
+from rolemesh.services.runtime.servicers.model_role import ModelRole
+from rolemesh.services.runtime.servicers.models import TrainerServicer
+from rolemesh.services.runtime.servicers.rollout import PromptSource
+from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
     data_pb2_grpc,
     experience_pb2,

@@ -1,6 +1,6 @@
 """Serves the rollout role: python -m rolemesh.services.rollout."""
 
 from rolemesh.services.rollout.servicers import RolloutRole
-from rolemesh.services.runtime.server import run_service
+from rolemesh.services.runtime.process import run_service
 
 raise SystemExit(run_service(RolloutRole()))

@@ -17,8 +17,8 @@ from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend, WeightsStaleError
 from rolemesh.engine.weights.published import Taking
 from rolemesh.rpc.errors import AbortedError
-from rolemesh.services.runtime.device import rank_device
-from rolemesh.services.runtime.published_weights import FetchedBoxes
+from rolemesh.services.runtime.experience.published_weights import FetchedBoxes
+from rolemesh.services.runtime.ranks.device import rank_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,21 +29,21 @@ from rolemesh.engine.weights.published import (
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.rollout.deliveries import Deliveries, Delivery
-from rolemesh.services.runtime.published_weights import (
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.experience.published_weights import (
     FetchedBoxes,
     dtype_of,
     fetch_boxes,
     layout_of,
     manifest_of,
 )
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
-from rolemesh.services.runtime.rollout_servicer import (
+from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,
     SamplingRole,
 )
-from rolemesh.services.runtime.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.weights_servicer import CHECKSUMS_METHOD
+from rolemesh.services.runtime.servicers.weights import CHECKSUMS_METHOD
 from rolemesh.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 
 T = TypeVar("T")

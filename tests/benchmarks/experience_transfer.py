@@ -38,10 +38,14 @@ from rolemesh.engine.experience import (
     read_payload,
 )
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
-from rolemesh.services.runtime.experience_store import ExperienceStore
-from rolemesh.services.runtime.fetch import ExperienceServicer, fetch_rows, payload_chunks
-from rolemesh.services.runtime.operations import OperationLedger
-from rolemesh.services.runtime.schema import header_of, layout_of
+from rolemesh.services.runtime.experience.fetch import (
+    ExperienceServicer,
+    fetch_rows,
+    payload_chunks,
+)
+from rolemesh.services.runtime.experience.schema import header_of, layout_of
+from rolemesh.services.runtime.experience.store import ExperienceStore
+from rolemesh.services.runtime.server.operations import OperationLedger
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
 
 TOKENS_A_ROW = 1024

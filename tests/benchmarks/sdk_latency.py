@@ -36,7 +36,7 @@ from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.specs import GrpoSpec, PpoPolicyLossSpec, SamplingSpec
 from rolemesh.services.actor.servicers import ActorRole
-from rolemesh.services.runtime.asked_prompts import asked_prompts
+from rolemesh.services.runtime.servicers.asked_prompts import asked_prompts
 from rolemesh.v1 import rollout_pb2
 
 PROMPTS = ["abcdefgh"] * 8

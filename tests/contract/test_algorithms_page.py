@@ -14,9 +14,9 @@ from support.fake_recipes import fake_recipe
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS, roles_of
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES
+from rolemesh.coordinator.recipe import algorithms as algorithm_specs
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
-from rolemesh.coordinator.recipe import algorithms as algorithm_specs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text()

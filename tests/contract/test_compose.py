@@ -24,7 +24,7 @@ from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES, RedisStoreSpec
 from rolemesh.coordinator.run.launch import service_commands
-from rolemesh.services.runtime.config import load_config
+from rolemesh.services.runtime.server.config import load_config
 
 OPTIONAL_ROLES = ("cost", "rollout")
 """Roles that most recipes lack: each has a profile of its own name."""

@@ -21,12 +21,12 @@ from rolemesh.rpc.errors import (
     RolemeshError,
 )
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
-from rolemesh.services.runtime.experience_store import ExperienceStore
-from rolemesh.services.runtime.fetch import Fetched, fetch_rows, payload_chunks
-from rolemesh.services.runtime.rows import join_parts, row_tokens
-from rolemesh.services.runtime.runtime import Share
-from rolemesh.services.runtime.schema import header_of
-from rolemesh.services.runtime.server import ServiceServer
+from rolemesh.services.runtime.calls.runtime import Share
+from rolemesh.services.runtime.experience.fetch import Fetched, fetch_rows, payload_chunks
+from rolemesh.services.runtime.experience.rows import join_parts, row_tokens
+from rolemesh.services.runtime.experience.schema import header_of
+from rolemesh.services.runtime.experience.store import ExperienceStore
+from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
 
 ALWAYS_SHARED = 1
@@ -156,7 +156,7 @@ async def test_a_segment_that_cannot_be_opened_is_replaced_by_a_stream(
     def refuse(name: str, num_bytes: int) -> torch.Tensor:
         raise PermissionError(f"no {name}")
 
-    monkeypatch.setattr("rolemesh.services.runtime.fetch.open_segment", refuse)
+    monkeypatch.setattr("rolemesh.services.runtime.experience.fetch.open_segment", refuse)
     batch = make_experience(30)
     fetched = await fetch(producer, batch, "shm")
     assert fetched.transport == "grpc"
@@ -185,7 +185,7 @@ def test_the_store_frees_the_bytes_of_a_batch_that_it_could_not_place(
     def fail(*arguments: object) -> None:
         raise RuntimeError("torn")
 
-    monkeypatch.setattr("rolemesh.services.runtime.experience_store.write_payload", fail)
+    monkeypatch.setattr("rolemesh.services.runtime.experience.store.write_payload", fail)
     with pytest.raises(RuntimeError, match="torn"):
         store.put("run", 0, make_experience(10))
     assert store.held_bytes == 0

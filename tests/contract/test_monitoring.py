@@ -22,8 +22,8 @@ from support.services import ToyRole
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.services.runtime.config import ServiceConfig
-from rolemesh.services.runtime.server import ServiceServer
+from rolemesh.services.runtime.process import ServiceServer
+from rolemesh.services.runtime.server.config import ServiceConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRAFANA = REPOSITORY / "deploy" / "grafana"

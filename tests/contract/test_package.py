@@ -94,7 +94,7 @@ def test_the_wheel_holds_every_file_of_our_packages_and_no_other(wheel: Path) ->
     ours = {entry.filename for entry in entries if ".dist-info/" not in entry.filename}
     assert ours == files_of_packages()
     for example in (
-        *("engine/layout.py", "services/runtime/server.py", "coordinator/dashboard/index.html"),
+        *("engine/layout.py", "services/runtime/process.py", "coordinator/dashboard/index.html"),
         *("v1/trainer_pb2.py", "v1/trainer_pb2.pyi", "v1/trainer_pb2_grpc.py"),
     ):
         assert f"rolemesh/{example}" in ours

@@ -18,8 +18,8 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     RolemeshError,
 )
-from rolemesh.services.runtime.rows import row_tokens
-from rolemesh.services.runtime.server import ServiceServer
+from rolemesh.services.runtime.experience.rows import row_tokens
+from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,

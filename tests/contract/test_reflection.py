@@ -22,7 +22,7 @@ from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.reference.servicers import ReferenceRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.rollout.servicers import RolloutRole
-from rolemesh.services.runtime.role import Role
+from rolemesh.services.runtime.calls.role import Role
 
 CLIENT = Path(__file__).parents[1] / "support" / "reflecting_client.py"
 STANDARD = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}

@@ -19,7 +19,7 @@ from rolemesh.engine.experience import Experience
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.actor.servicers import ActorRole
-from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.v1 import (
     data_pb2,
     data_pb2_grpc,

@@ -20,7 +20,7 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.reward.servicers import RewardRole
-from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.v1 import (
     experience_pb2,
     reward_pb2,

@@ -13,7 +13,7 @@ from rolemesh.engine.mesh import RankMesh
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.actor.servicers import ActorRole
-from rolemesh.services.runtime.role import InitializeResult
+from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.v1 import (
     rollout_pb2,
     rollout_pb2_grpc,

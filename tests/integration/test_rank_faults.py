@@ -32,7 +32,7 @@ from rolemesh.rpc.errors import (
     NotFoundError,
     UnavailableError,
 )
-from rolemesh.services.runtime.fetch import fetch_rows
+from rolemesh.services.runtime.experience.fetch import fetch_rows
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,

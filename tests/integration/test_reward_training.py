@@ -22,7 +22,7 @@ from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.services.cost.servicers import CostRole
 from rolemesh.services.reward.servicers import RewardRole
-from rolemesh.services.runtime.runtime import Runtime
+from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.v1 import (
     data_pb2,
     experience_pb2,

@@ -37,7 +37,7 @@ from rolemesh.rpc.errors import (
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.rollout import servicers
 from rolemesh.services.rollout.servicers import RolloutRole
-from rolemesh.services.runtime.published_weights import fetch_boxes
+from rolemesh.services.runtime.experience.published_weights import fetch_boxes
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
 
 FLOAT32_LOGPROB = 2e-5

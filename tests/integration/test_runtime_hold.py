@@ -11,7 +11,7 @@ from support.services import ToyRole, operation_key, serving
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, PreconditionError
-from rolemesh.services.runtime.role import InitializeResult
+from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.v1 import (
     experience_pb2,
     experience_pb2_grpc,

@@ -28,7 +28,7 @@ from support.services import (
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, UnavailableError
 from rolemesh.rpc.payload_stream import PayloadBuffer
-from rolemesh.services.runtime.fetch import fetch_rows
+from rolemesh.services.runtime.experience.fetch import fetch_rows
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 END_TIMEOUT_S = 30.0

@@ -16,8 +16,8 @@ from rolemesh.coordinator.run.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import DeadlineError, PreconditionError, UnavailableError
-from rolemesh.services.runtime.hold import HOLDER_SILENCE_S
-from rolemesh.services.runtime.server import ServiceServer
+from rolemesh.services.runtime.calls.hold import HOLDER_SILENCE_S
+from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 

@@ -228,8 +228,14 @@ class ContainerMesh:
             raise ContainersError(f"{error}\n{states.stdout}\n{logs.stdout}") from error
 
     def container(self, service: str) -> str:
-        """Id of a service's container."""
-        return self.compose("ps", "--all", "--quiet", service).stdout.strip()
+        """Id of a service's container: the one of `up`, not one of `run`."""
+        labels = {"project": self.project, "service": service, "oneoff": "False"}
+        filters = [
+            word
+            for name, value in labels.items()
+            for word in ("--filter", f"label=com.docker.compose.{name}={value}")
+        ]
+        return docker("ps", "--all", "--quiet", *filters).stdout.strip()
 
     def state(self, service: str) -> dict[str, Any]:
         """What the engine says of a service's container."""

@@ -63,8 +63,8 @@ async def answers(request: Any, mean_s: float) -> AsyncIterator[Any]:
 
 async def serve_lean(call_s: float, number: int) -> None:
     """Many servers on one loop."""
-    from rolemesh.services.runtime.interceptor import ServiceInterceptor
-    from rolemesh.services.runtime.metrics import ServiceMetrics
+    from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
+    from rolemesh.services.runtime.server.metrics import ServiceMetrics
 
     interceptor = ServiceInterceptor("toy", 0, ServiceMetrics("toy", 0))
     servers, ports = [grpc.aio.server()], []
@@ -87,9 +87,9 @@ async def serve_real(num_rows: int, tokens_a_row: int) -> None:
 
     from rolemesh.engine.experience import Column, ColumnKind, Experience
     from rolemesh.engine.specs import RoleSpec
-    from rolemesh.services.runtime.config import ServiceConfig
-    from rolemesh.services.runtime.role import InitializeResult, Role
-    from rolemesh.services.runtime.server import ServiceServer
+    from rolemesh.services.runtime.calls.role import InitializeResult, Role
+    from rolemesh.services.runtime.process import ServiceServer
+    from rolemesh.services.runtime.server.config import ServiceConfig
 
     class ToyRole(Role):
         name = "toy"

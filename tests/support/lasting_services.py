@@ -18,7 +18,7 @@ from support.services import serving
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.services.runtime.role import Role
+from rolemesh.services.runtime.calls.role import Role
 
 P = ParamSpec("P")
 T = TypeVar("T")

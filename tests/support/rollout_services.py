@@ -15,7 +15,7 @@ from support.services import operation_key, wait_for_announcement
 
 from rolemesh.engine.experience import Experience
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.services.runtime.fetch import fetch_rows
+from rolemesh.services.runtime.experience.fetch import fetch_rows
 from rolemesh.v1 import (
     experience_pb2,
     rollout_pb2,

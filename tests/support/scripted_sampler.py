@@ -16,10 +16,10 @@ from rolemesh.engine.layout import HybridLayout
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import GenerateSpec, LayoutSpec, RoleSpec, SamplingSpec
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
-from rolemesh.services.runtime.rollout_servicer import RolloutServicer, SamplingRole
-from rolemesh.services.runtime.runtime import Runtime
-from rolemesh.services.runtime.server import run_service
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.calls.runtime import Runtime
+from rolemesh.services.runtime.process import run_service
+from rolemesh.services.runtime.servicers.rollout import RolloutServicer, SamplingRole
 from rolemesh.v1 import rollout_pb2_grpc
 
 SCRIPT = Path(__file__).resolve()

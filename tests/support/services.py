@@ -23,11 +23,11 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout import HybridLayout
 from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.specs import LayoutSpec, RoleSpec
-from rolemesh.services.runtime.config import ServiceConfig
-from rolemesh.services.runtime.role import InitializeResult, ProgressCallback, Role
-from rolemesh.services.runtime.rows import row_tokens
-from rolemesh.services.runtime.runtime import Call, Runtime
-from rolemesh.services.runtime.server import ServiceServer, run_service
+from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
+from rolemesh.services.runtime.calls.runtime import Call, Runtime
+from rolemesh.services.runtime.experience.rows import row_tokens
+from rolemesh.services.runtime.process import ServiceServer, run_service
+from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import experience_pb2, operation_pb2, value_pb2, value_pb2_grpc
 
 START_TIMEOUT_S = 60.0

@@ -225,7 +225,7 @@ def test_command_says_what_the_recipe_says(tmp_path: Path) -> None:
 
 
 def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
-    from rolemesh.services.runtime.config import load_config
+    from rolemesh.services.runtime.server.config import load_config
 
     recipe = fake_recipe(services={"critic": {"threads": 1}})
     command = service_commands(recipe)("critic", tmp_path / "announce.json")
@@ -238,7 +238,7 @@ def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
 
 
 def test_a_layout_in_the_environment_is_not_that_of_a_run(tmp_path: Path) -> None:
-    from rolemesh.services.runtime.config import load_config
+    from rolemesh.services.runtime.server.config import load_config
 
     command = service_commands(fake_recipe())("critic", tmp_path / "announce.json")
     config = load_config("critic", command.arguments[3:], {"ROLEMESH_SERVICE__LAYOUT": "tp=2"})

@@ -1,0 +1,273 @@
+"""The hold of a run on a service: who has it, whether it may work, and how the hold ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from rolemesh.rpc.errors import InternalError, PreconditionError, UnavailableError
+from rolemesh.services.runtime.calls.call import Call
+from rolemesh.services.runtime.calls.compute import ComputeThread
+from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.experience.store import ExperienceStore
+from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
+from rolemesh.services.runtime.server.operations import Operation, OperationLedger, task_of
+from rolemesh.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+HOLDER_SILENCE_S = 30.0
+"""A run whose coordinator has not been heard for this long may lose the service to another run.
+
+A coordinator that lives asks for the status every second or two.
+"""
+
+
+class RunHold:
+    """The run that has this service. Owner: the loop.
+
+    Invariant: at most one run has the service; while its hold ends, new work is refused.
+
+    Example: after Initialize of run "a", `check_initialized("b")` raises RUN_MISMATCH until
+    `give_back` has ended, or until "a" was silent for HOLDER_SILENCE_S and "b" took over.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        compute: ComputeThread,
+        store: ExperienceStore,
+        ledger: OperationLedger,
+        close: Callable[[], None],
+        give_back_others: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Prepares.
+
+        Args:
+            role: that the service plays.
+            compute: the compute thread.
+            store: experience held.
+            ledger: operations in progress.
+            close: frees what Initialize made; run on the compute thread.
+            give_back_others: has the other ranks of the service give up their work and the run.
+        """
+        self.run_id = ""
+        """Run that holds the service, empty when none does."""
+        self.is_initialized = False
+        self.is_asleep = False
+        self.failure = ""
+        """Why what the service holds may not be whole, empty when it is."""
+        self.is_draining = False
+        """Whether the process is about to end."""
+        self.calls: dict[Operation, Call] = {}
+        """What works right now, to be given up when the hold ends."""
+        self._role = role
+        self._close = close
+        self._give_back_others = give_back_others
+        self._compute = compute
+        self._store = store
+        self._ledger = ledger
+        self._heard_at = -math.inf
+        self._giving_back: asyncio.Task[None] | None = None
+
+    def check_initialized(self, run_id: str) -> None:
+        """Refuses work before Initialize, or for another run.
+
+        Raises:
+            PreconditionError: NOT_INITIALIZED or RUN_MISMATCH.
+        """
+        if not self.is_initialized:
+            raise PreconditionError(
+                f"the {self._role.name} holds no run yet: call Initialize first",
+                reason="NOT_INITIALIZED",
+            )
+        self.check_is_of(run_id)
+
+    def check_is_of(self, run_id: str) -> None:
+        """Refuses what comes from another run than the one that holds the service.
+
+        Raises:
+            PreconditionError: RUN_MISMATCH.
+        """
+        if self.run_id not in ("", run_id):
+            raise PreconditionError(
+                f"run_id is {run_id!r}, but run {self.run_id!r} holds the {self._role.name}: "
+                "drain it first, or use another service",
+                reason="RUN_MISMATCH",
+            )
+
+    def check_awake(self) -> None:
+        """Refuses work while the weights are in host memory.
+
+        Raises:
+            PreconditionError: ASLEEP.
+        """
+        if self.is_asleep:
+            raise PreconditionError(
+                f"the {self._role.name} is asleep, its weights are in host memory: call Wake first",
+                reason="ASLEEP",
+            )
+
+    def check_accepts_work(self) -> None:
+        """Refuses new work while draining.
+
+        Raises:
+            UnavailableError: SERVICE_DRAINING.
+        """
+        if self.is_draining or self._giving_back is not None:
+            raise UnavailableError(
+                f"the {self._role.name} is draining and takes no new work: wait until it is back",
+                reason="SERVICE_DRAINING",
+            )
+
+    @property
+    def state(self) -> worker_pb2.WorkerState.ValueType:
+        """State of the service for GetStatus."""
+        running = self._ledger.running()
+        if self.is_draining or self._giving_back is not None:
+            return worker_pb2.WORKER_STATE_DRAINING
+        if any(operation.method.endswith(".Initialize") for operation in running):
+            return worker_pb2.WORKER_STATE_INITIALIZING
+        if self.failure:
+            return worker_pb2.WORKER_STATE_FAILED
+        if running:
+            return worker_pb2.WORKER_STATE_BUSY
+        if self.is_asleep:
+            return worker_pb2.WORKER_STATE_ASLEEP
+        if self.is_initialized:
+            return worker_pb2.WORKER_STATE_READY
+        return worker_pb2.WORKER_STATE_IDLE
+
+    def hear(self, run_id: str) -> None:
+        """Notes a sign of life of a run's coordinator."""
+        if run_id == self.run_id:
+            self._heard_at = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the coordinator of the run that holds the service was last heard."""
+        if any(operation.num_listeners for operation in self._running_of(self.run_id)):
+            return 0.0
+        return time.monotonic() - self._heard_at
+
+    def _running_of(self, run_id: str | None) -> list[Operation]:
+        running = self._ledger.running()
+        return [one for one in running if run_id is None or one.identity[0] == run_id]
+
+    async def take(self, run_id: str, *, by_face: bool = False) -> None:
+        """Gives the service to a run; what an earlier Initialize of the run made is dropped.
+
+        Args:
+            run_id: of the run.
+            by_face: whether the service's face asks, which alone hears the coordinator and has
+                decided.
+
+        Raises:
+            PreconditionError: ALREADY_INITIALIZED: another run has it and may be alive.
+        """
+        while self.run_id not in ("", run_id):
+            # Anew after each wait: a third run may have been quicker.
+            if by_face:
+                await self.give_back(0.0, self.run_id)
+            else:
+                await self._take_over(run_id)
+        if self.is_initialized:
+            await self.forget()
+        self.run_id = run_id
+        self.failure = ""
+        self.hear(run_id)
+
+    async def initialization_failed(self, error: BaseException) -> None:
+        """Ends the hold of a run whose Initialize failed, and frees what it had made already."""
+        self.failure = f"Initialize failed: {describe(error).message}"
+        try:
+            await self._compute.run(self._close)
+        finally:
+            self.run_id = ""
+
+    def work_failed(self, operation: Operation, error: Exception) -> None:
+        """Notes an error of work that nobody foresaw: it may have left something half done."""
+        # INTERNAL is what another rank of this service says of an error that it did not foresee.
+        is_of_rank = isinstance(error, InternalError) and FAILED_RANK in error.metadata
+        if self.is_initialized and (is_of_rank or not is_expected(error)):
+            self.failure = f"{operation.name} failed: {describe(error).message}"
+
+    async def _take_over(self, run_id: str) -> None:
+        """Ends the hold of a run whose coordinator is silent; refuses while it may be alive."""
+        silence_s = self.silence_s
+        if silence_s < HOLDER_SILENCE_S:
+            raise PreconditionError(
+                f"run {self.run_id!r} holds the {self._role.name}, and its coordinator was "
+                f"heard {silence_s:.0f} s ago: end that run before run {run_id!r} can have it; if "
+                f"its coordinator is dead, try again once it has been silent for "
+                f"{HOLDER_SILENCE_S:.0f} s",
+                reason="ALREADY_INITIALIZED",
+            )
+        logger.warning(
+            "run %s takes the %s over from run %s, whose coordinator has been silent for %.0f s",
+            *(run_id, self._role.name, self.run_id, silence_s),
+        )
+        await self.give_back(0.0, self.run_id)
+
+    async def finish_work(self, timeout_s: float, run_id: str | None = None) -> bool:
+        """Waits for work in progress; gives it up after `timeout_s`. True when all was finished.
+
+        Args:
+            timeout_s: how long the work may take.
+            run_id: whose work; None means everybody's.
+        """
+        running = self._running_of(run_id)
+        if not running:
+            return True
+        _, unfinished = await asyncio.wait(
+            {task_of(operation) for operation in running}, timeout=timeout_s
+        )
+        for operation in self._running_of(run_id):
+            logger.warning("%s of %s is given up", operation.method, operation.name)
+            if operation in self.calls:
+                self.calls[operation].abandon()
+        return not unfinished
+
+    async def give_back(self, timeout_s: float, run_id: str | None = None) -> None:
+        """Ends the hold of a run on this service, so that another one can have it.
+
+        Work in progress may take timeout_s seconds more, then it is given up at its next sign of
+        progress. Until all of it has ended, new work is refused. The service does this on its own
+        behalf: it goes on when the caller is cancelled, and a second caller joins the first.
+
+        Args:
+            timeout_s: how long work may take.
+            run_id: whose work; None means everybody's.
+        """
+        if self._giving_back is None:
+            self._giving_back = asyncio.create_task(self._give_back(timeout_s, run_id))
+            self._giving_back.add_done_callback(self._gave_back)
+        await asyncio.shield(self._giving_back)
+
+    async def _give_back(self, timeout_s: float, run_id: str | None) -> None:
+        holder = self.run_id
+        await self.finish_work(timeout_s, run_id)
+        # New work is refused all the while, so that it reaches the other ranks after this.
+        await self._give_back_others()
+        # Given up, but on the compute thread until its next sign of progress.
+        while running := self._running_of(run_id):
+            await asyncio.wait({task_of(operation) for operation in running})
+        await self.forget()
+        logger.info("run %s no longer holds the %s", holder or "(none)", self._role.name)
+
+    def _gave_back(self, task: asyncio.Task[None]) -> None:
+        self._giving_back = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("giving run %s back failed: %s", self.run_id, error, exc_info=error)
+
+    async def forget(self) -> None:
+        """Frees what Initialize made and all experience; the service holds no run any more."""
+        await self._compute.run(self._close)
+        self._store.close()
+        self.run_id = ""
+        self.is_initialized = False
+        self.is_asleep = False
+        self.failure = ""

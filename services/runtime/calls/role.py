@@ -1,0 +1,87 @@
+"""What a role adds to the runtime."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import grpc
+import torch
+
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.specs import RoleSpec
+
+
+class ProgressCallback(Protocol):
+    """Says how far long work is. May be called from any thread, as often as one likes."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`stage` in plain words, units done and units in all (0: not known)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitializeResult:
+    """What a role loaded."""
+
+    policy_version: int = 0
+    """Version of the weights now held, 0 for untrained ones."""
+    num_parameters: int = 0
+    """Parameters of the model, 0 when there is none."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Facts worth logging, e.g. {"data.train_rows": "4096"}."""
+
+
+class Role(ABC):
+    """One role of the mesh; one instance a process.
+
+    Invariant: initialize, sleep, wake and close run on the compute thread, one at a time.
+    register and policy_version run on the loop. After close, initialize may be called again.
+    """
+
+    name: ClassVar[str]
+    """Name in the mesh, e.g. "actor"."""
+    spec_class: ClassVar[type[RoleSpec]]
+    """Schema of Initialize's spec."""
+
+    @abstractmethod
+    def initialize(
+        self, spec: Any, run_seed: int, progress: ProgressCallback, mesh: RankMesh
+    ) -> InitializeResult:
+        """Loads models and data.
+
+        Args:
+            spec: an instance of spec_class.
+            run_seed: seed of the run.
+            progress: is told how far it is.
+            mesh: the service's ranks, this one among them; every rank loads its own part.
+        """
+
+    @abstractmethod
+    # The runtime is a Runtime, which holds its role: naming the class here would close a circle.
+    def register(self, server: grpc.aio.Server, runtime: Any) -> list[str]:
+        """Adds the role's servicers to the server; returns their full service names."""
+
+    @abstractmethod
+    def policy_version(self) -> int:
+        """Version of the weights held; 0 before initialize. Must not block."""
+
+    @abstractmethod
+    def sleep(self) -> int:
+        """Moves weights to host memory; returns the device bytes freed (0 on a CPU)."""
+
+    @abstractmethod
+    def wake(self) -> int:
+        """Brings weights back; returns the device bytes taken (0 on a CPU)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what initialize made. May be called before it, or twice."""
+
+    def devices(self) -> list[str]:
+        """Devices in use, for people."""
+        if not torch.cuda.is_available():
+            return ["cpu"]
+        index = torch.cuda.current_device()
+        return [f"cuda:{index} {torch.cuda.get_device_name(index)}"]

@@ -1,0 +1,1 @@
+"""Experience and published weights that a rank holds, serves and fetches."""

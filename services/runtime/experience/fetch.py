@@ -1,0 +1,378 @@
+"""Experience from rank to rank: the server and the client of ExperienceService.Fetch.
+
+Negotiated per pair: on one host the answer names a shared memory segment that the consumer maps;
+otherwise raw chunks of 1 MiB follow, without protobuf's copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+
+from rolemesh.engine.experience import (
+    Column,
+    Experience,
+    PayloadLayout,
+    payload_layout,
+    read_payload,
+)
+from rolemesh.engine.transport.shm import open_segment
+from rolemesh.rpc.channel import CHUNK_BYTES, MeshChannel
+from rolemesh.rpc.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OutOfRangeError,
+    RolemeshError,
+)
+from rolemesh.rpc.payload_stream import (
+    FETCH_METHOD,
+    PayloadBuffer,
+    PayloadMalformedError,
+    decode_part,
+    encode_chunk,
+    encode_header,
+)
+from rolemesh.services.runtime.experience.schema import header_of, layout_of
+from rolemesh.services.runtime.experience.store import ExperienceStore, Held
+from rolemesh.services.runtime.server.operations import OperationLedger
+from rolemesh.v1 import experience_pb2
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "rolemesh.v1.ExperienceService"
+"""Full name of the service."""
+
+MAX_PAYLOAD_BYTES = 64 << 30
+"""A header that announces more is refused before anything is allocated."""
+
+
+class ExperienceServicer:
+    """Serves the rows that this rank holds."""
+
+    def __init__(
+        self,
+        store: ExperienceStore,
+        ledger: OperationLedger,
+        host_id: str,
+        release_others: Callable[[experience_pb2.ReleaseRequest], Awaitable[int]] | None = None,
+        put: Callable[[AsyncIterator[bytes], Any], Awaitable[experience_pb2.PutResponse]]
+        | None = None,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            store: of this rank.
+            ledger: says which coordinators are stale.
+            host_id: identity of this host; empty when nothing is shared.
+            release_others: passes a release on to the service's other ranks and returns the bytes
+                freed there.
+            put: serves Put, from serialized requests; None: nothing is taken from outside.
+        """
+        self._store = store
+        self._ledger = ledger
+        self._host_id = host_id
+        self._release_others = release_others
+        self._put = put
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers by hand: Fetch writes its own bytes, and Put reads its own."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Fetch": grpc.unary_stream_rpc_method_handler(
+                self.fetch,
+                request_deserializer=experience_pb2.FetchRequest.FromString,
+                response_serializer=None,
+            ),
+            "Release": grpc.unary_unary_rpc_method_handler(
+                self.release,
+                request_deserializer=experience_pb2.ReleaseRequest.FromString,
+                response_serializer=experience_pb2.ReleaseResponse.SerializeToString,
+            ),
+        }
+        if self._put is not None:
+            handlers["Put"] = grpc.stream_unary_rpc_method_handler(
+                self._put,
+                request_deserializer=None,
+                response_serializer=experience_pb2.PutResponse.SerializeToString,
+            )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
+        )
+
+    async def fetch(
+        self, request: experience_pb2.FetchRequest, context: object
+    ) -> AsyncIterator[bytes]:
+        """Sends columns of a row range: a header, then chunks unless shared memory carries them."""
+        held = self._store.get(request.experience_id)
+        names = _columns_asked_for(held, request)
+        rows = _rows_asked_for(held, request)
+        if held.segment is not None and request.host_id == self._host_id:
+            layout = payload_layout(held.experience)
+            header = header_of(layout)
+            by_name = {column.schema.name: column for column in header.columns}
+            del header.columns[:]
+            header.columns.extend(by_name[name] for name in names)
+            header.shared_memory_name = held.segment.name
+            in_place = rows if isinstance(rows, range) else range(held.experience.num_rows)
+            header.row_start, header.row_stop = in_place.start, in_place.stop
+            yield encode_header(header)
+            return
+        batch = take_rows(held.experience.require(names), rows)
+        layout = payload_layout(batch)
+        yield encode_header(header_of(layout))
+        for pieces in payload_chunks(batch, layout):
+            yield encode_chunk(pieces)
+
+    async def release(
+        self, request: experience_pb2.ReleaseRequest, context: object
+    ) -> experience_pb2.ReleaseResponse:
+        """Drops experience by id, or of all steps up to one."""
+        if request.fencing_epoch:
+            self._ledger.fence(request.run_id, request.fencing_epoch)
+        if request.experience_ids:
+            released = self._store.release_ids(request.run_id, list(request.experience_ids))
+        else:
+            released = self._store.release_through(request.run_id, request.through_step)
+        if self._release_others is not None:
+            released += await self._release_others(request)
+        return experience_pb2.ReleaseResponse(released_bytes=released)
+
+
+def payload_chunks(
+    batch: Experience, layout: PayloadLayout, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[list[memoryview | bytes]]:
+    """Cuts a payload into chunks of views, so that the only copy is the one into the message."""
+    extents: list[tuple[int, memoryview]] = []
+    for column_layout in layout.columns:
+        column = batch[column_layout.name]
+        extents.append((column_layout.values_at, _bytes_of(column.values)))
+        if column.offsets is not None and column_layout.offsets_at is not None:
+            extents.append((column_layout.offsets_at, _bytes_of(column.offsets)))
+    extents.sort(key=lambda extent: extent[0])
+
+    pieces: list[memoryview | bytes] = []
+    room = chunk_bytes
+    for piece in _with_padding(extents, layout.num_bytes):
+        rest = memoryview(piece)
+        while rest:
+            pieces.append(rest[:room])
+            taken = len(pieces[-1])
+            rest, room = rest[taken:], room - taken
+            if room == 0:
+                yield pieces
+                pieces, room = [], chunk_bytes
+    if pieces:
+        yield pieces
+
+
+def _with_padding(
+    extents: Sequence[tuple[int, memoryview]], num_bytes: int
+) -> Iterator[memoryview | bytes]:
+    at = 0
+    for start, view in extents:
+        yield bytes(start - at)
+        yield view
+        at = start + len(view)
+    yield bytes(num_bytes - at)
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    return values.detach().contiguous().view(torch.uint8).numpy().data
+
+
+def _columns_asked_for(held: Held, request: experience_pb2.FetchRequest) -> list[str]:
+    names = list(request.columns) or list(held.experience.columns)
+    for name in names:
+        if name not in held.experience:
+            raise NotFoundError(
+                f"experience {held.experience_id} has no column {name!r}: it has "
+                f"{sorted(held.experience.columns)}",
+                reason="COLUMN_NOT_FOUND",
+                metadata={"experience_id": held.experience_id, "column": name},
+            )
+    return names
+
+
+def _rows_asked_for(held: Held, request: experience_pb2.FetchRequest) -> Sequence[int]:
+    num_rows = held.experience.num_rows
+    single = list(request.rows)
+    start, stop = request.row_start, request.row_stop
+    if single and (start or stop):
+        raise InvalidRequestError(
+            f"both single rows and the range {start} to {stop} were asked for: give one of them",
+            reason="ROWS_AMBIGUOUS",
+        )
+    if single and max(single) >= num_rows:
+        start, stop = min(single), max(single) + 1
+    if not 0 <= start <= stop <= num_rows:
+        raise OutOfRangeError(
+            f"rows {start} to {stop} were asked for, but experience {held.experience_id} holds "
+            f"rows 0 to {num_rows}",
+            reason="ROWS_OUT_OF_RANGE",
+            metadata={"experience_id": held.experience_id},
+        )
+    return single or range(start, stop)
+
+
+def take_rows(batch: Experience, rows: Sequence[int]) -> Experience:
+    """The given rows in the given order; a range of neighbours as a view."""
+    if isinstance(rows, range) and rows.step == 1:
+        return batch.slice(rows.start, rows.stop)
+    return batch.select(torch.tensor(list(rows), dtype=torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a fetch brought."""
+
+    experience: Experience
+    transport: str
+    """ "shm" or "grpc"."""
+    num_bytes: int
+    """Bytes of the rows and columns that were taken."""
+
+
+async def fetch_rows(
+    channel: MeshChannel,
+    shard: experience_pb2.Shard,
+    columns: Sequence[str],
+    rows: Sequence[int],
+    host_id: str,
+) -> Fetched:
+    """Pulls columns of rows, counted inside the shard, from the rank that holds them.
+
+    Args:
+        channel: to the shard's rank.
+        shard: what to read from.
+        columns: names, at least one.
+        rows: in the order wanted; a range with step 1 is asked for as one.
+        host_id: identity of this host; an empty one refuses shared memory.
+
+    Raises:
+        RolemeshError: what the peer answered, or UnavailableError when it does not; names the peer.
+        ValueError: the answer's bytes do not fit its description.
+    """
+    request = experience_pb2.FetchRequest(
+        experience_id=shard.experience_id, columns=columns, host_id=host_id
+    )
+    if isinstance(rows, range) and rows.step == 1:
+        request.row_start, request.row_stop = rows.start, rows.stop
+    else:
+        request.rows.extend(rows)
+    peer = f"{shard.role} rank {shard.rank} at {shard.address}"
+    try:
+        try:
+            return await _fetch_once(channel, request)
+        except OSError as error:
+            if not request.host_id:
+                raise
+            # The segment could not be opened; the peer may still send the rows, or say why not.
+            logger.warning("%s: shared memory failed (%s): asking for a stream", peer, error)
+            request.host_id = ""
+            return await _fetch_once(channel, request)
+    except RolemeshError as error:
+        raise type(error)(
+            f"{peer}, fetch of {list(columns)}: {error.message}",
+            reason=error.reason,
+            retryable=error.retryable,
+            metadata={
+                **error.metadata,
+                "peer": shard.address,
+                "peer_role": shard.role,
+                "peer_rank": str(shard.rank),
+            },
+        ) from error
+    except ValueError as error:
+        raise PayloadMalformedError(f"{peer}, fetch of {list(columns)}: {error}") from error
+
+
+async def _fetch_once(channel: MeshChannel, request: experience_pb2.FetchRequest) -> Fetched:
+    call = channel.unary_stream(
+        FETCH_METHOD,
+        request_serializer=experience_pb2.FetchRequest.SerializeToString,
+        response_deserializer=None,
+    )(request)
+    try:
+        return await _receive(aiter(call), request)
+    finally:
+        call.cancel()
+
+
+async def _receive(messages: AsyncIterator[bytes], request: experience_pb2.FetchRequest) -> Fetched:
+    first = await anext(messages, None)
+    header = None if first is None else decode_part(first)
+    if not isinstance(header, experience_pb2.PayloadHeader):
+        raise PayloadMalformedError("the stream does not begin with a header")
+    layout = layout_of(header)
+    _check_against_request(header, request)
+    if header.HasField("shared_memory_name"):
+        if not request.host_id:
+            raise PayloadMalformedError("the answer names shared memory, which was not offered")
+        payload = open_segment(header.shared_memory_name, header.num_bytes)
+        # A copy of many MiB must not hold up the loop.
+        rows = request.rows or range(header.row_start, header.row_stop)
+        experience = await asyncio.to_thread(_copy_rows, layout, payload, rows)
+        return Fetched(experience, "shm", experience.num_bytes)
+    payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    buffer = PayloadBuffer(payload.numpy().data)
+    async for message in messages:
+        chunk = decode_part(message)
+        if isinstance(chunk, experience_pb2.PayloadHeader):
+            raise PayloadMalformedError("the stream holds a second header")
+        buffer.add(chunk)
+    buffer.finish()
+    experience = read_payload(layout, payload)
+    return Fetched(experience, "grpc", experience.num_bytes)
+
+
+def _check_against_request(
+    header: experience_pb2.PayloadHeader, request: experience_pb2.FetchRequest
+) -> None:
+    names = [column.schema.name for column in header.columns]
+    if names != list(request.columns):
+        raise PayloadMalformedError(
+            f"columns {list(request.columns)} were asked for, but {names} came"
+        )
+    is_shared = header.HasField("shared_memory_name")
+    num_rows = len(request.rows) or request.row_stop - request.row_start
+    came = header.row_stop - header.row_start
+    fits = (
+        came == header.num_rows > max(request.rows)
+        if is_shared and request.rows
+        else came == num_rows
+    )
+    if not (fits and 0 <= header.row_start <= header.row_stop <= header.num_rows):
+        raise PayloadMalformedError(
+            f"{num_rows} rows were asked for, but rows {header.row_start} to {header.row_stop} of "
+            f"{header.num_rows} came"
+        )
+    if not is_shared and header.num_rows != num_rows:
+        raise PayloadMalformedError(
+            f"{num_rows} rows were asked for, but a stream of {header.num_rows} rows came"
+        )
+    if header.num_bytes > MAX_PAYLOAD_BYTES:
+        raise PayloadMalformedError(
+            f"the payload was announced with {header.num_bytes} bytes, but at most "
+            f"{MAX_PAYLOAD_BYTES} are taken: fetch fewer rows at a time"
+        )
+
+
+def _copy_rows(layout: PayloadLayout, payload: torch.Tensor, rows: Sequence[int]) -> Experience:
+    taken = take_rows(read_payload(layout, payload), rows)
+    if not isinstance(rows, range):
+        return taken  # already a copy
+    return Experience(
+        {
+            name: Column(
+                column.kind,
+                column.values.clone(),
+                None if column.offsets is None else column.offsets.clone(),
+            )
+            for name, column in taken.columns.items()
+        }
+    )

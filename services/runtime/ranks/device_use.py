@@ -1,0 +1,158 @@
+"""How busy the devices of a service are: GPUs by NVML, CPUs by what the process took of them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.services.runtime.ranks.face import Face
+from rolemesh.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
+
+SHORTEST_LOOK_S = 0.25
+"""Looks that follow each other faster give the same answer: processor time comes in ticks of
+10 ms."""
+
+PEERS_TIMEOUT_S = 2.0
+
+
+class RankDevice:
+    """The device of this process's rank. Owner: the loop."""
+
+    def __init__(self, rank: int) -> None:
+        """Begins to count.
+
+        Args:
+            rank: Of this process within its service.
+        """
+        self._rank = rank
+        self._process = psutil.Process()
+        # The cores that this process may use, not all that the machine has.
+        self._num_cores = len(os.sched_getaffinity(0))
+        self._looked_at = time.monotonic()
+        self._cpu_seconds = self._own_cpu_seconds()
+        self._gpu: _Gpu | None = None
+        self._is_gpu_looked_for = False
+        self._last = self._of_cpu(0.0)
+
+    def look(self) -> worker_pb2.DeviceUse:
+        """How busy it was since the look before."""
+        now = time.monotonic()
+        elapsed_s = now - self._looked_at
+        if elapsed_s < SHORTEST_LOOK_S:
+            return self._last
+        self._looked_at = now
+        is_cuda_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_cuda_up and not self._is_gpu_looked_for:
+            # Not before: looking for it would itself bring CUDA up, which takes seconds.
+            self._is_gpu_looked_for = True
+            self._gpu = _Gpu.of_this_rank()
+        seconds = self._own_cpu_seconds()
+        spent, self._cpu_seconds = seconds - self._cpu_seconds, seconds
+        use = None if self._gpu is None else self._gpu.look(self._rank)
+        if use is None:
+            # Also where NVML has failed: how busy a device is must not end a run.
+            self._gpu = None
+            use = self._of_cpu(min(1.0, spent / elapsed_s / self._num_cores))
+        self._last = use
+        return use
+
+    def _own_cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def _of_cpu(self, busy: float) -> worker_pb2.DeviceUse:
+        return worker_pb2.DeviceUse(
+            rank=self._rank,
+            device="cpu",
+            busy=busy,
+            memory_bytes=self._process.memory_info().rss,
+            memory_total_bytes=psutil.virtual_memory().total,
+        )
+
+
+class _Gpu:
+    """A GPU as NVML knows it."""
+
+    def __init__(self, nvml: Any, handle: Any, name: str) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._name = name
+
+    @classmethod
+    def of_this_rank(cls) -> _Gpu | None:
+        """The current CUDA device; None where NVML is not installed or does not know it."""
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            logger.info("pynvml is not installed: use of the CPU is shown instead of the GPU's")
+            return None
+        index = torch.cuda.current_device()
+        try:
+            nvml.nvmlInit()
+            # By id: CUDA_VISIBLE_DEVICES numbers GPUs anew, NVML does not.
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), f"cuda:{index}")
+        except nvml.NVMLError as error:
+            logger.warning("NVML does not know cuda:%d: %s", index, error)
+            return None
+
+    def look(self, rank: int) -> worker_pb2.DeviceUse | None:
+        """Its use; None when NVML fails: a slice of a GPU, for one, says nothing of its use."""
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        except self._nvml.NVMLError as error:
+            logger.warning("NVML cannot tell how busy %s is: %s", self._name, error)
+            return None
+        return worker_pb2.DeviceUse(
+            rank=rank,
+            device=self._name,
+            busy=busy,
+            memory_bytes=memory.used,
+            memory_total_bytes=memory.total,
+        )
+
+
+class ServiceDevices:
+    """The devices of all ranks of a service, as its face knows them.
+
+    Other ranks are asked beside the answer, which carries what they said the time before: a rank
+    that computes may be slow to answer, and the face must not be. Owner: the loop.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._own = RankDevice(rank)
+        self._others: list[worker_pb2.DeviceUse] = []
+        self._asking: asyncio.Task[None] | None = None
+
+    def look(self, face: Face | None) -> list[worker_pb2.DeviceUse]:
+        """How busy they were, by rank.
+
+        Args:
+            face: Of rank 0 of several ranks; None for any other rank.
+        """
+        if face is not None and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask(face))
+        return [self._own.look(), *self._others]
+
+    async def _ask(self, face: Face) -> None:
+        request = worker_pb2.GetStatusRequest()
+        try:
+            answers = await face.tell(STATUS_METHOD, request, PEERS_TIMEOUT_S)
+        except RolemeshError as error:
+            # What it means for the service, the call says that needs the rank.
+            logger.debug("a rank does not say how busy it is: %s", error)
+            return
+        self._others = [use for answer in answers for use in answer.devices]

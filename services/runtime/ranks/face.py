@@ -1,0 +1,339 @@
+"""The face of a service of several ranks: rank 0 passes a call on to all, and joins the answers.
+
+Every rank gets the same message and works out by itself which rows are its own, so the face holds
+no data of the others. Calls go one at a time, so that collective operations have one order on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from rolemesh.rpc.channel import MeshChannel, current_call, new_request_id, serving_call
+from rolemesh.rpc.errors import InternalError, RolemeshError, UnavailableError
+from rolemesh.rpc.policy import rolemesh_methods
+from rolemesh.services.runtime.experience.rows import join_parts
+from rolemesh.services.runtime.server.errors import FAILED_RANK
+from rolemesh.v1 import experience_pb2, worker_pb2
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", bound=Message)
+
+EVENTS_AHEAD = ("block",)
+"""Fields of a response that carry something ahead of its result."""
+
+SETTLE_S = 10.0
+"""When one rank has failed, the others get this long to end the same call. A rank that waits for
+the failed one inside a collective operation never does."""
+
+LEAVE_S = 10.0
+"""A rank without work answers within this that it ends."""
+
+DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
+
+
+class Face:
+    """Rank 0's hold of its service's other ranks. Owner: the loop.
+
+    Invariant: at most one call is with the ranks at a time. When ranks end a call differently, what
+    they hold no longer fits together: `on_divergence` is told, and nothing may be computed then.
+
+    Example: with 4 ranks, `await face.everywhere(request, work)` returns 4 answers of the type that
+    `work` returns, rank 0's own first.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        peers: Sequence[MeshChannel],
+        on_divergence: Callable[[str], None],
+    ) -> None:
+        """Prepares.
+
+        Args:
+            role: of the service.
+            peers: channels to ranks 1, 2, ...
+            on_divergence: told why the ranks can no longer work together.
+        """
+        self._role = role
+        self._peers = tuple(peers)
+        self._on_divergence = on_divergence
+        self._turn = asyncio.Lock()
+        self._divergence = ""
+
+    async def everywhere(
+        self,
+        request: Message,
+        work: Callable[[], Awaitable[Answer]],
+        on_event: Callable[[Message], None] | None = None,
+    ) -> list[Answer]:
+        """Has every rank do the work of a request.
+
+        Args:
+            request: passed on as it is.
+            work: this rank's own part.
+            on_event: is handed what the other ranks tell ahead of their answers; what it raises
+                fails the call.
+
+        The work goes on when the caller's deadline has passed: were each rank to end at a moment of
+        its own, they would no longer fit together.
+
+        Returns:
+            The answers by rank.
+
+        Raises:
+            RolemeshError: of the first rank that failed; a peer's names the rank.
+            UnavailableError: RANKS_DIVERGED: since an earlier call the ranks do not fit together.
+        """
+        async with self._turn:
+            self._check_fit()
+            with _without_deadline():
+                tasks = [asyncio.ensure_future(work())]
+                tasks += [
+                    asyncio.create_task(self._ask(rank, channel, request, on_event))
+                    for rank, channel in enumerate(self._peers, start=1)
+                ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                failures = _failures(tasks)
+                if not failures:
+                    return [task.result() for task in tasks]
+                cause = next(iter(failures.values()))
+                if not any(_is_gone(error) for error in failures.values()):
+                    await self._settle(tasks)
+                # That a rank is gone explains what the others say.
+                gone = [error for error in _failures(tasks).values() if _is_gone(error)]
+                if gone:
+                    cause = gone[0]
+                    self._diverge(f"a rank is gone: {cause}")
+                raise cause
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def tell(self, path: str, request: Message, timeout_s: float | None = None) -> list[Any]:
+        """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
+
+        Args:
+            path: full name of the method.
+            request: the same for each.
+            timeout_s: None takes the method's deadline.
+
+        Raises:
+            RolemeshError: of the first rank that failed; names the rank.
+        """
+        return list(
+            await asyncio.gather(
+                *(
+                    self._call(rank, channel, path, request, timeout_s)
+                    for rank, channel in enumerate(self._peers, start=1)
+                )
+            )
+        )
+
+    async def give_back(self) -> None:
+        """Has every other rank give up its work and forget the run, as the face itself does.
+
+        Raises:
+            RolemeshError: a rank cannot, which is a divergence.
+        """
+        try:
+            with _without_deadline():
+                await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest())
+        except RolemeshError as error:
+            self._diverge(f"a rank still holds the run: {error.message}")
+            raise
+
+    async def leave(self) -> bool:
+        """Ends the processes of the other ranks. False when one does not say that it will."""
+        try:
+            await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest(exit=True), LEAVE_S)
+        except RolemeshError as error:
+            logger.warning("a rank does not end by itself: %s", error.message)
+            return False
+        return True
+
+    def _check_fit(self) -> None:
+        if self._divergence:
+            raise UnavailableError(
+                f"the ranks of the {self._role} no longer fit together ({self._divergence}), and "
+                "the service ends: start the step again from the newest checkpoint",
+                reason="RANKS_DIVERGED",
+            )
+
+    def _diverge(self, why: str) -> None:
+        if not self._divergence:
+            self._divergence = why
+            self._on_divergence(why)
+
+    async def _settle(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        """Waits for the ranks to end a call that one of them has failed."""
+        _, running = await asyncio.wait(tasks, timeout=SETTLE_S)
+        if running:
+            stuck = [rank for rank, task in enumerate(tasks) if task in running]
+            self._diverge(f"ranks {stuck} still wait for the rank that failed")
+        elif len(failures := _failures(tasks)) < len(tasks):
+            done = [rank for rank in range(len(tasks)) if rank not in failures]
+            self._diverge(f"ranks {done} have done what another rank failed to do")
+
+    async def _ask(
+        self,
+        rank: int,
+        channel: MeshChannel,
+        request: Message,
+        on_event: Callable[[Message], None] | None,
+    ) -> Any:
+        path, response_type, is_stream = _method_of(request.DESCRIPTOR.full_name)
+        if not is_stream:
+            return await self._call(rank, channel, path, request)
+        result: Any = None
+        call = channel.unary_stream(
+            path,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response_type.FromString,
+        )(request)
+        try:
+            async for message in call:
+                kind = message.WhichOneof("event")
+                if kind in EVENTS_AHEAD:
+                    if on_event is not None:
+                        on_event(getattr(message, kind))
+                elif kind != "progress":
+                    result = getattr(message, kind)
+        except RolemeshError as error:
+            raise self._of_rank(rank, error) from error
+        if result is None:
+            raise InternalError(f"{self._role} rank {rank} ended the call without a result")
+        return result
+
+    async def _call(
+        self,
+        rank: int,
+        channel: MeshChannel,
+        path: str,
+        request: Message,
+        timeout_s: float | None = None,
+    ) -> Any:
+        response_type = _response_type(path)
+        try:
+            return await channel.unary_unary(
+                path,
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=response_type.FromString,
+            )(request, timeout=timeout_s)
+        except RolemeshError as error:
+            raise self._of_rank(rank, error) from error
+
+    def _of_rank(self, rank: int, error: RolemeshError) -> RolemeshError:
+        who = f"{self._role} rank {rank}"
+        # Of an INTERNAL error the rank has said already whose it is.
+        message = error.message if error.message.startswith(who) else f"{who}: {error.message}"
+        return type(error)(
+            message,
+            reason=error.reason,
+            retryable=error.retryable,
+            metadata={**error.metadata, FAILED_RANK: str(rank)},
+            remote_traceback=error.remote_traceback,
+        )
+
+
+@contextmanager
+def _without_deadline() -> Iterator[None]:
+    """Calls and tasks that begin inside have their methods' own deadlines, not the caller's."""
+    caller = current_call()
+    request_id = new_request_id() if caller is None else caller.request_id
+    with serving_call(request_id, math.inf):
+        yield
+
+
+def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
+    """Errors of the tasks that have failed so far, by rank."""
+    return {
+        rank: error
+        for rank, task in enumerate(tasks)
+        if task.done() and (error := task.exception()) is not None
+    }
+
+
+def _is_gone(error: BaseException) -> bool:
+    """Whether a rank of this service no longer answers.
+
+    A rank that answers says its role, also of another service that it could not reach.
+    """
+    return (
+        isinstance(error, UnavailableError)
+        and FAILED_RANK in error.metadata
+        and "role" not in error.metadata
+    )
+
+
+@functools.cache
+def _method_of(request_name: str) -> tuple[str, type[Message], bool]:
+    """Path, response type and kind of the method that takes a request."""
+    for path, method in rolemesh_methods().items():
+        if method.input_type.full_name == request_name:
+            return path, _response_type(path), method.server_streaming
+    raise ValueError(f"no method takes a {request_name}")
+
+
+@functools.cache
+def _response_type(path: str) -> type[Message]:
+    descriptor = rolemesh_methods()[path].output_type
+    return message_factory.GetMessageClass(descriptor)
+
+
+def join_answers(answers: Sequence[Answer]) -> Answer:
+    """One answer from those of all ranks.
+
+    References to experience and reports are joined; everything else is that of the first rank that
+    has an answer, which ranks that work in step agree on.
+    """
+    spoken = next((answer for answer in answers if answer.ByteSize()), answers[0])
+    joined = type(spoken)()
+    joined.CopyFrom(spoken)
+    for descriptor in joined.DESCRIPTOR.fields:
+        kind = descriptor.message_type
+        if kind is None or descriptor.is_repeated:
+            continue
+        parts = [getattr(answer, descriptor.name) for answer in answers]
+        if kind is experience_pb2.ExperienceRef.DESCRIPTOR:
+            getattr(joined, descriptor.name).CopyFrom(join_parts(parts))
+        elif kind is experience_pb2.CallReport.DESCRIPTOR:
+            getattr(joined, descriptor.name).CopyFrom(join_reports(parts))
+    return joined
+
+
+def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2.CallReport:
+    """One report: rank 0's metrics, the slowest rank of each phase, all tokens, bytes and peaks.
+
+    A rank whose output does not count reports no tokens.
+    """
+    joined = experience_pb2.CallReport(
+        metrics=reports[0].metrics, num_tokens=sum(report.num_tokens for report in reports)
+    )
+    slowest: dict[str, experience_pb2.PhaseTime] = {}
+    for report in reports:
+        for phase in report.phases:
+            known = slowest.setdefault(phase.phase, phase)
+            if _nanoseconds(phase) > _nanoseconds(known):
+                slowest[phase.phase] = phase
+        for transport, num_bytes in report.fetched_bytes.items():
+            joined.fetched_bytes[transport] += num_bytes
+        joined.memory.extend(report.memory)
+    joined.phases.extend(slowest.values())
+    return joined
+
+
+def _nanoseconds(phase: experience_pb2.PhaseTime) -> int:
+    return phase.duration.ToNanoseconds()

@@ -1,0 +1,220 @@
+"""The one server interceptor: deadline, request id, metrics, errors, for all four call kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, NoReturn
+
+import grpc
+from grpc_status import rpc_status
+from opentelemetry.trace import Span
+
+from rolemesh.rpc import tracing
+from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
+from rolemesh.rpc.errors import InternalError, InvalidRequestError, to_status
+from rolemesh.rpc.policy import method_policy
+from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
+from rolemesh.services.runtime.server.metrics import ServiceMetrics
+from rolemesh.v1 import experience_pb2, operation_pb2
+
+logger = logging.getLogger(__name__)
+
+OUR_METHODS = "/rolemesh."
+"""Standard services (health, reflection) are left alone: their clients know no policy of ours."""
+
+MAX_REQUEST_ID_CHARACTERS = 64
+"""A longer request id is replaced: it goes into logs."""
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every rolemesh call. Servicers raise; this is the only place that aborts.
+
+    A call without a deadline is refused, since nothing would ever end it. An exception leaves as
+    google.rpc.Status with ErrorInfo; one that nobody foresaw is logged with its traceback and
+    leaves as INTERNAL with its type and message.
+    """
+
+    def __init__(self, role: str, rank: int, metrics: ServiceMetrics) -> None:
+        self._role = role
+        self._rank = rank
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Returns the method's handler, wrapped."""
+        handler = await continuation(handler_call_details)
+        full_method = handler_call_details.method
+        if handler is None or not full_method.startswith(OUR_METHODS):
+            return handler
+        # Checks that the method has a policy, before anybody relies on its idempotency.
+        method_policy(full_method)
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            behavior: Any = self._streaming(
+                full_method, handler.stream_stream or handler.unary_stream
+            )
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            behavior = self._unary(full_method, handler.stream_unary or handler.unary_unary)
+        return make(
+            behavior,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _unary(self, full_method: str, behavior: Any) -> Any:
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            with self._serving(full_method, context, request) as (call, outcome, span):
+                try:
+                    self._check_deadline(full_method, call)
+                    response = await behavior(request, context)
+                    _note_result(span, response)
+                    return response
+                except Exception as error:
+                    await self._abort(full_method, context, call, outcome, span, error)
+
+        return serve
+
+    def _streaming(self, full_method: str, behavior: Any) -> Any:
+        # No generator: grpc.aio would drive it, and a write that fails would leave it open.
+        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            with self._serving(full_method, context, request) as (call, outcome, span):
+                try:
+                    self._check_deadline(full_method, call)
+                    responses = behavior(request, context)
+                    if inspect.isawaitable(responses):
+                        responses = await responses
+                    async with contextlib.aclosing(responses):
+                        async for response in responses:
+                            _note_result(span, response)
+                            await _send(full_method, context.write(response))
+                except Exception as error:
+                    await self._abort(full_method, context, call, outcome, span, error)
+
+        return serve
+
+    @contextlib.contextmanager
+    def _serving(
+        self, full_method: str, context: grpc.aio.ServicerContext[Any, Any], request: Any
+    ) -> Iterator[tuple[CallContext, list[str], Span]]:
+        remaining = context.time_remaining()
+        deadline = math.inf if remaining is None else time.monotonic() + remaining
+        with (
+            self._metrics.call(full_method) as outcome,
+            serving_call(_request_id(context), deadline) as call,
+            tracing.serving(
+                full_method, context.invocation_metadata(), self._role, self._rank
+            ) as span,
+        ):
+            _note_operation(span, request)
+            try:
+                yield call, outcome, span
+            except (asyncio.CancelledError, GeneratorExit):
+                outcome[0] = "CANCELLED"
+                raise
+
+    def _check_deadline(self, full_method: str, call: CallContext) -> None:
+        if math.isinf(call.deadline):
+            raise InvalidRequestError(
+                f"{full_method} was called without a deadline: give one (gRPC timeout), "
+                f"e.g. {method_policy(full_method).deadline_s:g} s, the default of its policy",
+                reason="DEADLINE_MISSING",
+            )
+
+    async def _abort(
+        self,
+        full_method: str,
+        context: grpc.aio.ServicerContext[Any, Any],
+        call: CallContext,
+        outcome: list[str],
+        span: Span,
+        error: Exception,
+    ) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        described = describe(error)
+        tracing.fail(span, described)
+        outcome[0] = described.code.name
+        if is_expected(error):
+            logger.warning("%s: %s: %s", full_method, described.reason, described.message)
+        else:
+            logger.error("%s failed: %s", full_method, described.message, exc_info=error)
+        if isinstance(described, InternalError) and FAILED_RANK not in described.metadata:
+            described = InternalError(
+                f"{self._role} rank {self._rank} failed: {described.message}",
+                reason=described.reason,
+                retryable=described.retryable,
+                metadata=described.metadata,
+                remote_traceback=described.remote_traceback,
+            )
+        status = to_status(
+            described,
+            {
+                "role": self._role,
+                "rank": described.metadata.get(FAILED_RANK, str(self._rank)),
+                "request_id": call.request_id,
+                "method": full_method,
+            },
+        )
+        await _send(full_method, context.abort_with_status(rpc_status.to_status(status)))
+        raise AssertionError("abort returned")  # it always raises
+
+
+def _note_operation(span: Span, request: Any) -> None:
+    """What the caller asks for, where the request carries a key."""
+    key = getattr(request, "key", None)
+    if span.is_recording() and isinstance(key, operation_pb2.OperationKey) and key.operation:
+        tracing.note(span, run_id=key.run_id, step=key.step, operation=key.operation)
+
+
+def _note_result(span: Span, response: Any) -> None:
+    """What a call took and left, where the response says it."""
+    if not span.is_recording():
+        return
+    result = getattr(response, "result", response)
+    version = getattr(result, "policy_version", None)
+    tracing.note(span, policy_version=version or None)
+    report = getattr(result, "report", None)
+    if isinstance(report, experience_pb2.CallReport):
+        tracing.note(
+            span, num_tokens=report.num_tokens, num_bytes=sum(report.fetched_bytes.values())
+        )
+
+
+async def _send(full_method: str, sending: Awaitable[None]) -> None:
+    """Sends; a client that has left ends the call like its cancellation.
+
+    grpc.aio cancels the call's task when the client leaves, but the operation that is under way
+    may fail before. grpc.aio.InternalError is the public base of what it raises then.
+    """
+    try:
+        await sending
+    except grpc.aio.InternalError as error:
+        logger.info("%s: the client left before its answer was sent (%s)", full_method, error)
+        raise asyncio.CancelledError(str(error)) from error
+
+
+def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            if value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARACTERS:
+                return value
+            break
+    return new_request_id()

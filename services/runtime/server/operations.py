@@ -1,0 +1,267 @@
+"""The idempotency ledger: one effect an OperationKey, and its first answer for every repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from google.protobuf.message import Message
+
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.runtime.server.errors import is_expected
+from rolemesh.v1 import operation_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_RUN_ID_CHARACTERS = 128
+"""Bound of OperationKey.run_id."""
+
+Identity = tuple[str, int, int, str, int]
+"""(run_id, fencing_epoch, step, operation, sequence)."""
+
+Payload: TypeAlias = "bytes | memoryview"
+"""Bytes that came beside a request, and belong to it."""
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One keyed call: in progress, or answered."""
+
+    identity: Identity
+    method: str
+    """Full method name."""
+    digest: bytes
+    """SHA-256 of the request, to tell a repeat from a reused key."""
+    stage: str = "queued"
+    done: int = 0
+    total: int = 0
+    started: float = field(default_factory=time.monotonic)
+    num_listeners: int = 0
+    """Callers that wait for the answer right now."""
+    task: asyncio.Task[Message] | None = None
+    events: list[Message] = field(default_factory=list)
+    """What the work has told ahead of its answer, in order; kept for repeats."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced by a new one, with each event and at the end."""
+
+    @property
+    def name(self) -> str:
+        """Step and operation, for people."""
+        _, _, step, operation, sequence = self.identity
+        return f"step {step} {operation}" + (f" #{sequence}" if sequence else "")
+
+    def progress(self) -> operation_pb2.Progress:
+        """The newest sign of life."""
+        return operation_pb2.Progress(stage=self.stage, done=self.done, total=self.total)
+
+    def add_event(self, event: Message) -> None:
+        """Tells all callers something ahead of the answer. On the loop."""
+        self.events.append(event)
+        self.changed()
+
+    def changed(self) -> None:
+        """Wakes the callers that wait in `told`. On the loop."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def told(self, interval_s: float) -> AsyncGenerator[Message | None, None]:
+        """All events from the first one, until the work has ended; then the answer is due.
+
+        Each caller gets every event once and in order, whether it came first or long after.
+
+        Args:
+            interval_s: after a silence of this long, None: a sign of life is due.
+        """
+        task, sent = task_of(self), 0
+        while True:
+            # Asked first: what is told before the end is told before the answer.
+            is_done, changed = task.done(), self._changed
+            while sent < len(self.events):
+                sent += 1
+                yield self.events[sent - 1]
+            if is_done:
+                return
+            if changed.is_set():
+                continue
+            try:
+                await asyncio.wait_for(changed.wait(), interval_s)
+            except TimeoutError:
+                yield None
+
+
+def task_of(operation: Operation) -> asyncio.Task[Message]:
+    """The task of an operation that was started."""
+    if operation.task is None:
+        raise RuntimeError(f"operation {operation.name} has no task: it was not started")
+    return operation.task
+
+
+def identity_of(key: operation_pb2.OperationKey) -> Identity:
+    """The identity of a key.
+
+    Raises:
+        InvalidRequestError: a field of the key is out of range.
+    """
+    problem = None
+    if not 1 <= len(key.run_id) <= MAX_RUN_ID_CHARACTERS:
+        problem = f"key.run_id is {key.run_id[:40]!r}: give 1 to {MAX_RUN_ID_CHARACTERS} characters"
+    elif key.fencing_epoch < 1:
+        problem = f"key.fencing_epoch is {key.fencing_epoch}: give a number >= 1"
+    elif key.step < 0:
+        problem = f"key.step is {key.step}: give a number >= 0"
+    elif not key.operation:
+        problem = 'key.operation is empty: name the operation, e.g. "actor.update"'
+    elif key.sequence < 0:
+        problem = f"key.sequence is {key.sequence}: give a number >= 0"
+    if problem is not None:
+        raise InvalidRequestError(problem, reason="KEY_INVALID")
+    return (key.run_id, key.fencing_epoch, key.step, key.operation, key.sequence)
+
+
+class OperationLedger:
+    """Keyed operations of this process. Owner: the loop.
+
+    Invariant: for one identity the work starts at most once while its answer is kept. The answers
+    of the newest `capacity` operations are kept. A failure is not an answer: callers that wait get
+    it, and a later repeat starts the work again, guarded by the versions that the request expects.
+    The work outlives the call that started it, so that a coordinator that lost its connection
+    finds the answer.
+
+    Example: two calls with the key (run "r", epoch 1, step 3, "actor.update", 0) get one Operation;
+    a call of epoch 1 after one of epoch 2 raises PreconditionError (STALE_EPOCH).
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._operations: OrderedDict[Identity, Operation] = OrderedDict()
+        self._highest_epochs: OrderedDict[str, int] = OrderedDict()
+
+    def check_epoch(self, key: operation_pb2.OperationKey) -> Identity:
+        """Refuses a key of an older coordinator; remembers a newer one.
+
+        Raises:
+            InvalidRequestError: the key itself is malformed.
+            PreconditionError: STALE_EPOCH.
+        """
+        identity = identity_of(key)
+        self.fence(key.run_id, key.fencing_epoch)
+        return identity
+
+    def has(self, identity: Identity) -> bool:
+        """Whether an operation of that identity runs or was answered."""
+        return identity in self._operations
+
+    def fence(self, run_id: str, epoch: int) -> None:
+        """Refuses an older coordinator of the run; remembers a newer one.
+
+        Raises:
+            PreconditionError: STALE_EPOCH.
+        """
+        highest = self._highest_epochs.get(run_id, 0)
+        if epoch < highest:
+            raise PreconditionError(
+                f"fencing_epoch is {epoch}, but epoch {highest} has spoken for run "
+                f"{run_id!r}: a newer coordinator has taken over; this one must end",
+                reason="STALE_EPOCH",
+            )
+        self._highest_epochs[run_id] = epoch
+        self._highest_epochs.move_to_end(run_id)
+        while len(self._highest_epochs) > self._capacity:
+            self._highest_epochs.popitem(last=False)
+
+    def find(
+        self, identity: Identity, method: str, request: Message, payload: Payload = b""
+    ) -> Operation | None:
+        """The running or answered operation of that identity.
+
+        Args:
+            identity: of the key.
+            method: full method name.
+            request: what is asked for.
+            payload: bytes that came with the request.
+
+        Raises:
+            InvalidRequestError: KEY_REUSED: the key belongs to another request.
+        """
+        operation = self._operations.get(identity)
+        if operation is None:
+            return None
+        if operation.method != method or operation.digest != _digest(request, payload):
+            raise InvalidRequestError(
+                f"the key of {operation.name!r} was used for another request to "
+                f"{operation.method}: give every operation of a step its own name or sequence",
+                reason="KEY_REUSED",
+            )
+        return operation
+
+    def start(
+        self,
+        identity: Identity,
+        method: str,
+        request: Message,
+        work: Callable[[Operation], Awaitable[Message]],
+        payload: Payload = b"",
+    ) -> Operation:
+        """Starts the work of a new operation."""
+        operation = Operation(identity, method, _digest(request, payload))
+
+        async def run() -> Message:
+            return await work(operation)
+
+        task = asyncio.create_task(run(), name=f"{method} {operation.name}")
+        operation.task = task
+        self._operations[identity] = operation
+        task.add_done_callback(lambda _: self._finished(operation))
+        self._evict()
+        return operation
+
+    def running(self) -> list[Operation]:
+        """Operations in progress, oldest first."""
+        return [
+            operation
+            for operation in self._operations.values()
+            if operation.task is not None and not operation.task.done()
+        ]
+
+    def _finished(self, operation: Operation) -> None:
+        task = operation.task
+        if task is None:
+            return
+        operation.changed()
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            self._operations.pop(operation.identity, None)
+        if error is not None and operation.num_listeners == 0:
+            # Nobody waits any more: this is the only place where the reason is told.
+            logger.error(
+                "%s of %s failed after its caller had gone: %s: %s",
+                operation.method,
+                operation.name,
+                type(error).__name__,
+                error,
+                exc_info=None if is_expected(error) else error,
+            )
+
+    def _evict(self) -> None:
+        excess = len(self._operations) - self._capacity
+        if excess <= 0:
+            return
+        answered = [
+            identity
+            for identity, operation in self._operations.items()
+            if operation.task is not None and operation.task.done()
+        ]
+        for identity in answered[:excess]:
+            del self._operations[identity]
+
+
+def _digest(request: Message, payload: Payload) -> bytes:
+    digest = hashlib.sha256(request.SerializeToString(deterministic=True))
+    digest.update(payload)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""RPCs that several roles share."""

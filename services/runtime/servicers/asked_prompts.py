@@ -1,0 +1,124 @@
+"""What a generation is asked to complete: positions in the service's data, or given prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, Split
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.servicers.prompt_slices import MAX_ROWS, check_slice
+from rolemesh.v1 import rollout_pb2
+
+_SPLITS: dict[int, Split] = {
+    rollout_pb2.SPLIT_TRAIN: "train",
+    rollout_pb2.SPLIT_HELD_OUT: "held_out",
+}
+
+_NO_METADATA = "{}"
+
+
+class AskedPrompts(Protocol):
+    """Prompts of one generation."""
+
+    @property
+    def count(self) -> int:
+        """How many they are, before samples are counted."""
+
+    def of(self, prompts: PromptSet, tokenizer: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
+        """The prompts, and the ids of those that stand in the batch before them."""
+
+
+def asked_prompts(request: rollout_pb2.GenerateRequest, samples_per_prompt: int) -> AskedPrompts:
+    """What a request asks to complete, checked as far as it can be without data.
+
+    Raises:
+        InvalidRequestError: SPLIT_INVALID, SLICE_INVALID or PROMPT_INVALID.
+    """
+    if request.WhichOneof("input") == "given":
+        _check_given(request.given.prompts, samples_per_prompt)
+        return _Given(request.given.prompts)
+    if request.prompts.split not in _SPLITS:
+        raise InvalidRequestError(
+            "prompts.split is not set: give SPLIT_TRAIN or SPLIT_HELD_OUT",
+            reason="SPLIT_INVALID",
+        )
+    check_slice(request.prompts, "prompts", samples_per_prompt)
+    return _Positions(request.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    asked: rollout_pb2.PromptSlice
+
+    @property
+    def count(self) -> int:
+        return self.asked.count
+
+    def of(self, prompts: PromptSet, tokenizer: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
+        asked, split = self.asked, _SPLITS[self.asked.split]
+        earlier: list[int] = []
+        if asked.HasField("batch_start") and asked.batch_start < asked.start:
+            before = prompts.rows(split, asked.batch_start, asked.start - asked.batch_start)
+            earlier = [prompt_id for prompt_id, _ in before]
+        return prompts.slice(split, asked.start, asked.count), earlier
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    prompts: Sequence[rollout_pb2.GivenPrompt]
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts)
+
+    def of(self, prompts: PromptSet, tokenizer: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
+        return [
+            _rendered(f"given.prompts[{place}]", given, prompts, tokenizer)
+            for place, given in enumerate(self.prompts)
+        ], ()
+
+
+def _check_given(prompts: Sequence[rollout_pb2.GivenPrompt], samples_per_prompt: int) -> None:
+    if not 1 <= len(prompts) * samples_per_prompt <= MAX_ROWS:
+        raise InvalidRequestError(
+            f"given.prompts are {len(prompts)}, with {samples_per_prompt} samples each: give one "
+            f"or more, and ask for {MAX_ROWS} trajectories at most in one call",
+            reason="SLICE_INVALID",
+        )
+    for place, given in enumerate(prompts):
+        if bool(given.tokens) == bool(given.text):
+            raise _invalid(f"given.prompts[{place}]", "give either tokens or text")
+        if given.prompt_id < 0:
+            raise _invalid(f"given.prompts[{place}]", f"prompt_id is {given.prompt_id}: give >= 0")
+
+
+def _rendered(
+    where: str, given: rollout_pb2.GivenPrompt, prompts: PromptSet, tokenizer: Any
+) -> Prompt:
+    if given.text:
+        row = PromptRow(
+            messages=({"role": "user", "content": given.text},),
+            answer=given.answer,
+            metadata=given.metadata_json or _NO_METADATA,
+            where=where,
+        )
+        return prompts.render(given.prompt_id, row)
+    # An id beyond the embedding would end the whole process on a GPU.
+    unknown = [token for token in given.tokens if not 0 <= token < len(tokenizer)]
+    if unknown:
+        raise _invalid(
+            where, f"token {unknown[0]} is none of the model's: give 0 to {len(tokenizer) - 1}"
+        )
+    return Prompt(
+        prompt_id=given.prompt_id,
+        text=tokenizer.decode(given.tokens),
+        tokens=list(given.tokens),
+        answer=given.answer,
+        metadata=given.metadata_json or _NO_METADATA,
+    )
+
+
+def _invalid(where: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where}: {problem}", reason="PROMPT_INVALID")

@@ -1,0 +1,92 @@
+"""What every trained role shares: a trainer, and what becomes of it in a run's life."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.train.trainer import TrainedModel, Trainer, kind_of
+from rolemesh.rpc.errors import PreconditionError
+from rolemesh.services.runtime.calls.role import InitializeResult, Role
+from rolemesh.services.runtime.experience.published_weights import PublishedWeights
+from rolemesh.services.runtime.ranks.device import rank_device
+
+T = TypeVar("T")
+
+
+class ModelRole(Role):
+    """A role that holds a Trainer."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self.run_seed = 0
+        self.extra_state: dict[str, Any] = {}
+        """JSON-able state that is part of the checkpoint, e.g. the KL controller's."""
+        self.published = PublishedWeights()
+        """The copy of the weights that others may fetch."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer; raises NOT_INITIALIZED before Initialize."""
+        return self.initialized(self._trainer)
+
+    def initialized(self, part: T | None) -> T:
+        """The part, or NOT_INITIALIZED when Initialize has not made it yet."""
+        if part is None:
+            raise PreconditionError(
+                f"the {self.name} holds no run yet: call Initialize first",
+                reason="NOT_INITIALIZED",
+            )
+        return part
+
+    def train_with(
+        self, model: TrainedModel, optimizer: OptimizerSpec, run_seed: int
+    ) -> InitializeResult:
+        """Makes the trainer of a model that was just loaded."""
+        self.run_seed = run_seed
+        self._trainer = Trainer(kind_of(model), model, optimizer)
+        return InitializeResult(
+            policy_version=self._trainer.policy_version,
+            num_parameters=num_parameters(model),
+        )
+
+    def policy_version(self) -> int:
+        """Version of the weights; 0 before Initialize."""
+        return 0 if self._trainer is None else self._trainer.policy_version
+
+    def weights_replaced(self) -> None:
+        """Told after a checkpoint was loaded: equal versions need not mean equal weights now."""
+
+    def sleep(self) -> int:
+        """Moves weights and optimizer state to host memory."""
+        return self.trainer.move_to(torch.device("cpu"))
+
+    def wake(self) -> int:
+        """Brings weights and optimizer state back."""
+        return self.trainer.move_to(rank_device())
+
+    def close(self) -> None:
+        """Drops weights and optimizer state."""
+        self._trainer = None
+        self.extra_state = {}
+        self.published.close()
+
+
+def num_parameters(model: TrainedModel) -> int:
+    """Parameters of the whole model, whatever part of it this rank holds."""
+    if model.shape is None:
+        return sum(parameter.numel() for parameter in model.parameters())
+    manifest = model.shape.manifest("float32")
+    return sum(math.prod(parameter.shape) for parameter in manifest.values())
+
+
+def move_module(module: nn.Module, device: torch.device) -> int:
+    """Moves parameters and buffers; returns the bytes that changed places."""
+    tensors = [*module.parameters(), *module.buffers()]
+    moved = sum(tensor.nbytes for tensor in tensors if tensor.device.type != device.type)
+    module.to(device)
+    return moved

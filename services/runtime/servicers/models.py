@@ -1,0 +1,272 @@
+"""RPCs over a trainer, shared by every role that holds a model.
+
+Each pulls the columns it needs, hands one function of the engine to the compute thread, and
+publishes what came out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from rolemesh.engine.algorithms.judged import IS_JUDGED, judged_rows
+from rolemesh.engine.algorithms.losses import make_loss
+from rolemesh.engine.batching import rows_of_update, unit_lengths
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.seeds import derive_seed
+from rolemesh.engine.specs import LossSpec
+from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.experience.rows import names_of, row_tokens
+from rolemesh.services.runtime.servicers.estimates import EstimateServicer, algorithm_part
+from rolemesh.v1 import (
+    experience_pb2,
+    logprob_pb2,
+    logprob_pb2_grpc,
+    trainer_pb2,
+)
+
+_Response = TypeVar("_Response", bound=Message)
+
+TRAJECTORY = ("tokens", "prompt_lengths")
+"""Columns that every forward pass needs."""
+
+
+class PolicyHolder(Protocol):
+    """A role that holds a language model."""
+
+    @property
+    def policy(self) -> RankModel:
+        """The model; raises NOT_INITIALIZED before Initialize."""
+
+
+class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
+    """LogprobService over a policy."""
+
+    def __init__(self, role: PolicyHolder, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def ComputeLogprobs(
+        self, request: logprob_pb2.ComputeLogprobsRequest, context: Context
+    ) -> AsyncIterator[logprob_pb2.ComputeLogprobsResponse]:
+        """See logprob.proto."""
+
+        async def work(call: Call) -> Message:
+            if not request.column or request.temperature <= 0:
+                raise InvalidRequestError(
+                    f"column is {request.column!r} and temperature is {request.temperature}: give "
+                    "the new column a name and a temperature above 0",
+                    reason="SPEC_INVALID",
+                )
+            share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
+            batch = await self._runtime.pull(request.experience, TRAJECTORY, call, rows=share.rows)
+            scored = await call.compute(
+                compute_logprobs,
+                self._role.policy,
+                batch,
+                temperature=request.temperature,
+                with_entropy=request.with_entropy,
+                progress=call.progress,
+            )
+            columns = {request.column: scored["logprobs"]}
+            if request.with_entropy:
+                columns[f"{request.column}_entropy"] = scored["entropy"]
+            return experience_pb2.ExperienceResult(
+                experience=self._runtime.publish(request.key, Experience(columns), share=share),
+                report=call.report({}, batch.num_tokens if share.counts else 0),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, logprob_pb2.ComputeLogprobsResponse, work
+        ):
+            yield response
+
+
+class TrainerServicer(EstimateServicer):
+    """TrainerService over a trainer: what changes weights, besides what estimates."""
+
+    async def ForwardBackward(
+        self, request: trainer_pb2.ForwardBackwardRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> Message:
+            loss = algorithm_part(LossSpec, request.loss)
+            lengths = row_tokens(request.experience)
+            rows_per_unit = _rows_per_unit(request.rows_per_unit, len(lengths))
+            units = self._runtime.share("3D_PROTO", unit_lengths(lengths, rows_per_unit))
+            share = units.times(rows_per_unit)
+            batch = await self._pull_for(loss, request.experience, share.rows, call)
+            metrics, outputs = await call.compute(
+                self._role.trainer.forward_backward_with_outputs,
+                batch,
+                loss,
+                call.progress,
+                rows=share.rows,
+                lengths=lengths,
+                rows_per_unit=rows_per_unit,
+            )
+            return trainer_pb2.ForwardBackwardResult(
+                report=call.report(metrics, batch.num_tokens if share.counts else 0),
+                outputs=self._runtime.publish(request.key, outputs, share=share),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, trainer_pb2.ForwardBackwardResponse, work
+        ):
+            yield response
+
+    async def OptimStep(
+        self, request: trainer_pb2.OptimStepRequest, context: Context
+    ) -> trainer_pb2.OptimStepResponse:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> trainer_pb2.OptimStepResponse:
+            trainer = self._role.trainer
+            rate = request.learning_rate if request.HasField("learning_rate") else None
+
+            def step() -> tuple[dict[str, float], int]:
+                # Looked at where weights change: an update that was queued before may move them.
+                _expect_version(trainer, request.expected_policy_version)
+                return trainer.optim_step(rate), trainer.policy_version
+
+            metrics, policy_version = await call.compute(step)
+            return trainer_pb2.OptimStepResponse(
+                policy_version=policy_version, report=call.report(metrics, 0)
+            )
+
+        return await self._runtime.keyed_unary(request, context, work)
+
+    async def Update(
+        self, request: trainer_pb2.UpdateRequest, context: Context
+    ) -> AsyncIterator[trainer_pb2.UpdateResponse]:
+        """See trainer.proto."""
+
+        async def work(call: Call) -> Message:
+            loss = algorithm_part(LossSpec, request.loss)
+            if request.epochs < 1 or request.mini_batch_rows < 1:
+                raise InvalidRequestError(
+                    f"epochs is {request.epochs} and mini_batch_rows is "
+                    f"{request.mini_batch_rows}: both must be at least 1",
+                    reason="SPEC_INVALID",
+                )
+            trainer = self._role.trainer
+            seed = derive_seed(self._role.run_seed, request.key.step, self._role.name, "update")
+            judged = await self._judged_rows(request.experience, call)
+            all_lengths = row_tokens(request.experience)
+            lengths = [all_lengths[row] for row in judged]
+            rows_per_unit = _rows_per_unit(
+                request.rows_per_unit, len(lengths), request.mini_batch_rows
+            )
+            rows = rows_of_update(
+                lengths,
+                epochs=request.epochs,
+                mini_batch_rows=request.mini_batch_rows,
+                seed=seed,
+                num_parts=trainer.mesh.dp.size,
+                part=trainer.mesh.dp.index,
+                rows_per_unit=rows_per_unit,
+            )
+            held = [judged[row] for row in rows]
+            batch = await self._pull_for(loss, request.experience, held, call)
+            num_steps = request.epochs * -(-len(lengths) // request.mini_batch_rows)
+            auxiliary = [
+                await self._auxiliary(extra, num_steps, call) for extra in request.auxiliary
+            ]
+            num_tokens = sum(part.num_tokens for part in (batch, *(x.batch for x in auxiliary)))
+            counts = trainer.mesh.model.is_first
+
+            def update() -> tuple[dict[str, float], int]:
+                # Looked at where weights change: an update that was queued before may move them.
+                _expect_version(trainer, request.expected_policy_version)
+                metrics = trainer.update(
+                    batch,
+                    loss,
+                    epochs=request.epochs,
+                    mini_batch_rows=request.mini_batch_rows,
+                    seed=seed,
+                    progress=call.progress,
+                    rows=rows,
+                    lengths=lengths,
+                    rows_per_unit=rows_per_unit,
+                    auxiliary=auxiliary,
+                )
+                return metrics, trainer.policy_version
+
+            metrics, policy_version = await call.compute(update)
+            return trainer_pb2.UpdateResult(
+                policy_version=policy_version,
+                report=call.report(metrics, num_tokens if counts else 0),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, trainer_pb2.UpdateResponse, work
+        ):
+            yield response
+
+    async def _judged_rows(self, ref: experience_pb2.ExperienceRef, call: Call) -> Sequence[int]:
+        """The rows that there is something to learn from: the others are in no mini-batch."""
+        if IS_JUDGED not in names_of(ref):
+            return range(ref.num_rows)
+        rows = judged_rows(await self._runtime.pull(ref, [IS_JUDGED], call))
+        return range(ref.num_rows) if rows is None else rows.tolist()
+
+    async def _auxiliary(
+        self, extra: trainer_pb2.AuxiliaryLoss, num_steps: int, call: Call
+    ) -> AuxiliaryLoss:
+        """A further loss with this rank's rows of it."""
+        loss = algorithm_part(LossSpec, extra.loss)
+        lengths = row_tokens(extra.experience)
+        dp = self._role.trainer.mesh.dp
+        rows = rows_of_auxiliary(lengths, num_steps=num_steps, num_parts=dp.size, part=dp.index)
+        return AuxiliaryLoss(
+            batch=await self._pull_for(loss, extra.experience, rows, call),
+            loss=loss,
+            weight=extra.weight,
+            rows=rows,
+            lengths=lengths,
+        )
+
+    async def _pull_for(
+        self,
+        loss: LossSpec,
+        ref: experience_pb2.ExperienceRef,
+        rows: Sequence[int],
+        call: Call,
+    ) -> Experience:
+        columns = dict.fromkeys((*TRAJECTORY, *make_loss(loss).columns))
+        return await self._runtime.pull(ref, list(columns), call, rows=rows)
+
+
+def _rows_per_unit(asked: int, num_rows: int, mini_batch_rows: int = 0) -> int:
+    """Rows of a unit, 0 meaning 1; raises InvalidRequestError where units would be cut apart."""
+    if asked < 0:
+        raise InvalidRequestError(
+            f"rows_per_unit is {asked}: give at least 1, or 0 for rows by themselves",
+            reason="SPEC_INVALID",
+        )
+    rows_per_unit = asked or 1
+    for name, number in (("the batch's rows", num_rows), ("mini_batch_rows", mini_batch_rows)):
+        if number % rows_per_unit:
+            raise InvalidRequestError(
+                f"{name} are {number}, which is no multiple of rows_per_unit {rows_per_unit}: "
+                "give whole units",
+                reason="SPEC_INVALID",
+            )
+    return rows_per_unit
+
+
+def _expect_version(trainer: Trainer, expected: int) -> None:
+    if trainer.policy_version != expected:
+        raise PreconditionError(
+            f"the weights are at policy_version {trainer.policy_version}, but the call expects "
+            f"{expected}: another call has changed them; start the step again",
+            reason="VERSION_MISMATCH",
+        )

@@ -1,0 +1,125 @@
+"""ExperienceService.Put: rows of somebody who serves none himself, held as if made here."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
+
+import torch
+from google.protobuf.message import DecodeError
+
+from rolemesh.engine.experience import Column, ColumnKind, Experience, read_payload
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.payload_stream import PayloadBuffer, decode_chunk
+from rolemesh.services.runtime.calls.call import Call
+from rolemesh.services.runtime.calls.runtime import Context, Runtime
+from rolemesh.services.runtime.experience.schema import layout_of
+from rolemesh.v1 import experience_pb2
+
+_COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+async def put_experience(
+    runtime: Runtime, messages: AsyncIterator[bytes], context: Context
+) -> experience_pb2.PutResponse:
+    """Takes the stream of a put; see experience.proto.
+
+    Nothing is allocated before the header is checked and the store has room for it. Any rank may
+    hold the rows: consumers pull their shares from it as from every producer.
+
+    Args:
+        runtime: of the rank that will hold them.
+        messages: serialized PutRequests.
+        context: of the call.
+
+    Raises:
+        InvalidRequestError: PAYLOAD_MALFORMED, INPUT_UNSUPPORTED, or what is wrong with the key.
+        CapacityError: EXPERIENCE_CAPACITY.
+        PreconditionError: not initialised, or a stale epoch.
+    """
+    store, opening = runtime.store, await _opening(messages)
+    header = opening.header
+    identity = runtime.ledger.check_epoch(opening.key)
+    runtime.hold.check_initialized(opening.key.run_id)
+    if header.HasField("shared_memory_name"):
+        raise InvalidRequestError(
+            "header.shared_memory_name is set: a put brings its bytes as chunks",
+            reason="INPUT_UNSUPPORTED",
+        )
+    try:
+        layout = layout_of(header)
+        # A repeat gets the first answer, also where there is no room for a second copy.
+        is_repeat = runtime.ledger.has(identity) and layout.num_bytes <= store.capacity_bytes
+        with nullcontext() if is_repeat else store.room_for(layout.num_bytes):
+            payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            view = payload.numpy().data
+            buffer = PayloadBuffer(view)
+            async for message in messages:
+                buffer.add(_chunk_of(message))
+            buffer.finish()
+        batch = await asyncio.to_thread(lambda: _checked(read_payload(layout, payload)))
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"the payload of a put is wrong: {error}", reason="PAYLOAD_MALFORMED"
+        ) from error
+
+    async def work(call: Call) -> experience_pb2.PutResponse:
+        return experience_pb2.PutResponse(experience=runtime.publish(opening.key, batch))
+
+    return await runtime.keyed_unary(opening, context, work, on_all_ranks=False, payload=view)
+
+
+async def _opening(messages: AsyncIterator[bytes]) -> experience_pb2.PutOpening:
+    request = _read(await anext(messages, b""))
+    if request.WhichOneof("part") != "opening":
+        raise InvalidRequestError(
+            "the stream of a put does not begin with an opening: send key and header first",
+            reason="PAYLOAD_MALFORMED",
+        )
+    return request.opening
+
+
+def _read(message: bytes) -> experience_pb2.PutRequest:
+    try:
+        return experience_pb2.PutRequest.FromString(message)
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"a message of {len(message)} bytes is no PutRequest: {error}",
+            reason="PAYLOAD_MALFORMED",
+        ) from error
+
+
+def _chunk_of(message: bytes) -> memoryview | bytes:
+    # Field 2 of PutRequest is a chunk as it is in FetchResponse: read without a copy.
+    chunk = decode_chunk(message)
+    if chunk is not None:
+        return chunk
+    request = _read(message)
+    if request.WhichOneof("part") != "chunk":
+        raise ValueError("the stream holds something else than chunks after the opening")
+    return request.chunk
+
+
+def _checked(batch: Experience) -> Experience:
+    """The batch, whose values are what their types say; they were made by nobody we know."""
+    if batch.num_rows < 1:
+        raise ValueError("num_rows is 0: put one row at least")
+    for name, column in batch.columns.items():
+        if not _COLUMN_NAME.fullmatch(name):
+            raise ValueError(f"column {name[:80]!r} is no lower_snake name of 1 to 64 characters")
+        _check_values(name, column)
+    return batch
+
+
+def _check_values(name: str, column: Column) -> None:
+    if column.kind is ColumnKind.TEXT:
+        if column.values.dtype is not torch.uint8:
+            raise ValueError(f"column {name!r} is text of {column.values.dtype}: send UTF-8 bytes")
+        try:
+            column.strings()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"column {name!r} holds text that is no UTF-8: {error}") from error
+    elif column.values.dtype is torch.bool and bool((column.values.view(torch.uint8) > 1).any()):
+        raise ValueError(f"column {name!r} is bool, but holds bytes other than 0 and 1")

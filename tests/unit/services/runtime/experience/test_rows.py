@@ -1,0 +1,210 @@
+"""Rows of a referenced batch: lengths, places, and parts that become one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from rolemesh.engine.experience import ColumnMissingError
+from rolemesh.rpc.row_places import is_consecutive, place, rows_of
+from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
+from rolemesh.services.runtime.experience.rows import (
+    cut_out,
+    group_with,
+    join_parts,
+    merge_parts,
+    row_tokens,
+)
+from rolemesh.v1 import experience_pb2
+
+
+def shard(
+    rows: Sequence[int], name: str = "one", tokens: Sequence[int] = (), rank: int = 0
+) -> experience_pb2.Shard:
+    return experience_pb2.Shard(
+        experience_id=name,
+        row_start=rows[0],
+        num_rows=len(rows),
+        rows=() if is_consecutive(rows) else rows,
+        row_tokens=tokens,
+        rank=rank,
+    )
+
+
+def ref(
+    num_rows: int, *shards: experience_pb2.Shard, columns: Sequence[str] = ("tokens",)
+) -> experience_pb2.ExperienceRef:
+    group = experience_pb2.ColumnGroup(
+        columns=[experience_pb2.ColumnSchema(name=name) for name in columns], shards=shards
+    )
+    return experience_pb2.ExperienceRef(num_rows=num_rows, groups=[group] if shards else [])
+
+
+# --- lengths --------------------------------------------------------------------------------
+
+
+def test_row_tokens_are_in_the_order_of_the_batch() -> None:
+    batch = ref(5, shard([1, 4], tokens=[11, 14]), shard([0, 2, 3], tokens=[10, 12, 13]))
+    assert row_tokens(batch) == [10, 11, 12, 13, 14]
+
+
+def test_the_last_group_with_a_column_counts() -> None:
+    batch = ref(1, shard([0], "old", tokens=[3]))
+    batch.groups.extend(ref(1, shard([0], "new", tokens=[7])).groups)
+    assert group_with(batch, "tokens") == 1
+    assert row_tokens(batch) == [7]
+
+
+def test_a_batch_without_tokens_names_what_it_has() -> None:
+    with pytest.raises(ColumnMissingError, match=r"'tokens' is missing; .*\['values'\]"):
+        row_tokens(ref(1, shard([0]), columns=["values"]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (ref(2, shard([0, 1], tokens=[5])), r"shard one of 2 rows tells the tokens of 1: .*fill"),
+        (ref(2, shard([0, 1])), "tells the tokens of 0"),
+        (ref(2, shard([0, 2], tokens=[5, 6])), "shard one of 2 rows"),
+        (ref(3, shard([0, 2], tokens=[5, 6])), "hold 2 of 3 rows: every row must"),
+    ],
+    ids=["too few", "none", "beyond the batch", "a row is missing"],
+)
+def test_lengths_that_are_not_whole_are_refused(
+    batch: experience_pb2.ExperienceRef, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        row_tokens(batch)
+
+
+@pytest.mark.parametrize(
+    ("row_start", "num_rows", "rows"), [(1, 2, [1, 1]), (3, 2, [3, 2]), (0, 2, [1, 3]), (1, 3, [1])]
+)
+def test_named_rows_that_contradict_the_shard_are_refused(
+    row_start: int, num_rows: int, rows: list[int]
+) -> None:
+    wrong = experience_pb2.Shard(
+        experience_id="one", row_start=row_start, num_rows=num_rows, rows=rows
+    )
+    with pytest.raises(ValueError, match="shard one says that it holds"):
+        rows_of(wrong)
+
+
+# --- places ---------------------------------------------------------------------------------
+
+
+def test_wanted_rows_are_found_in_any_order() -> None:
+    generator = random.Random(3)
+    for _ in range(50):
+        rows = list(range(generator.randint(2, 20)))
+        generator.shuffle(rows)
+        cut = generator.randint(1, len(rows) - 1)
+        parts = {"a": sorted(rows[:cut]), "b": sorted(rows[cut:])}
+        wanted = generator.sample(rows, generator.randint(1, len(rows)))
+        got: dict[int, int] = {}
+        for found, positions, targets in place([shard(r, n) for n, r in parts.items()], wanted):
+            for position, target in zip(positions, targets, strict=True):
+                got[target] = parts[found.experience_id][position]
+        assert [got[index] for index in range(len(wanted))] == wanted
+
+
+def test_neighbours_are_a_range_and_shards_without_wanted_rows_are_left_out() -> None:
+    found = place([shard([0, 1, 2, 3], "a"), shard([4, 5], "b")], [1, 2])
+    assert [(s.experience_id, positions, targets) for s, positions, targets in found] == [
+        ("a", range(1, 3), [0, 1])
+    ]
+
+
+def test_a_row_in_two_shards_is_refused() -> None:
+    with pytest.raises(ValueError, match="row 1 lies in two shards, the second being b"):
+        place([shard([0, 1], "a"), shard([1, 2], "b")], [0, 1])
+
+
+def test_a_row_in_no_shard_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows \[7\] \(1 of 2\) lie in no shard"):
+        place([shard([0, 1], "a")], [1, 7])
+
+
+# --- parts ----------------------------------------------------------------------------------
+
+
+def test_parts_become_one_reference_ordered_by_first_row() -> None:
+    parts = [
+        ref(4, shard([1, 3], "a", rank=0)),
+        experience_pb2.ExperienceRef(num_rows=4),
+        ref(4, shard([0, 2], "b", rank=2)),
+    ]
+    joined = join_parts(parts)
+    assert [s.experience_id for s in joined.groups[0].shards] == ["b", "a"]
+    assert len(parts[0].groups[0].shards) == 1, "parts stay as they were"
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([experience_pb2.ExperienceRef(num_rows=2)], "no rank has published a row"),
+        ([ref(2, shard([0])), ref(3, shard([1]))], "parts of 2 and 3 rows"),
+        (
+            [ref(2, shard([0])), ref(2, shard([1]), columns=["values"])],
+            r"columns \['tokens'\] and \['values'\]",
+        ),
+        ([ref(2, shard([0])), ref(2, shard([0]))], "published 2 rows of a batch of 2"),
+        ([ref(3, shard([0])), ref(3, shard([2]))], "published 2 rows of a batch of 3"),
+    ],
+    ids=["nothing", "other batch", "other columns", "a row twice", "a row missing"],
+)
+def test_parts_that_do_not_make_up_the_batch_are_refused(
+    parts: list[experience_pb2.ExperienceRef], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        join_parts(parts)
+
+
+def test_parts_of_some_rows_merge_without_being_the_whole() -> None:
+    nothing = experience_pb2.ExperienceRef(num_rows=6)
+    merged = merge_parts([nothing, ref(6, shard([4, 5], "b")), ref(6, shard([1], "a"))])
+    assert [s.experience_id for s in merged.groups[0].shards] == ["a", "b"]
+    assert merge_parts([nothing, nothing]) == nothing
+
+
+def test_a_cut_numbers_the_same_shards_anew() -> None:
+    part = ref(9, shard([4, 6], "a", tokens=[7, 8]), shard([5], "b"))
+    cut = cut_out(part, 4, 3)
+    assert [rows_of(s) for s in cut.groups[0].shards] == [[0, 2], range(1, 2)]
+    assert list(cut.groups[0].shards[0].row_tokens) == [7, 8]
+    assert cut.num_rows == 3
+    assert part.groups[0].shards[0].row_start == 4, "the part stays as it was"
+
+
+@pytest.mark.parametrize("rows", [[3, 4], [6, 7]])
+def test_a_shard_beyond_the_cut_is_refused(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="outside the cut of 3 rows from 4"):
+        cut_out(ref(9, shard(rows)), 4, 3)
+
+
+def test_a_block_is_whole_with_the_part_that_brings_its_last_rows() -> None:
+    parts = BlockParts()
+    whole = ref(10, shard([4, 5, 7], "a"), shard([6], "b"))
+    first, second = (ref(10, s) for s in whole.groups[0].shards)
+    assert parts(block_of(first, 1, 4)) is None
+    assert parts(block_of(ref(10, shard([8], "c")), 2, 4)) is None
+    block = parts(block_of(second, 1, 4))
+    assert block is not None
+    assert block.index == 1
+    assert block.experience.num_rows == 4
+    assert [(s.experience_id, list(rows_of(s))) for s in block.experience.groups[0].shards] == [
+        ("a", [0, 1, 3]),
+        ("b", [2]),
+    ]
+    last = parts(block_of(ref(10, shard([9], "d")), 2, 4))
+    assert last is not None
+    assert last.experience.num_rows == 2
+
+
+def test_a_row_of_a_block_that_two_ranks_send_is_an_error() -> None:
+    parts = BlockParts()
+    assert parts(block_of(ref(4, shard([0, 1])), 0, 3)) is None
+    with pytest.raises(RuntimeError, match="published 4 rows of a batch of 3"):
+        parts(block_of(ref(4, shard([1, 2])), 0, 3))

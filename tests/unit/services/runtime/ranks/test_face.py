@@ -1,0 +1,67 @@
+"""What the face makes of the answers of its ranks."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from rolemesh.services.runtime.ranks.face import join_answers, join_reports
+from rolemesh.v1 import experience_pb2, reward_pb2, trainer_pb2
+
+
+def report(**fields: float) -> experience_pb2.CallReport:
+    """Phases in whole seconds by name; the rest as it is."""
+    made = experience_pb2.CallReport(num_tokens=int(fields.pop("num_tokens", 0)))
+    for phase, seconds in fields.items():
+        made.phases.add(phase=phase, duration=Duration(seconds=int(seconds)))
+    return made
+
+
+def test_a_report_has_the_slowest_rank_of_each_phase() -> None:
+    joined = join_reports([report(fetch=1, compute=5), report(compute=3, fetch=2, queue=1)])
+    seconds = {phase.phase: phase.duration.seconds for phase in joined.phases}
+    assert seconds == {"fetch": 2, "compute": 5, "queue": 1}
+
+
+def test_a_report_has_the_tokens_bytes_and_peaks_of_all_ranks_and_metrics_of_the_first() -> None:
+    parts = [report(num_tokens=30), report(num_tokens=12)]
+    for rank, part in enumerate(parts):
+        part.metrics["loss"] = 0.5
+        part.fetched_bytes["shm"] = 100
+        part.memory.add(phase="compute", rank=rank, peak_bytes=7 + rank)
+    parts[1].fetched_bytes["grpc"] = 8
+    joined = join_reports(parts)
+    assert joined.num_tokens == 42
+    assert dict(joined.metrics) == {"loss": 0.5}
+    assert dict(joined.fetched_bytes) == {"shm": 200, "grpc": 8}
+    assert [(m.rank, m.peak_bytes) for m in joined.memory] == [(0, 7), (1, 8)]
+
+
+def test_answers_join_reports_and_references_and_leave_the_parts_alone() -> None:
+    def part(row: int) -> trainer_pb2.ForwardBackwardResult:
+        shard = experience_pb2.Shard(experience_id=f"of {row}", row_start=row, num_rows=1)
+        return trainer_pb2.ForwardBackwardResult(
+            report=report(num_tokens=5),
+            outputs=experience_pb2.ExperienceRef(
+                num_rows=2, groups=[experience_pb2.ColumnGroup(shards=[shard])]
+            ),
+        )
+
+    parts = [part(1), part(0)]
+    joined = join_answers(parts)
+    shards = joined.outputs.groups[0].shards
+    assert [shard.experience_id for shard in shards] == ["of 0", "of 1"]
+    assert joined.report.num_tokens == 10
+    assert parts == [part(1), part(0)]
+
+
+def test_everything_else_is_that_of_the_first_rank() -> None:
+    answers = [
+        trainer_pb2.UpdateResult(policy_version=3, report=report(num_tokens=1)) for _ in range(2)
+    ]
+    assert join_answers(answers).policy_version == 3
+
+
+def test_an_answer_that_only_a_later_rank_has_is_taken() -> None:
+    # Only the last stage of a pipeline has scores.
+    answers = [reward_pb2.Rewards(), reward_pb2.Rewards(rewards=[1.0, 0.5])]
+    assert list(join_answers(answers).rewards) == [1.0, 0.5]

@@ -1,0 +1,105 @@
+"""Settings of a service process: precedence, refusals, remedies."""
+
+from __future__ import annotations
+
+import pytest
+
+from rolemesh.engine.layout import TrainLayout
+from rolemesh.services.runtime.ranks.agent import as_rank
+from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
+
+
+def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
+    environment = {"ROLEMESH_SERVICE__PORT": "5000", "ROLEMESH_SERVICE__THREADS": "3", "PATH": "x"}
+    config = load_config("actor", ["--port", "6000"], environment)
+    assert (config.port, config.threads, config.host) == (6000, 3, "127.0.0.1")
+    assert config.role == "actor"
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean ROLEMESH_SERVICE__METRICS_PORT"):
+        load_config("actor", [], {"ROLEMESH_SERVICE__METRIC_PORT": "1"})
+
+
+def test_the_role_is_not_a_setting() -> None:
+    with pytest.raises(ConfigError, match="ROLEMESH_SERVICE__ROLE"):
+        load_config("actor", [], {"ROLEMESH_SERVICE__ROLE": "critic"})
+
+
+def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config("actor", ["--prot", "1"], {})
+    assert "--prot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "example.com"])
+def test_a_host_that_others_reach_needs_consent(host: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-remote"):
+        load_config("actor", ["--host", host], {})
+    assert load_config("actor", ["--host", host, "--allow-remote"], {}).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost", "::1"])
+def test_loopback_needs_no_consent(host: str) -> None:
+    assert load_config("actor", ["--host", host], {}).is_loopback
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--port", "-1"], "port is '-1'"),
+        (["--threads", "0"], "threads is '0'"),
+        (["--experience-capacity-bytes", "many"], "experience_capacity_bytes is 'many'"),
+        (["--rank", "1"], "rank is 1, but the layout has 1 ranks"),
+        (["--layout", "tp=0"], "layout.tp is '0'"),
+        (["--layout", "tp"], "layout is 'tp': give each size once as name=number"),
+        (["--layout", "tp=2,tp=2"], "layout is 'tp=2,tp=2': give each size once"),
+        (["--layout", "ep=2"], "a layout has no 'ep': it has pp, tp, dp, fsdp, order"),
+        (["--layout", "dp=4,fsdp=3"], "fsdp 3 does not divide dp 4"),
+        (["--advertise", "a:1"], "advertise is 'a:1' with port 0"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_values_are_named(flags: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config("actor", flags, {})
+
+
+def test_peers_reach_the_advertised_address() -> None:
+    config = load_config(
+        "actor",
+        ["--host", "0.0.0.0", "--allow-remote", "--port", "5", "--advertise", "actor:5"],
+        {},
+    )
+    assert config.peer_address(5) == "actor:5"
+    assert ServiceConfig(role="actor").peer_address(7) == "127.0.0.1:7"
+
+
+def test_a_layout_says_how_many_ranks_there_are() -> None:
+    config = load_config("actor", ["--layout", "pp=2,tp=2,dp=2,fsdp=1"], {})
+    assert config.world_size == 8
+    assert config.layout.layout() == TrainLayout(pp=2, tp=2, dp=2, fsdp=1)
+    from_variable = load_config("actor", [], {"ROLEMESH_SERVICE__LAYOUT": "tp=2"})
+    assert from_variable.world_size == 2
+
+
+def test_a_layout_is_written_as_it_is_read() -> None:
+    layout = TrainLayout(pp=2, tp=4, dp=2, fsdp=1, order="tp-dp-pp")
+    config = load_config("actor", ["--layout", layout.flag()], {})
+    assert config.layout.layout() == layout
+
+
+def test_ranks_beside_the_face_are_reached_at_its_host_and_ports_of_their_own() -> None:
+    config = load_config(
+        "actor",
+        [
+            *("--layout", "dp=2", "--host", "0.0.0.0", "--allow-remote", "--port", "50051"),
+            *("--advertise", "gpu7.example:50051", "--announce", "/tmp/actor.json"),
+            *("--metrics-port", "9100"),
+        ],
+        {},
+    )
+    face, other = (as_rank(config, {"RANK": str(rank)}) for rank in range(2))
+    assert face.peer_address(50051) == "gpu7.example:50051"
+    assert (other.port, other.announce, other.metrics_port) == (0, None, 9101)
+    assert other.peer_address(41235) == "gpu7.example:41235"
