@@ -12,7 +12,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECK = REPOSITORY / "deploy" / "check_engine.sh"
 BUILD = REPOSITORY / "deploy" / "build_images.sh"
-TOOLS = ("sh", "sort", "head", "dirname")
+SBOM = REPOSITORY / "deploy" / "sbom.sh"
+TOOLS = ("sh", "sort", "head", "dirname", "tr")
 """What the scripts call besides docker."""
 
 
@@ -92,3 +93,12 @@ def test_images_are_not_built_without_an_engine(folder: Path) -> None:
     assert completed.returncode == 1
     assert "No Docker engine answers" in completed.stderr
     assert "build" not in notes.read_text()
+
+
+def test_what_is_in_an_image_that_is_not_here_cannot_be_listed(folder: Path) -> None:
+    fake_docker(folder, "exit 1")
+    completed = run(folder, str(SBOM), "rolemesh:nowhere", "python3")
+    assert completed.returncode == 1
+    assert completed.stderr == (
+        "There is no image rolemesh:nowhere here: build it with make images, or pull it.\n"
+    )
