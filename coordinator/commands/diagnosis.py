@@ -342,7 +342,7 @@ def check_quickstart(model: Path) -> Finding:
         level=Level.WARN,
         what="model",
         text=f"{model.absolute()} is not there, which recipes/quickstart-ppo.yaml names",
-        remedy=f"`make quickstart`, or python -m rolemesh.engine.models.smollm2 --out {model}",
+        remedy=f"`make quickstart`, or python -m rolemesh.quickstart.smollm2 --out {model}",
     )
 
 

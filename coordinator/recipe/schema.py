@@ -16,7 +16,7 @@ from rolemesh.coordinator.recipe.addresses import plain_address
 from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
-from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import (
     ActorSpec,
     CostSpec,

@@ -61,16 +61,17 @@ def compose_file(
     Raises:
         RecipeError: A role has several services, or a pool names a device that there is not.
     """
-    capacity = experience_bytes(recipe)
-    services: dict[str, Any] = {
-        "store": {"shm_size": f"{shared_memory_bytes(recipe) >> 20}mb"},
-    }
     for role in recipe.roles:
         if len(recipe.services_of(role)) > 1:
             raise RecipeError(
                 f"services.{role} has {len(recipe.services_of(role))} services, but the mesh of "
                 "docker-compose.yml has one container a role: have one, and spread it by its layout"
             )
+    capacity = experience_bytes(recipe)
+    services: dict[str, Any] = {
+        "store": {"shm_size": f"{shared_memory_bytes(recipe) >> 20}mb"},
+    }
+    for role in recipe.roles:
         service: dict[str, Any] = {
             "environment": {
                 "ROLEMESH_SERVICE__LAYOUT": recipe.layout(role).flag(),

@@ -388,7 +388,7 @@ def _check_data(field: str, data: DataSpec) -> None:
 def _maker_hint(path: Path) -> str:
     """How to make the folders that the recipes of the repository name."""
     if path.name == "SmolLM2-135M-Instruct":
-        return f"; `python -m rolemesh.engine.models.smollm2 --out {path}` writes this one"
+        return f"; `python -m rolemesh.quickstart.smollm2 --out {path}` writes this one"
     if path.name == "form-judge":
         return "; `make judge` writes .models/form-judge"
     if path.name == "sums":

@@ -19,6 +19,10 @@ Completion = str | Sequence[Message]
 """A given answer: its text, or turns that begin and end with the assistant's."""
 
 
+class PromptTooLongError(ValueError):
+    """A prompt leaves no room for a completion."""
+
+
 class DataInvalidError(ValueError):
     """Data is not what it has to be: which row, which field, what to do."""
 

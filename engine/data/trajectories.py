@@ -10,9 +10,8 @@ import torch
 
 from rolemesh.engine.data.prompts import PromptSet, Split
 from rolemesh.engine.data.rendering import CompletionTokens
-from rolemesh.engine.data.rows import Completion, DataInvalidError, PromptRow
+from rolemesh.engine.data.rows import Completion, DataInvalidError, PromptRow, PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.rollout.base import PromptTooLongError
 
 Kind = Literal["demonstration", "preference", "judgement"]
 

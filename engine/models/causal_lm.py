@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.batching import PaddedRows
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.models.rounding import round_weights
-from rolemesh.engine.models.tensor_parallel import first_vocabulary_row
+from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
 from rolemesh.engine.specs import ModelSpec
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

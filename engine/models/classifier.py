@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import AutoTokenizer
 
-from rolemesh.engine.agreement import prepare_together
-from rolemesh.engine.batching import micro_batches
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
 from rolemesh.engine.models.reward_model import RewardModel
@@ -24,6 +21,9 @@ from rolemesh.engine.models.sequence_classifier import (
     check_label,
     pad_token_rows,
 )
+from rolemesh.engine.packing.batching import micro_batches
+from rolemesh.engine.parallel.agreement import prepare_together
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ModelSpec
 
 

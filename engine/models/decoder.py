@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rolemesh.engine.batching import PaddedRows
-from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.models.data_parallel import local_part
-from rolemesh.engine.models.families import (
+from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
     DecoderShape,
@@ -23,13 +20,16 @@ from rolemesh.engine.models.families import (
     check_layout,
 )
 from rolemesh.engine.models.folder import load_model
-from rolemesh.engine.models.prefix_layout import PrefixLayout
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
-from rolemesh.engine.models.stages import global_name
-from rolemesh.engine.models.tensor_parallel import partial_gradients
-from rolemesh.engine.prefix_packing import SharingCost
+from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.packing.prefix_layout import PrefixLayout
+from rolemesh.engine.packing.prefix_packing import SharingCost
+from rolemesh.engine.parallel.data_parallel import local_part
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.stages import global_name
+from rolemesh.engine.parallel.tensor_parallel import partial_gradients
 from rolemesh.engine.specs import ModelSpec
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rolemesh.engine.mesh import RankGroup
-from rolemesh.engine.models.tensor_parallel import all_reduce
+from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.parallel.tensor_parallel import all_reduce
 
 
 def token_logprobs(

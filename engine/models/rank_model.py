@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolemesh.engine.batching import PaddedRows, micro_batches, pad_rows
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.data_parallel import cut_over_data, forget_pass, gather_no_longer
-from rolemesh.engine.models.pipeline import Pipeline
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier
 from rolemesh.engine.models.value_model import ValueModel
-from rolemesh.engine.prefix_packing import Pass, pack_rows, plan_passes, prompt_numbers
+from rolemesh.engine.packing.batching import PaddedRows, micro_batches, pad_rows
+from rolemesh.engine.packing.prefix_packing import Pass, pack_rows, plan_passes, prompt_numbers
+from rolemesh.engine.parallel.data_parallel import cut_over_data, forget_pass, gather_no_longer
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.pipeline import Pipeline
 
 LastStage = Callable[[int, Any], torch.Tensor | None]
 """Takes a micro-batch's number and the model's outputs; gives the loss where one is wanted."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rolemesh.engine.batching import PaddedRows
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import ModelFolderError, read_config
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier, check_label
+from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec
 
 HEAD = "score"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rolemesh.engine.models.tensor_parallel import RowParallelLinear, sum_over_slices
+from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear, sum_over_slices
 
 
 def round_weights(model: nn.Module) -> None:

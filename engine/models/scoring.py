@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.agreement import prepare_together
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import (
@@ -16,6 +15,7 @@ from rolemesh.engine.models.rank_model import (
     with_fillers,
 )
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.parallel.agreement import prepare_together
 
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""

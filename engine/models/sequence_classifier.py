@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from rolemesh.engine.batching import PAD_TOKEN, PaddedRows
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.decoder import Decoder
+from rolemesh.engine.packing.batching import PAD_TOKEN, PaddedRows
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ModelSpec
 
 

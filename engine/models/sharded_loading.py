@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.models.families import DecoderShape, parameter_shape, slice_box, stage_tensors
+from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.families import DecoderShape, parameter_shape, slice_box, stage_tensors
+from rolemesh.engine.layout.manifest import Box
 from rolemesh.engine.models.folder import INDEX_FILE, WEIGHTS_FILE, ModelFolderError, refuse_missing
-from rolemesh.engine.models.stages import global_name, keep_stage, stage_config
-from rolemesh.engine.models.tensor_parallel import cut_tensors, set_parameter
-from rolemesh.engine.weights.layouts import train_layout
-from rolemesh.engine.weights.manifest import Box
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.stages import global_name, keep_stage, stage_config
+from rolemesh.engine.parallel.tensor_parallel import cut_tensors, set_parameter
 
 
 class FolderTensors:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rolemesh.engine.models.prefix_layout import PrefixLayout
+from rolemesh.engine.packing.prefix_layout import PrefixLayout
 
 SHARING_ATTENTION = "rolemesh_prefix_sharing"
 """Under this name transformers knows the attention."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification
 
-from rolemesh.engine.batching import PaddedRows
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
+from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ModelSpec
 
 HEAD = "score"

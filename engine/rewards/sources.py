@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.reasoning_tasks import reasoning_gym
-from rolemesh.engine.rollout.base import PromptTooLongError
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,

@@ -161,9 +161,5 @@ class RolloutBackend(ABC):
         """Ends the engine. The back end is not used again."""
 
 
-class PromptTooLongError(ValueError):
-    """A prompt leaves no room for a completion."""
-
-
 class WeightsStaleError(RuntimeError):
     """The sampler does not hold the weights that it is asked to sample with."""

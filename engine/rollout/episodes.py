@@ -12,11 +12,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rolemesh.engine.agreement import gather_facts
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, Observation
 from rolemesh.engine.environments.factory import environment_maker
-from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rolemesh.engine.layout import LayoutError
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import LayoutError
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import (
     RolloutBackend,
     RolloutRequest,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolemesh.engine.rollout.base import PromptTooLongError, RolloutRequest
+from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.rollout.base import RolloutRequest
 from rolemesh.engine.specs import SamplingSpec
 
 MAX_SEED = 2**63

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import (
     RolloutBackend,
     RolloutRequest,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.layout import LayoutError
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import LayoutError
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.vllm_shared_memory import shared_memory_name
 
 SHARED_MEMORY_NAME = "rolemesh_shared_memory_name"

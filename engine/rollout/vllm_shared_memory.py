@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.transport.shm import (
     SEGMENT_NAME,
     SHM_DIRECTORY,

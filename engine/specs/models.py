@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.engine.layout import GenerateLayout, RankOrder, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, RankOrder, TrainLayout
 from rolemesh.engine.specs.base import Spec
 
 ComputeDtype = Literal["float32", "bfloat16"]

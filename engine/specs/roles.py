@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.environments import EnvironmentSpec

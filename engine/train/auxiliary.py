@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rolemesh.engine.batching import balanced_partition
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.packing.batching import balanced_partition
+from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.train.rows import HeldRows
 

@@ -13,12 +13,12 @@ from typing import get_args
 import torch
 from transformers import AutoModelForCausalLM
 
+from rolemesh.engine.layout.manifest import Parameter
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.specs import ComputeDtype, ModelSpec
 from rolemesh.engine.train.state import check_fits
 from rolemesh.engine.weights.checkpoint import CheckpointCorruptError, open_checkpoint
 from rolemesh.engine.weights.export import write_model_folder
-from rolemesh.engine.weights.manifest import Parameter
 
 
 def export_policy(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rolemesh.engine.agreement import gather_facts
-from rolemesh.engine.models.data_parallel import BUCKET_BYTES, local_part, sum_over
-from rolemesh.engine.models.families import cut_of, replica_ranks_of_kv
+from rolemesh.engine.layout.families import cut_of, replica_ranks_of_kv
 from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.models.tensor_parallel import sum_partial_gradients
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.data_parallel import BUCKET_BYTES, local_part, sum_over
+from rolemesh.engine.parallel.tensor_parallel import sum_partial_gradients
 
 
 class Gradients:

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.agreement import gather_facts, prepare_together
 from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.losses import Loss, ModelOutputs, add_metrics
 from rolemesh.engine.algorithms.pairs import Pairs
 from rolemesh.engine.experience import ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.rank_model import (
     MicroBatch,
@@ -23,6 +21,8 @@ from rolemesh.engine.models.rank_model import (
     with_fillers,
 )
 from rolemesh.engine.models.scoring import Progress
+from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.train.optimizer import LossNotFiniteError
 
 

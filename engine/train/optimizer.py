@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from rolemesh.engine.models.data_parallel import buckets
+from rolemesh.engine.parallel.data_parallel import buckets
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.gradients import Gradients
 

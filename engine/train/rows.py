@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolemesh.engine.batching import balanced_units, update_assignment
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.packing.batching import balanced_units, update_assignment
+from rolemesh.engine.parallel.mesh import RankGroup
 
 
 class HeldRows:

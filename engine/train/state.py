@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.agreement import gather_facts
-from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
 from rolemesh.engine.train.randomness import (
     capture_random_state,
@@ -32,8 +34,6 @@ from rolemesh.engine.weights.disk_layout import (
     scalar_shard,
     tensor_parameters,
 )
-from rolemesh.engine.weights.layouts import train_layout
-from rolemesh.engine.weights.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, whole_tensors_layout

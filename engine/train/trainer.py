@@ -12,17 +12,17 @@ from typing import Any, Literal
 
 import torch
 
-from rolemesh.engine.agreement import prepare_together
 from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.experience import Column, Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.data_parallel import local_part
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.reward_model import RewardModel
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.parallel.agreement import prepare_together
+from rolemesh.engine.parallel.data_parallel import local_part
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import (
     ClassifierRewardSpec,
     ComputeDtype,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.base import (
     Deadline,
     Exchange,

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from rolemesh.engine.agreement import gather_facts
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.base import Deadline, Transport
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.cuda_queue import CudaQueue

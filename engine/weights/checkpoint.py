@@ -22,6 +22,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rolemesh.engine.layout.manifest import (
+    Manifest,
+    ManifestError,
+    Parameter,
+    RankShard,
+    WeightLayout,
+)
 from rolemesh.engine.weights.disk_layout import (
     check_whole,
     decode_group,
@@ -32,13 +39,6 @@ from rolemesh.engine.weights.disk_layout import (
     written_files,
 )
 from rolemesh.engine.weights.folders import FolderExistsError, settle_file, sync_path, whole_folder
-from rolemesh.engine.weights.manifest import (
-    Manifest,
-    ManifestError,
-    Parameter,
-    RankShard,
-    WeightLayout,
-)
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
 from rolemesh.engine.weights.sharded_tensors import (

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
     DtypeName,

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, Piece
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
 from rolemesh.engine.weights.disk_layout import written_pieces
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
-from rolemesh.engine.weights.manifest import ITEM_BYTES, Manifest, Piece
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.weights.manifest import ITEM_BYTES, DtypeName
+from rolemesh.engine.layout.manifest import ITEM_BYTES, DtypeName
 from rolemesh.engine.weights.plan import Copy, Plan
 
 TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {

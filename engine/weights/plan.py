@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
     DtypeName,

@@ -15,11 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rolemesh.engine.layout import TrainLayout
-from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.transport.shm import Segment
-from rolemesh.engine.weights.layouts import train_layout
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
     DtypeName,
@@ -32,6 +30,8 @@ from rolemesh.engine.weights.manifest import (
     intersection,
     num_elements,
 )
+from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.transport.shm import Segment
 from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Copy, make_plan, part_of
 from rolemesh.engine.weights.sharded_tensors import part

@@ -13,11 +13,11 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
+from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
+from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.transport.base import Message
 from rolemesh.engine.transport.selection import make_transport
-from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
-from rolemesh.engine.weights.manifest import DtypeName
 from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.reuse import (

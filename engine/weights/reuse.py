@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rolemesh.engine.layout.manifest import ManifestError
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.weights.manifest import ManifestError
 from rolemesh.engine.weights.plan import Copy, Plan
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.weights.disk_layout import element_type
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
     DtypeName,
@@ -18,6 +17,7 @@ from rolemesh.engine.weights.manifest import (
     RankShard,
     WeightLayout,
 )
+from rolemesh.engine.weights.disk_layout import element_type
 
 
 @dataclass(frozen=True, slots=True)

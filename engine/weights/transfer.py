@@ -13,18 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from rolemesh.engine.layout.manifest import (
+    ManifestError,
+    RankShard,
+    WeightLayout,
+    num_elements,
+)
 from rolemesh.engine.transport.base import (
     Deadline,
     Exchange,
     Message,
     TransferFailedError,
     Transport,
-)
-from rolemesh.engine.weights.manifest import (
-    ManifestError,
-    RankShard,
-    WeightLayout,
-    num_elements,
 )
 from rolemesh.engine.weights.messages import (
     TORCH_DTYPES,

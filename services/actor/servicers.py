@@ -7,9 +7,9 @@ import grpc
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend

@@ -8,8 +8,8 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime

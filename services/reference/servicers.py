@@ -5,9 +5,9 @@ from __future__ import annotations
 import grpc
 import torch
 
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ReferenceSpec
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.pass_at import pass_at
 from rolemesh.engine.rewards.sources import make_reward, reward_metrics
 from rolemesh.engine.specs import (

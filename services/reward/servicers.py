@@ -9,12 +9,12 @@ import grpc
 import torch
 from google.protobuf.message import Message
 
-from rolemesh.engine.agreement import gather_facts
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.reward_model import RewardModel
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
 from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
 from rolemesh.engine.train.trainer import Trainer

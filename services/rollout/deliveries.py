@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rolemesh.engine.agreement import gather_facts
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend, WeightsStaleError
 from rolemesh.engine.weights.published import Taking
 from rolemesh.rpc.errors import AbortedError

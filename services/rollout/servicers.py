@@ -10,15 +10,15 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh.engine.layout import HybridLayout, TrainLayout
-from rolemesh.engine.mesh import RankMesh
-from rolemesh.engine.models.families import DecoderShape, UnsupportedFamilyError
+from rolemesh.engine.layout.boxes import generate_layout
+from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
+from rolemesh.engine.layout.manifest import DtypeName, Manifest, ManifestError, Parameter
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
 from rolemesh.engine.specs import RolloutRoleSpec
-from rolemesh.engine.weights.layouts import generate_layout
-from rolemesh.engine.weights.manifest import DtypeName, Manifest, ManifestError, Parameter
 from rolemesh.engine.weights.published import (
     Taking,
     check_manifest,

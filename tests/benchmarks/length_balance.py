@@ -4,7 +4,7 @@
 
 The batch is skewed, as completions are: most rows short, a few long, the long ones next to each
 other (samples of one hard prompt). Three ways to give each of two ranks its rows:
-    balanced     rolemesh.engine.batching.balanced_partition
+    balanced     rolemesh.engine.packing.batching.balanced_partition
     contiguous   the first half and the second half
     round_robin  every other row
 Each is a step of the same trainer (policy loss, float32, FSDP over two gloo processes of one thread
@@ -37,9 +37,9 @@ from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
-from rolemesh.engine.batching import balanced_partition
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.packing.batching import balanced_partition
 from rolemesh.engine.specs import PpoPolicyLossSpec
 from rolemesh.engine.train import rows as trained_rows
 

@@ -38,11 +38,11 @@ from support.rank_processes import RankContext, RankPool
 from support.transport_ranks import process_transport
 from support.weight_ranks import assert_equal, cut, random_weights
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
 from rolemesh.engine.transport.gloo import GlooTransport
-from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
 from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.transfer import WeightTransfer
 

@@ -23,9 +23,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.weights.layouts import generate_layout, train_layout
+from rolemesh.engine.layout.boxes import generate_layout, train_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.weights.plan import Plan, make_plan
 
 SETTINGS = {

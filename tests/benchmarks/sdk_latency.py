@@ -32,8 +32,8 @@ from support.learning_tasks import model_of, write_task
 from rolemesh.coordinator.sdk import AsyncMesh, ColumnData, Columns
 from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import GrpoSpec, PpoPolicyLossSpec, SamplingSpec
 from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.runtime.servicers.asked_prompts import asked_prompts

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
     [
         ("quickstart", "rolemesh train"),
         ("bench", "tests/benchmarks/step_time.py"),
-        ("judge", "rolemesh.engine.rewards.form_judge"),
+        ("judge", "rolemesh.quickstart.form_judge"),
     ],
 )
 def test_targets_that_need_the_quickstarts_model_make_it_first(target: str, work: str) -> None:
@@ -27,5 +27,5 @@ def test_targets_that_need_the_quickstarts_model_make_it_first(target: str, work
         timeout=60,
         check=True,
     )
-    made = completed.stdout.index("rolemesh.engine.models.smollm2 --out .models/SmolLM2")
+    made = completed.stdout.index("rolemesh.quickstart.smollm2 --out .models/SmolLM2")
     assert made < completed.stdout.index(work)

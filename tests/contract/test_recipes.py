@@ -13,9 +13,9 @@ import pytest
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.run.session import check_paths
-from rolemesh.engine.data.sum_examples import FILES
-from rolemesh.engine.rewards.form_judge import PROMPTS
 from rolemesh.engine.specs import JsonlSpec, ModelSpec
+from rolemesh.quickstart.form_judge import PROMPTS
+from rolemesh.quickstart.sum_examples import FILES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))

@@ -21,11 +21,11 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.weight_ranks import assert_equal, cut
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.boxes import generate_layout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.layouts import generate_layout
 from rolemesh.engine.weights.resharding import Resharder
 
 pytestmark = pytest.mark.gpu

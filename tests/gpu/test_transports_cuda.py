@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.rank_processes import RankContext, RankPool, run_ranks
 from support.weight_ranks import assert_equal, cut, decoder, random_weights
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.boxes import generate_layout, train_layout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.memory import PhaseMemory
 from rolemesh.engine.transport.base import Message, TransferFailedError
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
@@ -28,7 +29,6 @@ from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.rendezvous import exchange_offers
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.selection import make_transport
-from rolemesh.engine.weights.layouts import generate_layout, train_layout
 from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.transfer import WeightTransfer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.services import ToySpec, operation_key, serving
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.services.actor.servicers import ActorRole

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.engine.experience import Column, Experience
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
 

@@ -21,7 +21,7 @@ from rolemesh.engine.algorithms.estimation import (
     estimate_advantages,
 )
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import GrpoSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError

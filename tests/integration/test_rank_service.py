@@ -23,8 +23,8 @@ from support.services import (
     spawn_service,
 )
 
-from rolemesh.engine.balance import balanced_partition
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, InvalidRequestError, RolemeshError
 from rolemesh.rpc.row_places import rows_of

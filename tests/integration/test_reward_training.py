@@ -15,7 +15,7 @@ from support.tiny_models import write_tiny_llama
 from transformers import AutoTokenizer
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
 from rolemesh.rpc.channel import open_channel

@@ -22,11 +22,11 @@ from support.rollout_checks import load_trainer_model, trained_copy
 from support.rollout_services import Caller, process_of, rows_of, shards_of
 from support.services import assert_same, segments_of, serving
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.layout.boxes import generate_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import num_elements
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY, Segment
-from rolemesh.engine.weights.layouts import generate_layout
-from rolemesh.engine.weights.manifest import num_elements
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import json_format, struct_pb2
 from support.services import ToyRole, operation_key, serving
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult

@@ -14,7 +14,7 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
 from rolemesh.engine.train.trainer import Trainer

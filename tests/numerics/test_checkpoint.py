@@ -203,7 +203,9 @@ def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_pat
 KILLED_SAVE = """
 import os, signal, sys
 import torch
-from rolemesh.engine.weights import checkpoint, folders, sharded_tensors
+from rolemesh.engine.weights import checkpoint
+from rolemesh.engine.weights import folders
+from rolemesh.engine.weights import sharded_tensors
 
 # Everything is written; the process dies just before the rename.
 folders._move_into_place = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)

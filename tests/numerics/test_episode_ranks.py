@@ -11,7 +11,7 @@ from support.rank_processes import RankContext, RankPool
 from support.scripted_sampler import AsciiTokenizer, ScriptedBackend, number_prompts
 
 from rolemesh.engine.environments.base import EnvironmentFailedError
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.rollout.base import RolloutRequest
 from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import sample_experience

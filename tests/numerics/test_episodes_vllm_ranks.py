@@ -15,7 +15,7 @@ from support.sampler_shards import folder_weights, rank_shard, shard_tensors
 from support.tiny_models import tiny_tokenizer, write_tiny_llama
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.rollout.vllm import VllmBackend

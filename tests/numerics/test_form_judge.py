@@ -13,12 +13,12 @@ from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.models.folder import ModelFolderError
-from rolemesh.engine.rewards import form_judge
-from rolemesh.engine.rewards.form_examples import KINDS, NUMBER_KINDS, completion
-from rolemesh.engine.rewards.form_judge import JudgeTraining, write_judge
 from rolemesh.engine.rewards.sources import make_reward
 from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
 from rolemesh.engine.weights.folders import FolderExistsError
+from rolemesh.quickstart import form_judge
+from rolemesh.quickstart.form_examples import KINDS, NUMBER_KINDS, completion
+from rolemesh.quickstart.form_judge import JudgeTraining, write_judge
 
 QUICK = JudgeTraining(num_layers=1, steps=1, rows_per_step=2, draws_per_kind=1)
 """Trains next to nothing."""

@@ -10,7 +10,7 @@ from support.rank_processes import RankContext, RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.logprobs import token_logprobs
 
 FLOAT64_TOLERANCE = 1e-10

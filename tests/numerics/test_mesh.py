@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from support.rank_processes import RankContext, RankPool
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 
 GROUPS = ("world", "tp", "pp", "dp", "fsdp", "replicate", "model", "generate_tp", "micro_dp")
 

@@ -14,13 +14,13 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from rolemesh.engine.batching import pad_rows
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.folder import ModelFolderError
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.packing.batching import pad_rows
 from rolemesh.engine.specs import ModelSpec
 
 TOLERANCE = 2e-5

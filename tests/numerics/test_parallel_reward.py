@@ -13,7 +13,7 @@ from support.tiny_models import write_tiny_classifier, write_tiny_llama
 from support.token_batches import token_batch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import BradleyTerryLossSpec, DpoLossSpec
 
 GRADIENT_TOLERANCE = 5e-6

@@ -13,13 +13,13 @@ from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
-from rolemesh.engine.batching import balanced_partition, update_assignment
 from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.data_parallel import local_part
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.packing.batching import balanced_partition, update_assignment
+from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import LossNotFiniteError, NoGradientError, Trainer
 

@@ -14,7 +14,7 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
-from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.rank_processes import RankContext, RankPool
 
-from rolemesh.engine.agreement import gather_facts, prepare_together
-from rolemesh.engine.layout import HybridLayout, TrainLayout
-from rolemesh.engine.models.data_parallel import buckets, sum_over, unpack
-from rolemesh.engine.models.pipeline import Pipeline
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
+from rolemesh.engine.parallel.data_parallel import buckets, sum_over, unpack
+from rolemesh.engine.parallel.pipeline import Pipeline
 
 WIDTH = 3
 SHAPES = [(2, 5), (1, 9), (3, 1), (1, 1), (4, 2), (2, 2)]

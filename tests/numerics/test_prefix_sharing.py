@@ -10,13 +10,13 @@ import torch
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine import prefix_packing
-from rolemesh.engine.batching import PaddedRows, pad_rows
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.value_model import ValueModel
-from rolemesh.engine.prefix_packing import pack_rows
+from rolemesh.engine.packing import prefix_packing
+from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.packing.prefix_packing import pack_rows
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 

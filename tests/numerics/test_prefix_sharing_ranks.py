@@ -15,7 +15,7 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch, with_shared_prompts
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec
 
 GRADIENT_TOLERANCE = 5e-6

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.rank_processes import RankContext, RankFailedError, RankPool, run_ranks
 
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from support.sampler_shards import folder_weights
 from support.tiny_models import write_tiny_llama
 from support.weight_ranks import assert_equal, cut
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec

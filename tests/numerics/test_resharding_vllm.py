@@ -19,7 +19,7 @@ from support.tiny_families import write_tiny_decoder
 from support.tiny_models import HEAD_DIM, write_tiny_llama
 from support.token_batches import token_batch
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
 from rolemesh.engine.rollout.vllm import VllmBackend

@@ -24,11 +24,8 @@ from support.rollout_checks import (
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
-from rolemesh.engine.rollout.base import (
-    PromptTooLongError,
-    RolloutRequest,
-    WeightsStaleError,
-)
+from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend

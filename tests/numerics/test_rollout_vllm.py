@@ -34,7 +34,8 @@ from support.sampler_shards import rank_shard, shard_tensors
 from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
-from rolemesh.engine.rollout.base import PromptTooLongError, RolloutRequest, WeightsStaleError
+from rolemesh.engine.data.rows import PromptTooLongError
+from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec

@@ -27,8 +27,8 @@ from support.rollout_checks import (
 from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout import vllm
 from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory, WeightsStaleError
 from rolemesh.engine.rollout.factory import make_backend

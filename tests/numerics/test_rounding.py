@@ -12,10 +12,10 @@ from support.token_batches import token_batch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rolemesh.engine.batching import pad_rows
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rounding import round_weights, rounded, rounded_product
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.packing.batching import pad_rows
 from rolemesh.engine.specs import ModelSpec
 
 FLOAT32_TOLERANCE = 1e-6

@@ -28,7 +28,7 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.export import export_policy
 from rolemesh.engine.train.optimizer import MOMENTS

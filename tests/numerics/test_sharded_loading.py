@@ -13,16 +13,16 @@ from support.tiny_families import write_tiny_decoder
 from support.token_batches import token_batch
 from transformers import AutoModel
 
-from rolemesh.engine.batching import PaddedRows, pad_rows
-from rolemesh.engine.layout import HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.mesh import RankGroup, RankMesh
+from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.families import slice_box, stage_tensors
+from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.decoder import Decoder
-from rolemesh.engine.models.families import slice_box, stage_tensors
 from rolemesh.engine.models.folder import ModelFolderError
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.specs import ModelSpec
-from rolemesh.engine.weights.layouts import train_layout
 
 
 def mesh_without_processes(layout: TrainLayout, rank: int) -> RankMesh:

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models.smollm2 import write_smollm2
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import (
@@ -21,6 +20,7 @@ from rolemesh.engine.specs import (
     VllmSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.quickstart.smollm2 import write_smollm2
 
 pytestmark = pytest.mark.slow
 

@@ -17,17 +17,17 @@ from support.token_batches import token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rolemesh.engine.batching import PaddedRows, pad_rows
-from rolemesh.engine.layout import HybridLayout, TrainLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.families import slice_box
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.decoder import Decoder
-from rolemesh.engine.models.families import slice_box
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
-from rolemesh.engine.models.tensor_parallel import sum_partial_gradients
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.packing.batching import PaddedRows, pad_rows
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.tensor_parallel import sum_partial_gradients
 from rolemesh.engine.specs import ModelSpec
 
 TOLERANCE = 2e-5

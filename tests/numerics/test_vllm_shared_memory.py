@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.rank_processes import RankContext, RankPool
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout import vllm_shared_memory
 from rolemesh.engine.rollout.vllm_ranks import launched_rank
 from rolemesh.engine.rollout.vllm_shared_memory import remove_dead_files, shared_memory_name

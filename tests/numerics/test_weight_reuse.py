@@ -16,10 +16,10 @@ from support.weight_ranks import (
     random_weights,
 )
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.boxes import generate_layout, train_layout
+from rolemesh.engine.layout.manifest import DtypeName, ManifestError
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
-from rolemesh.engine.weights.layouts import generate_layout, train_layout
-from rolemesh.engine.weights.manifest import DtypeName, ManifestError
 from rolemesh.engine.weights.plan import Plan, make_plan
 from rolemesh.engine.weights.reuse import SharedWeights
 from rolemesh.engine.weights.transfer import WeightTransfer

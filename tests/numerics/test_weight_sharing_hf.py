@@ -19,9 +19,9 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutTrajectory, WeightsStaleError
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.specs import (

@@ -29,12 +29,12 @@ from support.weight_ranks import (
     transfer_once,
 )
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
+from rolemesh.engine.layout.manifest import ManifestError, WeightLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Exchange, Message, TransferFailedError, Transport
 from rolemesh.engine.transport.local import LocalTransport
 from rolemesh.engine.weights import transfer as transfer_module
-from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
-from rolemesh.engine.weights.manifest import ManifestError, WeightLayout
 from rolemesh.engine.weights.messages import pack
 from rolemesh.engine.weights.plan import Plan, make_plan
 from rolemesh.engine.weights.transfer import TransferMismatchError, WeightTransfer

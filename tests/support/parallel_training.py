@@ -10,12 +10,12 @@ import torch
 from support.rank_processes import RankContext
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.layout import HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train.optimizer import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights.layouts import train_layout
 
 Tensors = dict[str, torch.Tensor]
 

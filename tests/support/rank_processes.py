@@ -45,8 +45,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rolemesh.engine.layout import HybridLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.weights.layouts import generate_layout
-from rolemesh.engine.weights.manifest import DtypeName, RankShard
+from rolemesh.engine.layout.boxes import generate_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import DtypeName, RankShard
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 
 PADDING = 7.5
 """What stands in rows that no piece covers: a sampler that reads them shows it."""

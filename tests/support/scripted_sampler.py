@@ -12,8 +12,8 @@ import grpc
 import torch
 
 from rolemesh.engine.data.prompts import PromptRow, PromptSet
-from rolemesh.engine.layout import HybridLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import GenerateSpec, LayoutSpec, RoleSpec, SamplingSpec
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role

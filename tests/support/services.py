@@ -20,8 +20,8 @@ import grpc
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.layout import HybridLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import LayoutSpec, RoleSpec
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Call, Runtime

@@ -12,7 +12,7 @@ import torch
 from support.parallel_training import Job, Trained, make_trainer, part_of
 from support.rank_processes import RankContext
 
-from rolemesh.engine.layout import HybridLayout
+from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.specs import ComputeDtype
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights import checkpoint as checkpoint_module

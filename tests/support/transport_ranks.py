@@ -10,7 +10,7 @@ from typing import Any
 from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue, FakeRuntime
 from support.rank_processes import RankContext
 
-from rolemesh.engine.layout import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.gloo import GlooTransport

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rolemesh.engine.layout import GenerateLayout, Grouping, HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.transport.base import Transport
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
     DtypeName,
@@ -19,6 +17,8 @@ from rolemesh.engine.weights.manifest import (
     RankShard,
     WeightLayout,
 )
+from rolemesh.engine.layout.ranks import GenerateLayout, Grouping, HybridLayout, TrainLayout
+from rolemesh.engine.transport.base import Transport
 from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import WeightTransfer

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rolemesh.engine.weights.manifest import Box, Manifest, WeightLayout
+from rolemesh.engine.layout.manifest import Box, Manifest, WeightLayout
 from rolemesh.engine.weights.plan import Copy, Plan
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

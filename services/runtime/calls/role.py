@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import grpc
 import torch
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import RoleSpec
 
 

@@ -16,8 +16,8 @@ import torch
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.layout import HybridLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel

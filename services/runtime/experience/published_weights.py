@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from rolemesh.engine.layout import TrainLayout
-from rolemesh.engine.specs import LayoutSpec
-from rolemesh.engine.transport.shm import SHM_DIRECTORY, SegmentInvalidError, open_segment
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.manifest import (
     Box,
     DtypeName,
     Manifest,
     ManifestError,
     Parameter,
 )
+from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.specs import LayoutSpec
+from rolemesh.engine.transport.shm import SHM_DIRECTORY, SegmentInvalidError, open_segment
 from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Copy
 from rolemesh.engine.weights.published import Publication

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from rolemesh.engine.layout import HybridLayout
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.parallel.mesh import RankMesh
 
 MEET_TIMEOUT_S = 300.0
 """Longest wait for a rank to start: it imports torch and vLLM before."""

@@ -43,10 +43,8 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.algorithms.pairs.PairIncompleteError": CatalogueEntry(
             _INVALID, "PAIR_INCOMPLETE"
         ),
-        "rolemesh.engine.layout.LayoutError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
-        "rolemesh.engine.rollout.base.PromptTooLongError": CatalogueEntry(
-            _INVALID, "PROMPT_TOO_LONG"
-        ),
+        "rolemesh.engine.layout.ranks.LayoutError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
+        "rolemesh.engine.data.rows.PromptTooLongError": CatalogueEntry(_INVALID, "PROMPT_TOO_LONG"),
         "rolemesh.engine.rollout.base.WeightsStaleError": CatalogueEntry(
             _PRECONDITION, "WEIGHTS_STALE"
         ),
@@ -68,16 +66,13 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.weights.folders.FolderExistsError": CatalogueEntry(
             _INVALID, "PATH_INVALID"
         ),
-        "rolemesh.engine.weights.manifest.ManifestError": CatalogueEntry(
+        "rolemesh.engine.layout.manifest.ManifestError": CatalogueEntry(
             _INVALID, "WEIGHTS_MISMATCH"
         ),
-        "rolemesh.engine.models.families.UnsupportedFamilyError": CatalogueEntry(
+        "rolemesh.engine.layout.families.UnsupportedFamilyError": CatalogueEntry(
             _INVALID, "SPEC_INVALID"
         ),
         "rolemesh.engine.models.folder.ModelFolderError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
-        "rolemesh.engine.models.smollm2.ModelPackageMissingError": CatalogueEntry(
-            _INVALID, "MODEL_PACKAGE_MISSING"
-        ),
         "rolemesh.engine.data.prompts.EmptyDataError": CatalogueEntry(_INVALID, "DATA_EMPTY"),
         "rolemesh.engine.data.rows.DataInvalidError": CatalogueEntry(_INVALID, "DATA_INVALID"),
         "rolemesh.engine.environments.base.EnvironmentFailedError": CatalogueEntry(

@@ -13,10 +13,10 @@ from google.protobuf.message import Message
 
 from rolemesh.engine.algorithms.judged import IS_JUDGED, judged_rows
 from rolemesh.engine.algorithms.losses import make_loss
-from rolemesh.engine.batching import rows_of_update, unit_lengths
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
+from rolemesh.engine.packing.batching import rows_of_update, unit_lengths
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary

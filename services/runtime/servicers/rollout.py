@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import PromptSet, load_prompts
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.mesh import RankMesh
 from rolemesh.engine.models.folder import check_model_folder
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
 from rolemesh.engine.rollout.sampling import (

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.train.state import TrainedWeights
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
-from rolemesh.engine.weights.manifest import DtypeName
 from rolemesh.engine.weights.published import Publication, published_layout
 from rolemesh.rpc.errors import CapacityError, InvalidRequestError
 from rolemesh.rpc.tensors import data_type_of

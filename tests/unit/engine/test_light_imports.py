@@ -7,15 +7,15 @@ import subprocess
 import sys
 
 PURE = (
-    "balance",
-    "layout",
+    "packing.balance",
+    "layout.ranks",
+    "layout.manifest",
+    "layout.families",
+    "layout.boxes",
     "memory",
-    "models.families",
     "specs",
     "transfer_protocols",
     "weights.disk_layout",
-    "weights.layouts",
-    "weights.manifest",
     "weights.peers",
     "weights.plan",
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolemesh.engine import transfer_protocols
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.transfer_protocols import (
     Rows,
     TransferProtocol,

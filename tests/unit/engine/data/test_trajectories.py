@@ -9,10 +9,9 @@ import torch
 from support.tiny_models import END_ID, tiny_tokenizer
 
 from rolemesh.engine.data.prompts import PromptRow, PromptSet
-from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
 from rolemesh.engine.data.trajectories import read_trajectories
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.base import PromptTooLongError
 
 PLAIN = (
     "tokens",

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rolemesh.engine.models.pipeline import (
+from rolemesh.engine.parallel.pipeline import (
     Action,
     Compute,
     Exchange,

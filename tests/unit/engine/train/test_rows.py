@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.token_batches import token_batch
 
-from rolemesh.engine.batching import balanced_partition, update_assignment
-from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.packing.batching import balanced_partition, update_assignment
+from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.train.rows import HeldRows
 
 BATCH = token_batch()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.selection import (
     Surroundings,
     TransportUnavailableError,

@@ -22,18 +22,9 @@ from safetensors import safe_open
 from support.thread_peers import run_peers
 from support.weight_shards import PADDING, numbered, shards
 
-from rolemesh.engine.layout import TrainLayout
-from rolemesh.engine.models.families import DecoderShape
-from rolemesh.engine.weights import checkpoint as checkpoint_module
-from rolemesh.engine.weights.checkpoint import (
-    CheckpointCorruptError,
-    CheckpointReader,
-    open_checkpoint,
-    write_checkpoint,
-)
-from rolemesh.engine.weights.disk_layout import scalar_layout, tensor_parameters, written_files
-from rolemesh.engine.weights.layouts import train_layout, whole_layout
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.boxes import train_layout, whole_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import (
     Box,
     ManifestError,
     Parameter,
@@ -42,6 +33,15 @@ from rolemesh.engine.weights.manifest import (
     WeightLayout,
     num_elements,
 )
+from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.weights import checkpoint as checkpoint_module
+from rolemesh.engine.weights.checkpoint import (
+    CheckpointCorruptError,
+    CheckpointReader,
+    open_checkpoint,
+    write_checkpoint,
+)
+from rolemesh.engine.weights.disk_layout import scalar_layout, tensor_parameters, written_files
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.weight_shards import assert_same, carry_out, missing_elements, numbered, shards
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, RankOrder, TrainLayout
-from rolemesh.engine.models.families import EMBEDDING, LM_HEAD, NORM, DecoderShape, cut_of
-from rolemesh.engine.weights.layouts import generate_layout, train_layout, whole_layout
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
+from rolemesh.engine.layout.families import EMBEDDING, LM_HEAD, NORM, DecoderShape, cut_of
+from rolemesh.engine.layout.manifest import (
     Box,
     DtypeName,
     Manifest,
@@ -27,6 +26,13 @@ from rolemesh.engine.weights.manifest import (
     RankShard,
     WeightLayout,
     num_elements,
+)
+from rolemesh.engine.layout.ranks import (
+    GenerateLayout,
+    HybridLayout,
+    LayoutError,
+    RankOrder,
+    TrainLayout,
 )
 from rolemesh.engine.weights.plan import Plan, make_plan
 

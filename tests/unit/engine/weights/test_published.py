@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.weight_shards import PADDING, numbered, shards
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, TrainLayout
-from rolemesh.engine.models.families import DecoderShape
+from rolemesh.engine.layout.boxes import generate_layout, train_layout
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
-from rolemesh.engine.weights.layouts import generate_layout, train_layout
-from rolemesh.engine.weights.manifest import ManifestError, WeightLayout, num_elements
 from rolemesh.engine.weights.published import (
     Publication,
     places,

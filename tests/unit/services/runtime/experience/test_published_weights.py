@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.layout.manifest import Parameter, WeightLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
-from rolemesh.engine.weights.manifest import Parameter, WeightLayout
 from rolemesh.engine.weights.published import Publication, whole_of
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError

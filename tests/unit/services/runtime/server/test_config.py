@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rolemesh.engine.layout import TrainLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.services.runtime.ranks.agent import as_rank
 from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
 

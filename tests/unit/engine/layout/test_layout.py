@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from rolemesh.engine.layout import (
+from rolemesh.engine.layout.ranks import (
     GenerateLayout,
     Grouping,
     Groups,

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
 
-from rolemesh.engine.layout import HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.weights.manifest import Box, DtypeName, Manifest, Parameter
+from rolemesh.engine.layout.manifest import Box, DtypeName, Manifest, Parameter
+from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 
 Cut: TypeAlias = Literal["whole", "heads", "kv_heads", "rows", "columns", "vocab"]
 """What tensor slices take of a parameter: all of it; rows by query heads; rows by key-value heads;

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolemesh.engine.balance import balanced_partition
+from rolemesh.engine.packing.balance import balanced_partition
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=30)
 PARTS = st.integers(1, 9)

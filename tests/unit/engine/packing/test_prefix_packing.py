@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolemesh.engine.batching import micro_batches, pad_rows
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models.prefix_layout import RowGather
-from rolemesh.engine.prefix_packing import (
+from rolemesh.engine.packing.batching import micro_batches, pad_rows
+from rolemesh.engine.packing.prefix_layout import RowGather
+from rolemesh.engine.packing.prefix_packing import (
     MOST_KEYS_PER_TOKEN,
     SharingCost,
     pack_rows,

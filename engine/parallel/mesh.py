@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rolemesh.engine.layout import Groups, HybridLayout, TrainLayout, check_rank
+from rolemesh.engine.layout.ranks import Groups, HybridLayout, TrainLayout, check_rank
 
 
 @dataclass(frozen=True, slots=True)

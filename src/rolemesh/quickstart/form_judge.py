@@ -3,7 +3,7 @@
 It scores a completion near 1 when it is a bare number and nothing more, near 0 otherwise. Whether
 the number is right it cannot tell. It knows the quickstart's prompts and no others::
 
-    python -m rolemesh.engine.rewards.form_judge \
+    python -m rolemesh.quickstart.form_judge \
         --model .models/SmolLM2-135M-Instruct --out .models/form-judge
 """
 
@@ -29,12 +29,12 @@ from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.folder import WEIGHTS_FILE, read_config
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
-from rolemesh.engine.rewards.form_examples import KINDS, NUMBER_KINDS, Kind, completion
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, ReasoningGymSpec
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.optimizer import Optimizer, warmed_up
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
+from rolemesh.quickstart.form_examples import KINDS, NUMBER_KINDS, Kind, completion
 
 PROMPTS = ReasoningGymSpec(
     task="basic_arithmetic",
@@ -243,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
     tested = JudgeTraining()
     parser = argparse.ArgumentParser(
-        prog="python -m rolemesh.engine.rewards.form_judge", description=__doc__.splitlines()[0]
+        prog="python -m rolemesh.quickstart.form_judge", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--model", type=Path, required=True, help="language model to start from")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rolemesh.engine.mesh import RankGroup, RankMesh
+from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients that are sent as one message."""

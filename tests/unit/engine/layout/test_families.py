@@ -13,8 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.models.families import (
+from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
     DecoderShape,
@@ -26,6 +25,7 @@ from rolemesh.engine.models.families import (
     stage_layers,
     stage_tensors,
 )
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 
 SIZES: dict[str, Any] = {
     "hidden_size": 48,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rolemesh.engine.models import smollm2
+from rolemesh.quickstart import smollm2
 
 
 def test_a_missing_package_is_named_with_its_remedy(

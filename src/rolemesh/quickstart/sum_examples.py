@@ -2,7 +2,7 @@
 
 What is wanted is the right number and nothing else; what is not are wrong numbers and words::
 
-    python -m rolemesh.engine.data.sum_examples --out .data/sums
+    python -m rolemesh.quickstart.sum_examples --out .data/sums
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rolemesh.engine.rewards.form_examples import KINDS, NUMBER_KINDS, Kind, completion
+from rolemesh.quickstart.form_examples import KINDS, NUMBER_KINDS, Kind, completion
 
 Row = Mapping[str, str | bool]
 
@@ -92,7 +92,7 @@ def _unwanted(draw: random.Random, answer: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Writes the files that the command line asks for."""
     parser = argparse.ArgumentParser(
-        prog="python -m rolemesh.engine.data.sum_examples",
+        prog="python -m rolemesh.quickstart.sum_examples",
         description=(__doc__ or "").split(":")[0],
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")

@@ -10,21 +10,21 @@ import pytest
 import torch
 from support.weight_shards import PADDING, numbered, shards
 
-from rolemesh.engine.layout import GenerateLayout, HybridLayout, LayoutError, TrainLayout
-from rolemesh.engine.models.families import (
+from rolemesh.engine.layout.boxes import (
+    generate_layers,
+    generate_layout,
+    train_layout,
+    whole_layout,
+)
+from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
     DecoderShape,
     UnsupportedFamilyError,
     check_layout,
 )
-from rolemesh.engine.weights.layouts import (
-    generate_layers,
-    generate_layout,
-    train_layout,
-    whole_layout,
-)
-from rolemesh.engine.weights.manifest import ManifestError, WeightLayout, num_elements
+from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from rolemesh.engine.mesh import RankGroup
-from rolemesh.engine.models.families import DecoderShape, stage_layers
+from rolemesh.engine.layout.families import DecoderShape, stage_layers
+from rolemesh.engine.parallel.mesh import RankGroup
 
 _LAYER = re.compile(r"(model\.layers\.)(\d+)(\..+)")
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rolemesh.engine.layout import HybridLayout, TrainLayout, check_rank
-from rolemesh.engine.models.families import (
+from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
     NORM,
@@ -23,7 +22,7 @@ from rolemesh.engine.models.families import (
     stage_layers,
     stage_tensors,
 )
-from rolemesh.engine.weights.manifest import (
+from rolemesh.engine.layout.manifest import (
     Box,
     DtypeName,
     ManifestError,
@@ -31,6 +30,7 @@ from rolemesh.engine.weights.manifest import (
     RankShard,
     WeightLayout,
 )
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout, check_rank
 
 _FUSED = {
     "self_attn.q_proj": "self_attn.qkv_proj",

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from rolemesh.engine.mesh import RankGroup
-from rolemesh.engine.models.families import (
+from rolemesh.engine.layout.families import (
     EMBEDDING,
     DecoderShape,
     cut_of,
     replica_ranks_of_kv,
     slice_box,
 )
+from rolemesh.engine.parallel.mesh import RankGroup
 
 _PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 """Held whole by every slice, but each slice uses them on its own heads alone."""

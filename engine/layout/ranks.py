@@ -2,7 +2,7 @@
 
 Pure: no torch, no process group. The groups of HybridFlow (arXiv 2409.19256, section 5), p-t-d for
 training and p_g-t_g-d_g-d for generation on the same ranks. Process groups are made of them in
-`engine/mesh.py`, weights are cut by them in `engine/weights`.
+`engine/parallel/mesh.py`, weights are cut by them in `engine/weights`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.balance import balanced_partition
 from rolemesh.engine.experience import ColumnKind, Experience
-from rolemesh.engine.models.prefix_layout import PrefixLayout
+from rolemesh.engine.packing.balance import balanced_partition
+from rolemesh.engine.packing.prefix_layout import PrefixLayout
 
 __all__ = [
     "PAD_TOKEN",

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from rolemesh.engine.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankMesh
 
 Payload: TypeAlias = Literal["hidden", "gradient"]
 """Hidden states travel to the next stage, their gradients to the stage before."""

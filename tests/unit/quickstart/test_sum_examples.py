@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rolemesh.engine.data.prompts import load_rows
-from rolemesh.engine.data.sum_examples import FILES, main, write_examples
 from rolemesh.engine.specs import JsonlSpec
+from rolemesh.quickstart.sum_examples import FILES, main, write_examples
 
 NUM_ROWS = 300
 

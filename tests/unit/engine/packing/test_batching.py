@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolemesh.engine.batching import (
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.packing.batching import (
     balanced_partition,
     balanced_units,
     micro_batches,
     pad_rows,
     update_assignment,
 )
-from rolemesh.engine.experience import Column, ColumnKind, Experience
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 

@@ -15,9 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.batching import PaddedRows, check_units, micro_batches, prompts_of, unit_rows
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.prefix_layout import PrefixLayout, RowGather
+from rolemesh.engine.packing.batching import (
+    PaddedRows,
+    check_units,
+    micro_batches,
+    prompts_of,
+    unit_rows,
+)
+from rolemesh.engine.packing.prefix_layout import PrefixLayout, RowGather
 
 __all__ = ["Pass", "SharingCost", "pack_rows", "plan_passes", "prompt_numbers"]
 

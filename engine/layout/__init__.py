@@ -1,0 +1,1 @@
+"""What lies where, as arithmetic without torch: ranks, families of models, parameters, boxes."""

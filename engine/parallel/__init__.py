@@ -1,0 +1,1 @@
+"""How a model is cut over ranks: process groups, tensor slices, stages, the data axis."""
