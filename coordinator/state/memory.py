@@ -15,7 +15,6 @@ from rolemesh.coordinator.state.store import (
     GraphEntry,
     JournalEntry,
     MetricEntry,
-    QueueItem,
     RunExistsError,
     RunNotFoundError,
     RunRecord,
@@ -27,16 +26,6 @@ from rolemesh.coordinator.state.store import (
     check_run_changes,
     newest_first,
 )
-
-
-@dataclasses.dataclass
-class _Pending:
-    """A queue item and who has it."""
-
-    payload: bytes
-    consumer: str = ""
-    claimed_at: float = 0.0
-    num_deliveries: int = 0
 
 
 class MemoryStateStore(StateStore):
@@ -56,7 +45,6 @@ class MemoryStateStore(StateStore):
         self._metrics: dict[str, list[MetricEntry]] = {}
         self._graphs: dict[str, deque[GraphEntry]] = {}
         self._streams: dict[tuple[str, RunStream], deque[StreamEntry]] = {}
-        self._queues: dict[str, dict[str, _Pending]] = {}
         self._next_id = 0
 
     async def ping(self) -> None:
@@ -182,47 +170,3 @@ class MemoryStateStore(StateStore):
         if place == len(kept) or kept[place].entry_id != after_id:
             raise EntryExpiredError(run_id, stream, after_id)
         return kept[place + 1 : place + 1 + limit]
-
-    async def push(self, queue: str, payload: bytes) -> str:
-        """Adds an item."""
-        item_id = self._make_id()
-        self._queues.setdefault(queue, {})[item_id] = _Pending(payload)
-        return item_id
-
-    def _deliver(self, queue: str, consumer: str, item_ids: list[str]) -> list[QueueItem]:
-        delivered = []
-        for item_id in item_ids:
-            pending = self._queues[queue][item_id]
-            pending.consumer = consumer
-            pending.claimed_at = self._clock()
-            pending.num_deliveries += 1
-            delivered.append(
-                QueueItem(
-                    item_id=item_id,
-                    payload=pending.payload,
-                    num_deliveries=pending.num_deliveries,
-                )
-            )
-        return delivered
-
-    async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
-        """Hands out items that nobody has had."""
-        items = self._queues.get(queue, {})
-        fresh = [item_id for item_id, item in items.items() if item.num_deliveries == 0]
-        return self._deliver(queue, consumer, fresh[:count])
-
-    async def acknowledge(self, queue: str, item_id: str) -> bool:
-        """Ends an item."""
-        return self._queues.get(queue, {}).pop(item_id, None) is not None
-
-    async def reclaim(
-        self, queue: str, consumer: str, min_idle_s: float, count: int
-    ) -> list[QueueItem]:
-        """Takes over items whose consumer is slow or gone."""
-        now = self._clock()
-        idle = [
-            item_id
-            for item_id, item in self._queues.get(queue, {}).items()
-            if item.num_deliveries > 0 and now - item.claimed_at >= min_idle_s
-        ]
-        return self._deliver(queue, consumer, idle[:count])

@@ -29,7 +29,6 @@ from rolemesh.coordinator.state.store import (
     GraphEntry,
     JournalEntry,
     MetricEntry,
-    QueueItem,
     RunExistsError,
     RunNotFoundError,
     RunRecord,
@@ -45,7 +44,6 @@ from rolemesh.coordinator.state.store import (
 )
 
 _PREFIX = "rolemesh"
-_GROUP = "workers"
 _ENTRY_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _CONNECT_TIMEOUT_S = 5.0
 _COMMAND_TIMEOUT_S = 10.0
@@ -79,11 +77,6 @@ _APPEND_ENTRY = """
 local current = tonumber(redis.call('GET', KEYS[2]) or '0')
 if ARGV[1] ~= '' and tonumber(ARGV[1]) < current then return {1, current} end
 return {0, redis.call('XADD', KEYS[1], 'MAXLEN', '=', ARGV[2], '*', 'payload', ARGV[3])}
-"""
-_ACKNOWLEDGE = """
-local ended = redis.call('XACK', KEYS[1], ARGV[1], ARGV[2])
-if ended == 1 then redis.call('XDEL', KEYS[1], ARGV[2]) end
-return ended
 """
 
 
@@ -328,63 +321,6 @@ class RedisStateStore(StateStore):
         bound = [] if limit is None else ["COUNT", limit]
         rows = await self._command("XRANGE", key, start, "+", *bound)
         return [(entry_id.decode(), fields) for entry_id, fields in rows]
-
-    # --- rollout queue ---
-
-    def _queue(self, queue: str) -> str:
-        return f"{_PREFIX}:queue:{queue}"
-
-    async def _ensure_group(self, queue: str) -> None:
-        try:
-            await self._command("XGROUP", "CREATE", self._queue(queue), _GROUP, "0", "MKSTREAM")
-        except StoreRefusedError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-
-    async def push(self, queue: str, payload: bytes) -> str:
-        """Adds an item."""
-        item_id = await self._command("XADD", self._queue(queue), "*", "payload", payload)
-        return str(item_id.decode())
-
-    async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
-        """Hands out items that nobody has had."""
-        await self._ensure_group(queue)
-        key = self._queue(queue)
-        answer = await self._command(
-            "XREADGROUP", "GROUP", _GROUP, consumer, "COUNT", count, "STREAMS", key, ">"
-        )
-        rows = answer[0][1] if answer else []
-        return [
-            QueueItem(item_id=item_id.decode(), payload=fields[b"payload"], num_deliveries=1)
-            for item_id, fields in rows
-        ]
-
-    async def acknowledge(self, queue: str, item_id: str) -> bool:
-        """Ends an item."""
-        return bool(await self._script(_ACKNOWLEDGE, [self._queue(queue)], [_GROUP, item_id]))
-
-    async def reclaim(
-        self, queue: str, consumer: str, min_idle_s: float, count: int
-    ) -> list[QueueItem]:
-        """Takes over items whose consumer is slow or gone."""
-        await self._ensure_group(queue)
-        key, min_idle_ms = self._queue(queue), int(min_idle_s * 1000)
-        answer = await self._command(
-            "XAUTOCLAIM", key, _GROUP, consumer, min_idle_ms, "0-0", "COUNT", count
-        )
-        items = []
-        for item_id, fields in answer[1]:
-            pending: Any = await self._finished(
-                self._client.xpending_range(key, _GROUP, min=item_id, max=item_id, count=1)
-            )
-            items.append(
-                QueueItem(
-                    item_id=item_id.decode(),
-                    payload=fields[b"payload"],
-                    num_deliveries=int(pending[0]["times_delivered"]),
-                )
-            )
-        return items
 
 
 def _client(url: str) -> redis.asyncio.Redis:

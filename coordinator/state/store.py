@@ -1,8 +1,8 @@
 """What the coordinator keeps outside its own memory, as one small contract.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream, the executed graphs of the newest steps, bounded streams of what else is told of
-a run, and the rollout queue. Implementations differ in means, never in behaviour: one contract
+the metric stream, the executed graphs of the newest steps, and bounded streams of what else is told
+of a run. Implementations differ in means, never in behaviour: one contract
 suite runs over all of them.
 """
 
@@ -244,16 +244,6 @@ class StreamEntry:
     payload: bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueueItem:
-    """One claimed item of a rollout queue."""
-
-    item_id: str
-    payload: bytes
-    num_deliveries: int
-    """How often it was handed out, this time included."""
-
-
 class StateStore(ABC):
     """Everything that outlives a call, a step, or the coordinator.
 
@@ -385,26 +375,6 @@ class StateStore(ABC):
         Raises:
             EntryExpiredError: `after_id` is not kept, so entries after it may be gone as well.
         """
-
-    # --- rollout queue: delivered at least once, to one consumer at a time ---
-
-    @abstractmethod
-    async def push(self, queue: str, payload: bytes) -> str:
-        """Adds an item and returns its id."""
-
-    @abstractmethod
-    async def claim(self, queue: str, consumer: str, count: int) -> list[QueueItem]:
-        """Hands out up to `count` items that nobody has had, oldest first; does not wait."""
-
-    @abstractmethod
-    async def acknowledge(self, queue: str, item_id: str) -> bool:
-        """Ends an item; False when it was ended before."""
-
-    @abstractmethod
-    async def reclaim(
-        self, queue: str, consumer: str, min_idle_s: float, count: int
-    ) -> list[QueueItem]:
-        """Takes over items that were claimed at least min_idle_s seconds ago and not ended."""
 
 
 def check_run_changes(changes: Mapping[str, Any]) -> None:

@@ -281,33 +281,6 @@ async def test_a_renewed_lease_holds_and_a_removed_one_does_not(store: StateStor
     assert await store.list_services() == []
 
 
-async def test_a_queue_hands_each_item_to_one_consumer(store: StateStore) -> None:
-    pushed = [await store.push("rollouts", bytes([n, 255])) for n in range(3)]
-    first = await store.claim("rollouts", "one", 2)
-    second = await store.claim("rollouts", "two", 2)
-    assert [item.item_id for item in first + second] == pushed
-    assert [item.payload for item in first] == [b"\x00\xff", b"\x01\xff"]
-    assert await store.claim("rollouts", "one", 2) == []
-
-
-async def test_an_item_ends_once(store: StateStore) -> None:
-    await store.push("rollouts", b"x")
-    (item,) = await store.claim("rollouts", "one", 1)
-    assert await store.acknowledge("rollouts", item.item_id) is True
-    assert await store.acknowledge("rollouts", item.item_id) is False
-    assert await store.reclaim("rollouts", "two", 0.0, 10) == []
-
-
-async def test_an_idle_item_is_taken_over_and_counted(store: StateStore) -> None:
-    await store.push("rollouts", b"x")
-    (item,) = await store.claim("rollouts", "dead", 1)
-    assert await store.reclaim("rollouts", "two", 60.0, 10) == []
-    await asyncio.sleep(0.01)
-    (taken,) = await store.reclaim("rollouts", "two", 0.0, 10)
-    assert (taken.item_id, taken.payload) == (item.item_id, b"x")
-    assert (item.num_deliveries, taken.num_deliveries) == (1, 2)
-
-
 async def test_an_unreachable_store_is_named_with_a_remedy() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
