@@ -330,6 +330,7 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
 
     Services that run elsewhere see other disks: they check for themselves.
     """
+    roles = sorted(roles)  # of two faults, every run names the same one first
     models: dict[str, Path] = {}
     for role in roles:
         section: Any = recipe.section(role)

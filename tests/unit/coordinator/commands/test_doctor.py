@@ -144,9 +144,16 @@ def test_model_folder_is_looked_for(tmp_path: Path) -> None:
 
 
 def test_recipe_with_a_missing_model_fails_by_its_field(tmp_path: Path) -> None:
-    missing = tmp_path / "none"
+    missing, there = tmp_path / "none", tmp_path / "model"
+    there.mkdir()
+    (there / "config.json").write_text("{}")
     recipe = load_recipe(
-        [RECIPES / "quickstart-ppo.yaml"], overrides=[f"critic.model.path={missing}"]
+        [RECIPES / "quickstart-ppo.yaml"],
+        overrides=[
+            f"actor.model.path={there}",
+            f"critic.model.path={missing}",
+            f"reference.model.path={there}",
+        ],
     )
     elsewhere = load_recipe(
         [RECIPES / "quickstart-ppo.yaml"],
@@ -159,7 +166,8 @@ def test_recipe_with_a_missing_model_fails_by_its_field(tmp_path: Path) -> None:
             )
         ],
     )
-    assert check_recipe(recipe).level is Level.FAIL
-    assert str(missing) in check_recipe(recipe).text or "actor.model" in check_recipe(recipe).text
+    finding = check_recipe(recipe)
+    assert finding.level is Level.FAIL
+    assert f"critic.model.path is {str(missing)!r}" in finding.text
     # Other machines have other disks.
     assert check_recipe(elsewhere).level is Level.OK
