@@ -26,7 +26,7 @@ from rolemesh.coordinator.compliance.subject import (
     shorten,
 )
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.v1 import experience_pb2, reward_pb2
+from rolemesh.v1 import experience_pb2
 
 CONSUMING_ROLES = (*REWARD_ROLES, "reference", "critic", "actor")
 
@@ -155,8 +155,7 @@ async def shards(subject: Subject) -> None:
     sent = f"seven rows in two shards, rows {spread[0]} and {spread[1]}"
     remedy = "put fetched rows into the batch's order: row i of a shard is row Shard.rows[i]"
     if subject.role in REWARD_ROLES:
-        request = reward_pb2.ComputeRewardRequest(key=subject.key(), experience=ref)
-        call = subject.reward.ComputeReward(request, timeout=subject.timeout_s)
+        call = subject.work(subject.key(), experience=ref)
         made = experience_in(result_in(await events_of(call), sent), sent)
         columns = await subject.rows(made, [subject.column])
         came = columns[subject.column].values.tolist()

@@ -28,7 +28,7 @@ from rolemesh.rpc.columns import Columns, decode
 from rolemesh.rpc.errors import NotFoundError, RolemeshError
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.rpc.row_places import place
-from rolemesh.v1 import experience_pb2
+from rolemesh.v1 import experience_pb2, experience_pb2_grpc
 
 NOT_FOUND = (grpc.StatusCode.NOT_FOUND,)
 
@@ -55,7 +55,8 @@ def _request(
 
 
 async def _fetch(subject: Subject, request: experience_pb2.FetchRequest) -> list[Any]:
-    return await events_of(subject.experience.Fetch(request, timeout=subject.timeout_s))
+    stub = experience_pb2_grpc.ExperienceServiceStub(subject.channel)
+    return await events_of(stub.Fetch(request, timeout=subject.timeout_s))
 
 
 def _columns_in(parts: list[Any], sent: str) -> Columns:
@@ -220,7 +221,7 @@ async def refusals(subject: Subject) -> None:
         ),
     ):
         await subject.refused(
-            events_of(subject.experience.Fetch(request, timeout=subject.timeout_s)),
+            _fetch(subject, request),
             f"Fetch of {sent}",
             (code,),
             reason,
@@ -241,17 +242,11 @@ async def release(subject: Subject) -> None:
     shard = experience_in(made, "a call").groups[0].shards[0]
 
     async def freed(epoch: int = EPOCH) -> int:
-        request = experience_pb2.ReleaseRequest(
-            run_id=subject.run_id, experience_ids=[shard.experience_id], fencing_epoch=epoch
-        )
-        answer = await subject.experience.Release(request, timeout=subject.timeout_s)
-        return int(answer.released_bytes)
-
-    async def stale() -> None:
-        await freed(EPOCH - 1)
+        ids = [shard.experience_id]
+        return await subject.client.release(subject.run_id, epoch, experience_ids=ids)
 
     await subject.refused(
-        stale(),
+        freed(EPOCH - 1),
         f"Release with epoch {EPOCH - 1} after epoch {EPOCH} has spoken",
         (grpc.StatusCode.FAILED_PRECONDITION,),
         "STALE_EPOCH",
@@ -265,7 +260,7 @@ async def release(subject: Subject) -> None:
         remedy="free the bytes at the first release, and ignore the second",
     )
     await subject.refused(
-        events_of(subject.experience.Fetch(_request(shard, []), timeout=subject.timeout_s)),
+        _fetch(subject, _request(shard, [])),
         "Fetch of experience that was released",
         NOT_FOUND,
         "EXPERIENCE_NOT_FOUND",

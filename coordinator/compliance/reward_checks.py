@@ -31,7 +31,7 @@ from rolemesh.coordinator.compliance.subject import (
     shorten,
 )
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.v1 import experience_pb2, reward_pb2, tensor_pb2
+from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc, tensor_pb2
 
 LARGE_BATCH_ROWS = 512
 LARGE_BATCH_BYTES = 7_000
@@ -181,6 +181,7 @@ async def large_batch(subject: Subject) -> None:
 )
 async def nothing_to_judge(subject: Subject) -> None:
     """Two ways of asking for nothing."""
+    stub = reward_pb2_grpc.RewardServiceStub(subject.channel)
     for sent, request in (
         ("ComputeReward without input", reward_pb2.ComputeRewardRequest(key=subject.key())),
         (
@@ -191,7 +192,7 @@ async def nothing_to_judge(subject: Subject) -> None:
         ),
     ):
         await subject.refused(
-            events_of(subject.reward.ComputeReward(request, timeout=subject.timeout_s)),
+            events_of(stub.ComputeReward(request, timeout=subject.timeout_s)),
             sent,
             INVALID,
             "INPUT_MISSING",
@@ -209,8 +210,9 @@ async def pass_at(subject: Subject) -> None:
     """Trajectories do not say which are of one prompt."""
     batch = reward_pb2.TrajectoryBatch(trajectories=[one.inline() for one in ordinary_samples()])
     request = reward_pb2.ComputeRewardRequest(key=subject.key(), trajectories=batch, pass_at=[1])
+    stub = reward_pb2_grpc.RewardServiceStub(subject.channel)
     await subject.refused(
-        events_of(subject.reward.ComputeReward(request, timeout=subject.timeout_s)),
+        events_of(stub.ComputeReward(request, timeout=subject.timeout_s)),
         "ComputeReward of trajectories with pass_at 1",
         INVALID,
         "PASS_AT_INVALID",
@@ -227,12 +229,9 @@ async def pass_at(subject: Subject) -> None:
 )
 async def reference_refused(subject: Subject) -> None:
     """Of a server that pulls nothing."""
-    request = reward_pb2.ComputeRewardRequest(
-        key=subject.key(),
-        experience=experience_pb2.ExperienceRef(run_id=subject.run_id, step=1, num_rows=1),
-    )
+    ref = experience_pb2.ExperienceRef(run_id=subject.run_id, step=1, num_rows=1)
     await subject.refused(
-        events_of(subject.reward.ComputeReward(request, timeout=subject.timeout_s)),
+        events_of(subject.client.compute_reward(subject.key(), ref)),
         "ComputeReward of an experience",
         INVALID,
         "INPUT_UNSUPPORTED",

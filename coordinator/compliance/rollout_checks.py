@@ -29,7 +29,7 @@ from rolemesh.coordinator.compliance.subject import (
     shorten,
 )
 from rolemesh.rpc.columns import Columns
-from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2, weights_pb2
+from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2
 
 NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
 SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} samples each"
@@ -107,9 +107,7 @@ async def no_weights(subject: Subject) -> None:
 async def update_weights(subject: Subject) -> None:
     """Weights of the server's own manifest, made up and served by the suite."""
     need("WeightsService", subject)
-    manifest = await subject.weights.GetManifest(
-        weights_pb2.GetManifestRequest(), timeout=subject.timeout_s
-    )
+    manifest = await subject.client.get_manifest()
     sent = f"UpdateWeights of {len(manifest.parameters)} made-up parameters"
     expect(
         bool(manifest.parameters),
@@ -120,8 +118,8 @@ async def update_weights(subject: Subject) -> None:
     ref = subject.producer.publisher.publish(
         manifest, subject.run_id, subject.producer.address, WEIGHTS_VERSION
     )
-    request = rollout_pb2.UpdateWeightsRequest(key=subject.key("compliance.weights"), weights=ref)
-    events = await events_of(subject.rollout.UpdateWeights(request, timeout=subject.timeout_s))
+    key = subject.key("compliance.weights")
+    events = await events_of(subject.client.update_weights(key, ref))
     expect_progress_then_one_result(events, sent)
     result = result_in(events, sent)
     version = getattr(result, "policy_version", None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf import json_format, struct_pb2
 from google.protobuf.message import Message
 
 from rolemesh.coordinator.compliance.contract import (
@@ -21,23 +20,9 @@ from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.v1 import (
-    experience_pb2,
-    experience_pb2_grpc,
-    logprob_pb2,
-    logprob_pb2_grpc,
-    operation_pb2,
-    reward_pb2,
-    reward_pb2_grpc,
-    rollout_pb2,
-    rollout_pb2_grpc,
-    trainer_pb2_grpc,
-    value_pb2,
-    value_pb2_grpc,
-    weights_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from rolemesh.rpc.result_call import ResultCall
+from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, worker_pb2
 
 EPOCH = 2
 """Of the suite's run: there is an older one to be refused."""
@@ -103,14 +88,7 @@ class Subject:
         self.channel: MeshChannel = open_channel(address, traffic=ChannelTraffic())
         # Without our rules: a call can go out without a deadline, and a payload as raw bytes.
         self.bare = grpc.aio.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
-        self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        self.experience = experience_pb2_grpc.ExperienceServiceStub(self.channel)
-        self.reward = reward_pb2_grpc.RewardServiceStub(self.channel)
-        self.logprob = logprob_pb2_grpc.LogprobServiceStub(self.channel)
-        self.value = value_pb2_grpc.ValueServiceStub(self.channel)
-        self.rollout = rollout_pb2_grpc.RolloutServiceStub(self.channel)
-        self.trainer = trainer_pb2_grpc.TrainerServiceStub(self.channel)
-        self.weights = weights_pb2_grpc.WeightsServiceStub(self.channel)
+        self.client = ServiceClient(self.channel, timeout_s)
 
     async def close(self) -> None:
         """Lets the channels go."""
@@ -151,15 +129,14 @@ class Subject:
         *,
         key: operation_pb2.OperationKey | None = None,
         more: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> ResultCall[worker_pb2.InitializeResult]:
         """Initialize with the spec, and some more fields."""
-        request = worker_pb2.InitializeRequest(
-            key=self.initialize_key if key is None else key,
-            spec=json_format.ParseDict({**self.spec, **(more or {})}, struct_pb2.Struct()),
-            run_seed=RUN_SEED,
-        )
         self.is_held = True
-        return self.worker.Initialize(request, timeout=INITIALIZE_PATIENCE * self.timeout_s)
+        return self.client.within(INITIALIZE_PATIENCE * self.timeout_s).initialize(
+            self.initialize_key if key is None else key,
+            {**self.spec, **(more or {})},
+            RUN_SEED,
+        )
 
     # --- the call that makes the role what it is ---------------------------------------------
 
@@ -168,7 +145,7 @@ class Subject:
         key: operation_pb2.OperationKey,
         samples: Sequence[Sample] | None = None,
         experience: experience_pb2.ExperienceRef | None = None,
-    ) -> Any:
+    ) -> ResultCall[Any]:
         """ComputeReward, ComputeLogprobs, ComputeValues or Generate.
 
         Args:
@@ -181,20 +158,12 @@ class Subject:
             return self.generate(key)
         chosen = ordinary_samples() if samples is None else samples
         if self.role in REWARD_ROLES and not self.takes_part_in_runs:
-            batch = reward_pb2.TrajectoryBatch(trajectories=[one.inline() for one in chosen])
-            return self.reward.ComputeReward(
-                reward_pb2.ComputeRewardRequest(key=key, trajectories=batch),
-                timeout=self.timeout_s,
-            )
+            return self.client.judge(key, [one.inline() for one in chosen])
         ref = self._reference(samples) if experience is None else experience
         if self.role in REWARD_ROLES:
-            return self.reward.ComputeReward(
-                reward_pb2.ComputeRewardRequest(key=key, experience=ref), timeout=self.timeout_s
-            )
+            return self.client.compute_reward(key, ref)
         if self.role == "critic":
-            return self.value.ComputeValues(
-                value_pb2.ComputeValuesRequest(key=key, experience=ref), timeout=self.timeout_s
-            )
+            return self.client.compute_values(key, ref)
         return self.logprobs(key, ref)
 
     def _reference(self, samples: Sequence[Sample] | None) -> experience_pb2.ExperienceRef:
@@ -212,16 +181,11 @@ class Subject:
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
-    ) -> Any:
+    ) -> ResultCall[experience_pb2.ExperienceResult]:
         """ComputeLogprobs into the column "scores"."""
-        request = logprob_pb2.ComputeLogprobsRequest(
-            key=key,
-            experience=ref,
-            column="scores",
-            temperature=temperature,
-            with_entropy=with_entropy,
+        return self.client.compute_logprobs(
+            key, ref, "scores", temperature=temperature, with_entropy=with_entropy
         )
-        return self.logprob.ComputeLogprobs(request, timeout=self.timeout_s)
 
     def generate(
         self,
@@ -232,19 +196,14 @@ class Subject:
         split: rollout_pb2.Split.ValueType = rollout_pb2.SPLIT_TRAIN,
         block_rows: int = 0,
         **sampling: Any,
-    ) -> Any:
+    ) -> ResultCall[experience_pb2.ExperienceResult]:
         """Generate, with some fields of the sampling changed."""
         chosen = rollout_pb2.Sampling()
         chosen.CopyFrom(SAMPLING)
         for name, value in sampling.items():
             setattr(chosen, name, value)
-        request = rollout_pb2.GenerateRequest(
-            key=key,
-            prompts=rollout_pb2.PromptSlice(split=split, start=start, count=count),
-            sampling=chosen,
-            block_rows=block_rows,
-        )
-        return self.rollout.Generate(request, timeout=self.timeout_s)
+        prompts = rollout_pb2.PromptSlice(split=split, start=start, count=count)
+        return self.client.generate(key, prompts, chosen, block_rows=block_rows)
 
     async def usual_answer(self) -> list[Any]:
         """All messages of one ordinary call, which is made once."""

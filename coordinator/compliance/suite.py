@@ -38,7 +38,6 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from rolemesh.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -172,11 +171,8 @@ async def _meet(subject: Subject) -> None:
             f"nobody answers at {subject.address} within {subject.timeout_s:g} s: start the "
             "server, or correct the address"
         ) from error
-    request = worker_pb2.GetCapabilitiesRequest()
     try:
-        subject.capabilities = await subject.worker.GetCapabilities(
-            request, timeout=subject.timeout_s
-        )
+        subject.capabilities = await subject.client.get_capabilities()
     except UnsupportedError:
         return
     except RolemeshError as error:
@@ -185,9 +181,7 @@ async def _meet(subject: Subject) -> None:
     if not subject.takes_part_in_runs:
         return
     with contextlib.suppress(RolemeshError):  # worker.idle tells of it
-        status = await subject.worker.GetStatus(
-            worker_pb2.GetStatusRequest(), timeout=subject.timeout_s
-        )
+        status = await subject.client.get_status()
         if status.run_id:
             raise SuiteInputError(
                 f"run {status.run_id!r} holds the server at {subject.address}: end that run, or "
@@ -198,9 +192,8 @@ async def _meet(subject: Subject) -> None:
 async def _give_back(subject: Subject) -> None:
     """Has the server forget the suite's run, however the suite ended."""
     if subject.is_held:
-        request = worker_pb2.DrainRequest(run_id=subject.run_id, fencing_epoch=EPOCH)
         with contextlib.suppress(RolemeshError):  # it is gone, or worker.drain has told
-            await subject.worker.Drain(request, timeout=subject.timeout_s)
+            await subject.client.drain(subject.run_id, EPOCH)
 
 
 class _Suite:

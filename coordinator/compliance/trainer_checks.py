@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from google.protobuf import json_format, struct_pb2
 
 from rolemesh.coordinator.compliance.check import check
 from rolemesh.coordinator.compliance.contract import Level
@@ -21,7 +20,9 @@ from rolemesh.coordinator.compliance.subject import (
     shorten,
 )
 from rolemesh.rpc.columns import ColumnData
-from rolemesh.v1 import trainer_pb2, weights_pb2, worker_pb2
+from rolemesh.rpc.result_call import ResultCall
+from rolemesh.rpc.service_client import to_algorithm_part
+from rolemesh.v1 import trainer_pb2, weights_pb2
 
 TRAINED_ROLES = ("actor", "critic")
 PRECONDITION = (grpc.StatusCode.FAILED_PRECONDITION,)
@@ -30,13 +31,7 @@ LOSSES = {"actor": "sft", "critic": "ppo_value"}
 """A loss of each role; the suite serves the columns that they read."""
 
 
-def _part(name: str) -> trainer_pb2.AlgorithmPart:
-    return trainer_pb2.AlgorithmPart(
-        type=name, parameters=json_format.ParseDict({}, struct_pb2.Struct())
-    )
-
-
-def _backward(subject: Subject, loss: str) -> Any:
+def _backward(subject: Subject, loss: str) -> ResultCall[trainer_pb2.ForwardBackwardResult]:
     need("TrainerService", subject)
     samples = ordinary_samples()
     lengths = [len(sample.completion_tokens) for sample in samples]
@@ -45,30 +40,23 @@ def _backward(subject: Subject, loss: str) -> Any:
         "values": ColumnData.completion([[0.0] * length for length in lengths]),
         "returns": ColumnData.completion([[1.0] * length for length in lengths]),
     }
-    request = trainer_pb2.ForwardBackwardRequest(
-        key=subject.key("compliance.backward"),
-        experience=subject.producer.serve(samples, subject.run_id, more=columns),
-        loss=_part(loss),
-    )
-    return subject.trainer.ForwardBackward(request, timeout=subject.timeout_s)
+    ref = subject.producer.serve(samples, subject.run_id, more=columns)
+    key = subject.key("compliance.backward")
+    return subject.client.forward_backward(key, ref, to_algorithm_part({"type": loss}))
 
 
 async def _step(subject: Subject, key: Any, version: int) -> trainer_pb2.OptimStepResponse:
-    request = trainer_pb2.OptimStepRequest(key=key, expected_policy_version=version)
     need("TrainerService", subject)
-    return await subject.trainer.OptimStep(request, timeout=subject.timeout_s)
+    return await subject.client.optim_step(key, version)
 
 
 async def _version(subject: Subject) -> int:
-    request = worker_pb2.GetStatusRequest(run_id=subject.run_id)
-    status = await subject.worker.GetStatus(request, timeout=subject.timeout_s)
-    return int(status.policy_version)
+    return (await subject.client.get_status(subject.run_id)).policy_version
 
 
 async def _checksums(subject: Subject) -> dict[str, str]:
     need("WeightsService", subject)
-    request = weights_pb2.GetChecksumsRequest(holder=weights_pb2.WEIGHTS_HOLDER_TRAINER)
-    answer = await subject.weights.GetChecksums(request, timeout=subject.timeout_s)
+    answer = await subject.client.get_checksums(weights_pb2.WEIGHTS_HOLDER_TRAINER)
     return dict(answer.checksums)
 
 
@@ -179,10 +167,7 @@ async def version_mismatch(subject: Subject) -> None:
 async def manifest(subject: Subject) -> None:
     """Names are unique, and shapes are those of tensors."""
     need("WeightsService", subject)
-    answer = await subject.weights.GetManifest(
-        weights_pb2.GetManifestRequest(), timeout=subject.timeout_s
-    )
-    parameters = answer.parameters
+    parameters = (await subject.client.get_manifest()).parameters
     names = [parameter.name for parameter in parameters]
     odd = [
         parameter.name

@@ -189,8 +189,7 @@ async def large_message(subject: Subject) -> None:
 async def _answers(subject: Subject, sent: str) -> None:
     try:
         if subject.capabilities is not None:
-            request = worker_pb2.GetCapabilitiesRequest()
-            await subject.worker.GetCapabilities(request, timeout=subject.timeout_s)
+            await subject.client.get_capabilities()
         else:
             async for _ in subject.work(subject.key()):
                 pass

@@ -38,10 +38,7 @@ UNKNOWN_FIELD = "compliance_no_such_field"
 
 
 async def _status(subject: Subject) -> worker_pb2.GetStatusResponse:
-    status: worker_pb2.GetStatusResponse = await subject.worker.GetStatus(
-        worker_pb2.GetStatusRequest(run_id=subject.run_id), timeout=subject.timeout_s
-    )
-    return status
+    return await subject.client.get_status(subject.run_id)
 
 
 def _known(subject: Subject) -> worker_pb2.GetCapabilitiesResponse:
@@ -338,8 +335,7 @@ async def held(subject: Subject) -> None:
 )
 async def sleep(subject: Subject) -> None:
     """Asked only of roles that share a device."""
-    key = subject.key("compliance.sleep")
-    await subject.worker.Sleep(worker_pb2.SleepRequest(key=key), timeout=subject.timeout_s)
+    await subject.client.sleep(subject.key("compliance.sleep"))
     try:
         await subject.refused(
             events_of(subject.work(subject.key())),
@@ -349,8 +345,7 @@ async def sleep(subject: Subject) -> None:
             "refuse work until Wake",
         )
     finally:
-        wake = worker_pb2.WakeRequest(key=subject.key("compliance.wake"))
-        await subject.worker.Wake(wake, timeout=subject.timeout_s)
+        await subject.client.wake(subject.key("compliance.wake"))
     await events_of(subject.work(subject.key()))
 
 
@@ -368,9 +363,8 @@ async def drain_of_others(subject: Subject) -> None:
         (subject.run_id, EPOCH - 1, "STALE_EPOCH"),
         (f"{subject.run_id}-other", 1, "RUN_MISMATCH"),
     ):
-        request = worker_pb2.DrainRequest(run_id=run_id, fencing_epoch=epoch)
         await subject.refused(
-            subject.worker.Drain(request, timeout=subject.timeout_s),
+            subject.client.drain(run_id, epoch),
             f"Drain of run {run_id} with epoch {epoch}",
             PRECONDITION,
             reason,
@@ -387,8 +381,7 @@ async def drain_of_others(subject: Subject) -> None:
 )
 async def drain(subject: Subject) -> None:
     """The service takes part in another run afterwards."""
-    request = worker_pb2.DrainRequest(run_id=subject.run_id, fencing_epoch=EPOCH)
-    await subject.worker.Drain(request, timeout=subject.timeout_s)
+    await subject.client.drain(subject.run_id, EPOCH)
     subject.is_held = False
     status = await _status(subject)
     if status.state != worker_pb2.WORKER_STATE_IDLE or status.run_id:

@@ -1,40 +1,31 @@
-"""A role's service as the coordinator sees it: stubs, version, and calls that report progress."""
+"""A role's service as the coordinator sees it: its client, its version, and calls with a key."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
-from google.protobuf import json_format, struct_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.schema import role_of
-from rolemesh.engine.specs import Spec
-from rolemesh.rpc.channel import ChannelTraffic, MeshCall, open_channel
+from rolemesh.rpc.channel import ChannelTraffic, open_channel
 from rolemesh.rpc.errors import (
     DeadlineError,
-    InternalError,
     RolemeshError,
     UnavailableError,
     UnsupportedError,
 )
-from rolemesh.v1 import (
-    data_pb2_grpc,
-    experience_pb2,
-    experience_pb2_grpc,
-    logprob_pb2_grpc,
-    operation_pb2,
-    reward_pb2_grpc,
-    rollout_pb2_grpc,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    value_pb2_grpc,
-    weights_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
+
+Result = TypeVar("Result")
+
+OnPhase = Callable[[str, str, int, int], None]
+"""Gets a service, its stage, units done and units in all; an empty stage when a call has ended."""
 
 REQUIRED_SERVICES: Mapping[str, tuple[str, ...]] = {
     "actor": (
@@ -59,11 +50,9 @@ REQUIRED_SERVICES: Mapping[str, tuple[str, ...]] = {
 _HEALTH_TIMEOUT_S = 5.0
 _HEALTH_PAUSE_S = 0.2
 
-ProgressCallback = Callable[[operation_pb2.Progress], None]
-
 
 class RoleConnection:
-    """One service: its channel and stubs, and the version of its weights.
+    """One service: its channel and client, and the version of its weights.
 
     Owner: the coordinator's loop.
     """
@@ -76,15 +65,7 @@ class RoleConnection:
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
         self._channel = open_channel(address, traffic=traffic)
-        self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self.experience = experience_pb2_grpc.ExperienceServiceStub(self._channel)
-        self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        self.trainer = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        self.logprob = logprob_pb2_grpc.LogprobServiceStub(self._channel)
-        self.value = value_pb2_grpc.ValueServiceStub(self._channel)
-        self.reward = reward_pb2_grpc.RewardServiceStub(self._channel)
-        self.data = data_pb2_grpc.DataServiceStub(self._channel)
-        self.weights = weights_pb2_grpc.WeightsServiceStub(self._channel)
+        self.client = ServiceClient(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def close(self) -> None:
@@ -139,9 +120,7 @@ class RoleConnection:
         """
         where = f"services.{self.role}: the service at {self.address}"
         try:
-            self.capabilities = await self.worker.GetCapabilities(
-                worker_pb2.GetCapabilitiesRequest()
-            )
+            self.capabilities = await self.client.get_capabilities()
         except UnsupportedError as error:
             raise RunError(
                 f"{where} has no WorkerService, which every role serves: {self._as_outsider()}"
@@ -174,56 +153,45 @@ class RoleConnection:
             "what), or point the recipe at another service"
         )
 
-    async def finish(
+    async def make(
         self,
-        call: Any,
-        on_progress: ProgressCallback,
-        on_block: Callable[[Any], None] | None = None,
-    ) -> Any:
-        """Follows a call that streams progress and returns its last message.
+        key: operation_pb2.OperationKey,
+        stage: str,
+        call: Callable[[ProgressCallback], Awaitable[Result]],
+        note: Callable[[Result], Mapping[str, Any]],
+        *,
+        journal: Journal,
+        on_phase: OnPhase,
+    ) -> Result:
+        """Makes a call with a key: announces it, tells its progress, records that it was answered.
 
         Args:
-            call: The stream.
-            on_progress: Gets signs of life.
-            on_block: Gets messages with a part of the result, where the call sends any.
+            key: Of the call.
+            stage: What the call does, for people.
+            call: Makes the call; gets whom to tell how far it is.
+            note: Takes the result, and gives what the journal keeps of it.
+            journal: Records the answer.
+            on_phase: Is told how far the call is, and that it has ended.
 
         Raises:
             RolemeshError: The call failed, or ended without a result.
         """
-        result = None
-        stream: MeshCall = call
+
+        def on_progress(progress: operation_pb2.Progress) -> None:
+            told = f"{stage}: {progress.stage}" if progress.stage else stage
+            on_phase(self.service, told, progress.done, progress.total)
+
+        on_phase(self.service, stage, 0, 0)
         try:
-            async for message in stream:
-                match message.WhichOneof("event"):
-                    case "progress":
-                        on_progress(message.progress)
-                    case "block" if on_block is not None:
-                        on_block(message)
-                    case _:
-                        result = message
-            if result is None:
-                raise InternalError(
-                    f"{self.role} at {self.address} ended the call without a result"
-                )
+            result = await call(on_progress)
         except RolemeshError as error:
             # A broken connection says nothing of itself; a service's own words stay.
             error.metadata.setdefault("role", self.role)
             error.metadata.setdefault("rank", str(self.capabilities.rank))
             raise
+        await journal.acknowledge(key, note(result))
+        on_phase(self.service, "", 0, 0)
         return result
-
-
-def to_struct(spec: Spec) -> struct_pb2.Struct:
-    """A spec as it travels."""
-    return json_format.ParseDict(spec.model_dump(mode="json"), struct_pb2.Struct())
-
-
-def to_algorithm_part(spec: Any) -> trainer_pb2.AlgorithmPart:
-    """A loss or an estimator as it travels; its `type` is the name, the rest are parameters."""
-    parameters = spec.model_dump(mode="json", exclude={"type"})
-    return trainer_pb2.AlgorithmPart(
-        type=spec.type, parameters=json_format.ParseDict(parameters, struct_pb2.Struct())
-    )
 
 
 def summarize_reference(reference: experience_pb2.ExperienceRef) -> dict[str, Any]:

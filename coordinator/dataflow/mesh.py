@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection, to_struct
+from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
+from rolemesh.v1 import worker_pb2
 
 TRAINED_ROLES = ("actor", "critic")
 """Roles whose weights always change: they have a part in a checkpoint."""
@@ -104,16 +104,14 @@ class Mesh:
     async def sleep(self, role: str, step: int) -> None:
         """Has a service move what it holds to host memory."""
         key = self._journal.next_key(step, f"{role}.sleep")
-        call = self.connections[role].worker.Sleep(worker_pb2.SleepRequest(key=key))
-        await self._moved(role, "sleep", step, call)
+        await self._moved(role, "sleep", step, self.connections[role].client.sleep(key))
 
     async def wake(self, role: str, step: int) -> None:
         """Has a service bring what it holds back to its devices."""
         key = self._journal.next_key(step, f"{role}.wake")
-        call = self.connections[role].worker.Wake(worker_pb2.WakeRequest(key=key))
-        await self._moved(role, "wake", step, call)
+        await self._moved(role, "wake", step, self.connections[role].client.wake(key))
 
-    async def _moved(self, role: str, move: str, step: int, call: Any) -> None:
+    async def _moved(self, role: str, move: str, step: int, call: Awaitable[object]) -> None:
         self._observer.on_phase(role, move, 0, 0)
         try:
             await call
@@ -125,32 +123,29 @@ class Mesh:
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
         role = connection.service
         key = self._journal.next_key(0, f"{role}.initialize")
-        request = worker_pb2.InitializeRequest(
-            key=key, spec=to_struct(recipe.spec_of(connection.role)), run_seed=recipe.run.seed
+        spec = recipe.spec_of(connection.role).model_dump(mode="json")
+
+        def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
+            connection.policy_version = result.policy_version
+            self.facts[role] = dict(result.facts)
+            return {"policy_version": result.policy_version}
+
+        result = await connection.make(
+            key,
+            "initialize",
+            connection.client.initialize(key, spec, recipe.run.seed).result,
+            note,
+            journal=self._journal,
+            on_phase=self._observer.on_phase,
         )
-
-        def on_progress(progress: operation_pb2.Progress) -> None:
-            stage = f"initialize: {progress.stage}"
-            self._observer.on_phase(role, stage, progress.done, progress.total)
-
-        self._observer.on_phase(role, "initialize", 0, 0)
-        message = await connection.finish(connection.worker.Initialize(request), on_progress)
-        connection.policy_version = message.result.policy_version
-        self.facts[role] = dict(message.result.facts)
-        await self._journal.acknowledge(key, {"policy_version": connection.policy_version})
-        self._observer.on_phase(role, "", 0, 0)
-        size = message.result.num_parameters
+        size = result.num_parameters
         self._observer.on_event(f"{role} is ready" + (f", {size:,} parameters" if size else ""))
 
     async def release(self, through_step: int) -> None:
         """Drops the experience of this step and earlier ones, wherever it is held."""
-        request = experience_pb2.ReleaseRequest(
-            run_id=self._journal.run_id,
-            through_step=through_step,
-            fencing_epoch=self._journal.epoch,
-        )
+        run_id, epoch = self._journal.run_id, self._journal.epoch
         await together(
-            _awaited(connection.experience.Release(request))
+            connection.client.release(run_id, epoch, through_step=through_step)
             for connection in self.connections.values()
             if connection.serves("rolemesh.v1.ExperienceService")
         )
@@ -161,13 +156,11 @@ class Mesh:
         A service that does not say so in time is named to the observer: the run has ended already,
         and a service that still computes frees itself afterwards.
         """
-        request = worker_pb2.DrainRequest(
-            run_id=self._journal.run_id, fencing_epoch=self._journal.epoch
-        )
+        run_id, epoch = self._journal.run_id, self._journal.epoch
 
         async def one(connection: RoleConnection) -> None:
             try:
-                await connection.worker.Drain(request, timeout=timeout_s)
+                await connection.client.within(timeout_s).drain(run_id, epoch)
             except RolemeshError as error:
                 self._observer.on_event(
                     f"{connection.service} at {connection.address} may not be free: {error.message}"
@@ -178,10 +171,6 @@ class Mesh:
     async def close(self) -> None:
         """Lets the channels go."""
         await asyncio.gather(*(connection.close() for connection in self.connections.values()))
-
-
-async def _awaited(call: Any) -> Any:
-    return await call
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Any]]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from google.protobuf.message import Message
+
 from rolemesh.coordinator.dataflow.connection import (
-    ProgressCallback,
+    OnPhase,
     RoleConnection,
     summarize_reference,
 )
@@ -15,6 +17,8 @@ from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKi
 from rolemesh.coordinator.dataflow.graph import Dataflow, OnBlock
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.engine.specs import SamplingSpec
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
 
 SEQUENCES = ("tokens", "prompt_lengths")
@@ -107,8 +111,8 @@ class StepContext:
     """By the name of the service."""
     sampler: Sampler
     """Who samples, and when."""
-    on_phase: Callable[[str, str, int, int], None]
-    """Gets role, stage, units done and units in all."""
+    on_phase: OnPhase
+    """Is told how far calls are."""
     is_evaluation: bool = False
     """Evaluation has nodes and operations of its own, so that training's stay the same."""
     may_drop: frozenset[str] = frozenset()
@@ -133,13 +137,14 @@ class StepContext:
 
 
 Call = Callable[
-    [operation_pb2.OperationKey, experience_pb2.ExperienceRef | None, ProgressCallback],
-    Awaitable[Outcome],
+    [operation_pb2.OperationKey, experience_pb2.ExperienceRef, ProgressCallback],
+    Awaitable[Message],
 ]
-"""Makes one call: gets its key, the experience that it reads, and whom to tell how far it is."""
+"""Makes one call and gives its result. It gets its key, the experience that it reads (an empty one
+where it reads none), and whom to tell how far it is."""
 
 SampleCall = Callable[
-    ["ServiceCalls", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Outcome]
+    ["ServiceCalls", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Message]
 ]
 """Makes one call that hands out blocks while it runs: gets the service that it is of besides."""
 
@@ -157,6 +162,11 @@ class ServiceCalls:
         self.context = context
         self.service = service
         self.connection = context.connections[service]
+
+    @property
+    def client(self) -> ServiceClient:
+        """Makes the calls."""
+        return self.connection.client
 
     def node(
         self,
@@ -209,9 +219,8 @@ class ServiceCalls:
         kind, key = self._named(kind, method)
 
         async def work(_: Node, experience: experience_pb2.ExperienceRef | None) -> Outcome:
-            return await self._made(
-                key, method, lambda on_progress: call(key, experience, on_progress)
-            )
+            reads = experience_pb2.ExperienceRef() if experience is None else experience
+            return await self._made(key, method, lambda on_progress: call(key, reads, on_progress))
 
         return self.context.dataflow.call(
             kind=kind,
@@ -268,26 +277,20 @@ class ServiceCalls:
         self,
         key: operation_pb2.OperationKey,
         method: str,
-        call: Callable[[ProgressCallback], Awaitable[Outcome]],
+        call: Callable[[ProgressCallback], Awaitable[Message]],
     ) -> Outcome:
         context = self.context
 
-        def on_progress(progress: operation_pb2.Progress) -> None:
-            stage = f"{method}: {progress.stage}" if progress.stage else method
-            context.on_phase(self.service, stage, progress.done, progress.total)
+        def note(result: Message) -> dict[str, Any]:
+            outcome = _outcome_of(result)
+            if outcome.policy_version is not None:
+                self.connection.policy_version = outcome.policy_version
+            return _summarize(outcome)
 
-        context.on_phase(self.service, method, 0, 0)
-        outcome = await call(on_progress)
-        if outcome.policy_version is not None:
-            self.connection.policy_version = outcome.policy_version
-        await context.journal.acknowledge(key, _summarize(outcome))
-        context.on_phase(self.service, "", 0, 0)
-        return outcome
-
-    async def experience(self, call: Any, on_progress: ProgressCallback) -> Outcome:
-        """Follows a call whose result is an ExperienceResult."""
-        message = await self.connection.finish(call, on_progress)
-        return Outcome(report=message.result.report, experience=message.result.experience)
+        result = await self.connection.make(
+            key, method, call, note, journal=context.journal, on_phase=context.on_phase
+        )
+        return _outcome_of(result)
 
 
 class RoleHandle(ServiceCalls):
@@ -297,6 +300,17 @@ class RoleHandle(ServiceCalls):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context, self.role)
+
+
+def _outcome_of(result: Any) -> Outcome:
+    """What a result message says; each has a report, and experience or a version besides."""
+    fields = result.DESCRIPTOR.fields_by_name
+    has_experience = "experience" in fields and result.HasField("experience")
+    return Outcome(
+        report=result.report,
+        experience=result.experience if has_experience else None,
+        policy_version=result.policy_version if "policy_version" in fields else None,
+    )
 
 
 def _summarize(outcome: Outcome) -> dict[str, Any]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rolemesh.coordinator.dataflow.connection import ProgressCallback, to_algorithm_part
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import (
     ExperienceFuture,
     NodeKind,
-    Outcome,
     Part,
     UpdateFuture,
 )
@@ -22,15 +20,9 @@ from rolemesh.coordinator.dataflow.references import concat_references
 from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
 from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
 from rolemesh.engine.specs import SamplingSpec, SftLossSpec
-from rolemesh.v1 import (
-    data_pb2,
-    experience_pb2,
-    logprob_pb2,
-    operation_pb2,
-    reward_pb2,
-    trainer_pb2,
-    value_pb2,
-)
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.service_client import to_algorithm_part
+from rolemesh.v1 import data_pb2, experience_pb2, operation_pb2, trainer_pb2
 
 __all__ = [
     "ROLE_HANDLES",
@@ -46,7 +38,7 @@ __all__ = [
 ]
 
 _Key = operation_pb2.OperationKey
-_Ref = experience_pb2.ExperienceRef | None
+_Ref = experience_pb2.ExperienceRef
 
 READ_COLUMNS = (
     *SEQUENCES,
@@ -74,27 +66,26 @@ class _TrainedRole(RoleHandle):
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
 
-        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
-            request = trainer_pb2.UpdateRequest(
-                key=key,
-                experience=reference,
-                loss=to_algorithm_part(loss),
+        async def call(key: _Key, reference: _Ref, told: ProgressCallback) -> Any:
+            auxiliary = []
+            if pretraining is not None:
+                auxiliary = [
+                    trainer_pb2.AuxiliaryLoss(
+                        experience=await pretraining.result(),
+                        loss=_part(SftLossSpec()),
+                        weight=self.context.part("pretraining_weight"),
+                    )
+                ]
+            return await self.client.update(
+                key,
+                reference,
+                _part(loss),
                 epochs=algorithm.epochs,
                 mini_batch_rows=algorithm.mini_batch_rows,
                 rows_per_unit=algorithm.rows_per_unit,
                 expected_policy_version=self.connection.policy_version,
-            )
-            if pretraining is not None:
-                request.auxiliary.add(
-                    experience=await pretraining.result(),
-                    loss=to_algorithm_part(SftLossSpec()),
-                    weight=self.context.part("pretraining_weight"),
-                )
-            stream = self.connection.trainer.Update(request)
-            message = await self.connection.finish(stream, on_progress)
-            return Outcome(
-                report=message.result.report, policy_version=message.result.policy_version
-            )
+                auxiliary=auxiliary,
+            ).result(told)
 
         return UpdateFuture(self.node(NodeKind.UPDATE, "update", call, reads, after=texts))
 
@@ -106,12 +97,14 @@ class _TrainedRole(RoleHandle):
         *,
         is_pretraining: bool = False,
     ) -> ExperienceFuture:
-        async def call(key: _Key, _: _Ref, on_progress: ProgressCallback) -> Outcome:
-            rows = prompts.to_proto(is_pretraining=is_pretraining)
-            request = data_pb2.ReadBatchRequest(key=key, rows=rows, kind=kind)
-            return await self.experience(self.connection.data.ReadBatch(request), on_progress)
-
-        return self._future(self.node(NodeKind.INFER, "read", call, produces=columns))
+        rows = prompts.to_proto(is_pretraining=is_pretraining)
+        part = self.node(
+            NodeKind.INFER,
+            "read",
+            lambda key, _, told: self.client.read_batch(key, rows, kind).result(told),
+            produces=columns,
+        )
+        return self._future(part)
 
     def read_preferences(self, prompts: PromptBatch) -> ExperienceFuture:
         """Pairs of the data: for each row the chosen completion, then the rejected one."""
@@ -178,18 +171,15 @@ class ActorRole(_TrainedRole):
         return self.context.dataflow.defer(collect, (*ROLLOUT_COLUMNS, "rewards"))
 
     def _select(self, rollouts: ExperienceFuture, max_groups: int) -> Part:
-        rule = self.context.part("selection")
-
-        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
-            request = trainer_pb2.SelectGroupsRequest(
-                key=key, experience=reference, rule=to_algorithm_part(rule), max_groups=max_groups
-            )
-            stream = self.connection.trainer.SelectGroups(request)
-            result = (await self.connection.finish(stream, on_progress)).result
-            is_any = result.HasField("experience")
-            return Outcome(result.report, result.experience if is_any else None)
-
-        return self.node(NodeKind.INFER, "select", call, rollouts)
+        rule = _part(self.context.part("selection"))
+        return self.node(
+            NodeKind.INFER,
+            "select",
+            lambda key, reference, told: self.client.select_groups(
+                key, reference, rule, max_groups
+            ).result(told),
+            rollouts,
+        )
 
     def read_demonstrations(self, prompts: PromptBatch) -> ExperienceFuture:
         """Given completions of the data."""
@@ -242,14 +232,11 @@ class ActorRole(_TrainedRole):
             )
         compared = None if baseline is None else baseline.select(spec.baseline_columns())
 
-        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
-            request = trainer_pb2.ComputeAdvantagesRequest(
-                key=key, experience=reference, estimator=to_algorithm_part(spec)
+        async def call(key: _Key, reference: _Ref, told: ProgressCallback) -> Any:
+            other = None if compared is None else await compared.result()
+            return await self.client.compute_advantages(key, reference, _part(spec), other).result(
+                told
             )
-            if compared is not None:
-                request.baseline.CopyFrom(await compared.result())
-            stream = self.connection.trainer.ComputeAdvantages(request)
-            return await self.experience(stream, on_progress)
 
         # Groups, whitening and controllers take the whole batch, in one block.
         needs = (*spec.columns(), "prompt_lengths")
@@ -287,14 +274,14 @@ class CriticRole(_TrainedRole):
 
     def compute_values(self, experience: ExperienceFuture) -> ExperienceFuture:
         """The value before every completion token."""
-
-        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
-            request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
-            stream = self.connection.value.ComputeValues(request)
-            return await self.experience(stream, on_progress)
-
-        reads = experience.select(SEQUENCES)
-        return self._future(self.node(NodeKind.INFER, "compute_values", call, reads, ("values",)))
+        part = self.node(
+            NodeKind.INFER,
+            "compute_values",
+            lambda key, reference, told: self.client.compute_values(key, reference).result(told),
+            experience.select(SEQUENCES),
+            ("values",),
+        )
+        return self._future(part)
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the values with the recipe's value loss."""
@@ -314,19 +301,21 @@ class ReferenceRole(RoleHandle):
 
 def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> Part:
     loss = handle.context.part("policy_loss")
+    temperature = getattr(loss, "temperature", 1.0)
+    return handle.node(
+        NodeKind.INFER,
+        "compute_logprobs",
+        lambda key, reference, told: handle.client.compute_logprobs(
+            key, reference, column, temperature=temperature
+        ).result(told),
+        experience.select(SEQUENCES),
+        (column,),
+    )
 
-    async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
-        request = logprob_pb2.ComputeLogprobsRequest(
-            key=key,
-            experience=reference,
-            column=column,
-            temperature=getattr(loss, "temperature", 1.0),
-        )
-        stream = handle.connection.logprob.ComputeLogprobs(request)
-        return await handle.experience(stream, on_progress)
 
-    reads = experience.select(SEQUENCES)
-    return handle.node(NodeKind.INFER, "compute_logprobs", call, reads, (column,))
+def _part(spec: Any) -> trainer_pb2.AlgorithmPart:
+    """A loss, an estimator or a rule of the recipe as it travels."""
+    return to_algorithm_part(spec.model_dump(mode="json"))
 
 
 class _JudgingRole(_TrainedRole):
@@ -335,13 +324,6 @@ class _JudgingRole(_TrainedRole):
     def _judge(
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
-        async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
-            request = reward_pb2.ComputeRewardRequest(
-                key=key, experience=reference, pass_at=pass_at
-            )
-            stream = self.connection.reward.ComputeReward(request)
-            return await self.experience(stream, on_progress)
-
         needs: tuple[str, ...] = (
             *SEQUENCES, "prompt_text", "completion_text", "answer", "metadata",
         )  # fmt: skip
@@ -352,7 +334,16 @@ class _JudgingRole(_TrainedRole):
             produces = (*produces, "is_judged", "loss_mask")
         uses = ("environment_rewards", "prompt_ids", "is_judged")
         reads = experience.select(needs, uses=uses)
-        return self._future(self.node(NodeKind.INFER, method, call, reads, produces))
+        part = self.node(
+            NodeKind.INFER,
+            method,
+            lambda key, reference, told: self.client.compute_reward(
+                key, reference, pass_at=pass_at
+            ).result(told),
+            reads,
+            produces,
+        )
+        return self._future(part)
 
 
 class RewardRole(_JudgingRole):

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rolemesh.coordinator.dataflow.connection import ProgressCallback
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind, Outcome, Part
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind, Part
 from rolemesh.coordinator.dataflow.graph import OnBlock
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceCalls, StepContext
 from rolemesh.coordinator.recipe.schedule import (
@@ -25,7 +24,9 @@ from rolemesh.coordinator.recipe.schedule import (
 )
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import SamplingSpec
-from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, tensor_pb2, weights_pb2
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.tensors import data_type_of
+from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, weights_pb2
 
 ROLLOUT_COLUMNS = (
     "tokens",
@@ -43,8 +44,6 @@ ROLLOUT_COLUMNS = (
 )
 ENVIRONMENT_COLUMNS = ("environment_rewards",)
 """Further columns where the data has an environment."""
-
-_DTYPES = {"float32": tensor_pb2.DATA_TYPE_FLOAT32, "bfloat16": tensor_pb2.DATA_TYPE_BFLOAT16}
 
 
 class _Calls:
@@ -106,30 +105,17 @@ class _Calls:
         num_rows = prompts.count * sampling.samples_per_prompt
         # Evaluation draws another number of samples, and waits for all of them anyway.
         block_rows = 0 if context.is_evaluation else self.spec.block_rows
-        request = rollout_pb2.GenerateRequest(
-            prompts=prompts.to_proto(),
-            sampling=rollout_pb2.Sampling(
-                samples_per_prompt=sampling.samples_per_prompt,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_new_tokens=sampling.max_new_tokens,
-                greedy=sampling.greedy,
-            ),
-            block_rows=block_rows,
-        )
 
         async def call(
             chosen: ServiceCalls,
             key: operation_pb2.OperationKey,
             on_block: OnBlock,
             on_progress: ProgressCallback,
-        ) -> Outcome:
-            request.key.CopyFrom(key)
+        ) -> experience_pb2.ExperienceResult:
             service = chosen.service
 
-            def take(sent: rollout_pb2.GenerateResponse) -> None:
-                index, rows = sent.block.index, sent.block.experience.num_rows
+            def take(block: rollout_pb2.GeneratedBlock) -> None:
+                index, rows = block.index, block.experience.num_rows
                 wanted = min(block_rows, num_rows - index * block_rows)
                 if rows != wanted:
                     raise RunError(
@@ -137,17 +123,21 @@ class _Calls:
                         f"rows, not {wanted}: a block holds block_rows trajectories in the order "
                         "of prompts, as rollout.proto says"
                     )
-                on_block(index, sent.block.experience)
+                on_block(index, block.experience)
 
-            stream = chosen.connection.rollout.Generate(request)
-            message = await chosen.connection.finish(stream, on_progress, take)
-            made = message.result.experience.num_rows
+            result = await chosen.client.generate(
+                key,
+                prompts.to_proto(),
+                rollout_pb2.Sampling(**sampling.model_dump()),
+                block_rows=block_rows,
+            ).result(on_progress, take)
+            made = result.experience.num_rows
             if made != num_rows:
                 raise RunError(
                     f"step {context.step}: {service}.generate answered with {made} trajectories, "
                     f"not the {num_rows} that were asked for; see the log of the {service}"
                 )
-            return Outcome(report=message.result.report, experience=message.result.experience)
+            return result
 
         return ServiceCalls(context, services[0]).sample_node(
             NodeKind.SAMPLE,
@@ -324,14 +314,13 @@ class RolloutSampler:
 
         async def publish(
             key: operation_pb2.OperationKey,
-            _: experience_pb2.ExperienceRef | None,
+            _: experience_pb2.ExperienceRef,
             on_progress: ProgressCallback,
-        ) -> Outcome:
-            request = weights_pb2.PublishWeightsRequest(key=key, dtype=_DTYPES[self._dtype])
-            stream = actor.connection.weights.PublishWeights(request)
-            message = await actor.connection.finish(stream, on_progress)
-            refs.append(message.result.weights)
-            return Outcome(report=message.result.report)
+        ) -> weights_pb2.PublishWeightsResult:
+            dtype = data_type_of(self._dtype)
+            result = await actor.client.publish_weights(key, dtype).result(on_progress)
+            refs.append(result.weights)
+            return result
 
         part = actor.node(NodeKind.UPDATE, "publish_weights", publish, after=after)
         return _Publication(part, refs, policy_version)
@@ -345,20 +334,14 @@ class RolloutSampler:
         is_leased: bool,
     ) -> Part:
         calls = ServiceCalls(context, service)
-
-        async def take(
-            key: operation_pb2.OperationKey,
-            _: experience_pb2.ExperienceRef | None,
-            on_progress: ProgressCallback,
-        ) -> Outcome:
-            request = rollout_pb2.UpdateWeightsRequest(key=key, weights=publication.refs[0])
-            stream = calls.connection.rollout.UpdateWeights(request)
-            message = await calls.connection.finish(stream, on_progress)
-            return Outcome(
-                report=message.result.report, policy_version=message.result.policy_version
-            )
-
-        return calls.node(NodeKind.UPDATE, "update_weights", take, after=after, is_leased=is_leased)
+        return calls.node(
+            NodeKind.UPDATE,
+            "update_weights",
+            # The publication has its weights only when the node runs.
+            lambda key, _, told: calls.client.update_weights(key, publication.refs[0]).result(told),
+            after=after,
+            is_leased=is_leased,
+        )
 
 
 def make_sampler(recipe: Recipe) -> Sampler:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.files import sync_folder, write_atomically
-from rolemesh.v1 import operation_pb2, weights_pb2
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.v1 import weights_pb2
 
 COMMITTED = "COMMITTED"
 """File that makes a checkpoint valid: written last, after every role has answered."""
@@ -37,7 +38,7 @@ class Checkpoints:
         pools: Pools,
         *,
         keep: int,
-        on_phase: Callable[[str, str, int, int], None],
+        on_phase: OnPhase,
     ) -> None:
         self.directory = directory
         self._trained = trained
@@ -102,19 +103,17 @@ class Checkpoints:
         self, connection: RoleConnection, step: int, folder: Path
     ) -> weights_pb2.CheckpointResult:
         key = self._journal.next_key(step, f"{connection.role}.save_checkpoint")
-        request = weights_pb2.SaveCheckpointRequest(
-            key=key, directory=str(folder / connection.role)
+
+        async def call(on_progress: ProgressCallback) -> weights_pb2.CheckpointResult:
+            async with self._pools.awake(connection.service, step):
+                directory = str(folder / connection.role)
+                return await connection.client.save_checkpoint(key, directory).result(on_progress)
+
+        return await connection.make(
+            key,
+            "checkpoint",
+            call,
+            lambda result: {"manifest_sha256": result.manifest_sha256},
+            journal=self._journal,
+            on_phase=self._on_phase,
         )
-
-        def on_progress(progress: operation_pb2.Progress) -> None:
-            stage = f"checkpoint: {progress.stage}"
-            self._on_phase(connection.role, stage, progress.done, progress.total)
-
-        self._on_phase(connection.role, "checkpoint", 0, 0)
-        async with self._pools.awake(connection.service, step):
-            stream = connection.weights.SaveCheckpoint(request)
-            message = await connection.finish(stream, on_progress)
-        result: weights_pb2.CheckpointResult = message.result
-        await self._journal.acknowledge(key, {"manifest_sha256": result.manifest_sha256})
-        self._on_phase(connection.role, "", 0, 0)
-        return result

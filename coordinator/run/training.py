@@ -35,7 +35,8 @@ from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
-from rolemesh.v1 import coordinator_pb2, operation_pb2, weights_pb2
+from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.v1 import coordinator_pb2, weights_pb2
 
 HELD_OUT_FACT = "data.held_out_prompts"
 """What the actor says of its data at Initialize: the number of held-out prompts."""
@@ -324,18 +325,20 @@ class TrainingLoop(RunLoop):
         role = "actor" if "actor" in self._mesh.connections else "reward"
         trained, target = self._mesh.connections[role], self._directory / "model"
         key = self._journal.next_key(self.step, f"{role}.export")
-        request = weights_pb2.ExportRequest(key=key, directory=str(target))
 
-        def on_progress(progress: operation_pb2.Progress) -> None:
-            stage = f"export: {progress.stage}"
-            self._observer.on_phase(role, stage, progress.done, progress.total)
+        async def call(on_progress: ProgressCallback) -> weights_pb2.CheckpointResult:
+            async with self._pools.awake(role, self.step):
+                return await trained.client.export(key, str(target)).result(on_progress)
 
         with self._phase("export", "export"):
-            self._observer.on_phase(role, "export", 0, 0)
-            async with self._pools.awake(role, self.step):
-                await trained.finish(trained.weights.Export(request), on_progress)
-            await self._journal.acknowledge(key, {"directory": str(target)})
-            self._observer.on_phase(role, "", 0, 0)
+            await trained.make(
+                key,
+                "export",
+                call,
+                lambda _: {"directory": str(target)},
+                journal=self._journal,
+                on_phase=self._observer.on_phase,
+            )
         self.model_directory = target
 
     async def _update_record(self, **changes: Any) -> None:

@@ -83,10 +83,8 @@ class Watcher:
         while True:
             problem = ""
             try:
-                status = await connection.worker.GetStatus(
-                    worker_pb2.GetStatusRequest(run_id=self._run_id),
-                    timeout=self._settings.status_timeout_s,
-                )
+                client = connection.client.within(self._settings.status_timeout_s)
+                status = await client.get_status(self._run_id)
             except UnavailableError as error:
                 refusals += 1
                 problem = error.message

@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
-from rolemesh.coordinator.sdk.service_calls import Answer
+from rolemesh.coordinator.sdk.service_calls import Answer, Arguments
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
 from rolemesh.rpc.columns import Columns
@@ -64,7 +63,8 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         self.epoch = time.time_ns() // 1_000_000 if epoch is None else epoch
         self.step = step
         """The step that calls belong to, which services give experience and draws by."""
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
+        """Longest time of one call; None: that of its method."""
         self._retry = RetryPolicy() if retry is None else retry
         self._numbers = itertools.count()
         self._is_closed = False
@@ -125,19 +125,15 @@ class AsyncMesh(Mapping[str, AsyncRole]):
             rows: Rows wanted, in this order; None: all.
             max_bytes: Most bytes to allocate.
         """
-        wanted = None if rows is None else list(rows)
-
-        async def pull(_: None, timeout: float | None) -> Columns:  # noqa: ASYNC109 - as of a stub
-            return await fetch_columns(
-                self._channel,
-                experience.reference,
-                columns,
-                wanted,
-                max_bytes=max_bytes,
-                timeout_s=timeout,
-            )
-
-        return await self.call(pull, None)
+        return await self.call(
+            fetch_columns,
+            self._channel,
+            experience.reference,
+            columns,
+            None if rows is None else list(rows),
+            max_bytes=max_bytes,
+            timeout_s=self.deadline_s,
+        )
 
     async def release(
         self, experiences: Iterable[Experience] | None = None, *, through_step: int | None = None
@@ -177,13 +173,18 @@ class AsyncMesh(Mapping[str, AsyncRole]):
             sequence=next(self._numbers),
         )
 
-    async def call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
-        """The answer of a call, repeated with the same request while its peer does not answer."""
+    async def call(
+        self,
+        method: Callable[Arguments, Awaitable[Answer]],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Answer:
+        """The answer of a call, repeated with the same arguments while its peer does not answer."""
 
         async def once() -> Answer:
             if self._is_closed:
                 raise CallCancelledError("the mesh is closed: make another one")
-            return await method(request, timeout=self._deadline_s)
+            return await method(*args, **kwargs)
 
         return await repeated(self._retry, once)
 

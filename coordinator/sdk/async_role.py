@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -21,26 +20,11 @@ from rolemesh.coordinator.sdk.experience import (
     Trajectory,
     Update,
 )
-from rolemesh.coordinator.sdk.service_calls import to_struct
 from rolemesh.coordinator.sdk.weight_calls import WeightCalls
-from rolemesh.rpc.columns import Columns, encode
+from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import DataLossError
-from rolemesh.v1 import (
-    data_pb2,
-    data_pb2_grpc,
-    experience_pb2,
-    experience_pb2_grpc,
-    logprob_pb2,
-    logprob_pb2_grpc,
-    reward_pb2,
-    reward_pb2_grpc,
-    rollout_pb2,
-    rollout_pb2_grpc,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    value_pb2,
-    value_pb2_grpc,
-)
+from rolemesh.rpc.service_client import to_algorithm_part
+from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, trainer_pb2
 
 
 class AsyncRole(WeightCalls):
@@ -61,17 +45,7 @@ class AsyncRole(WeightCalls):
         Raises:
             ValueError: A dtype that may not travel.
         """
-        header, _ = encode(columns)
-        opening = experience_pb2.PutOpening(key=self._new_key("put"), header=header)
-
-        async def requests() -> AsyncIterator[experience_pb2.PutRequest]:
-            yield experience_pb2.PutRequest(opening=opening)
-            for chunk in encode(columns)[1]:
-                yield experience_pb2.PutRequest(chunk=chunk)
-
-        stub: Any = experience_pb2_grpc.ExperienceServiceStub(self._channel)
-        answer = await self._mesh.call(lambda _, **how: stub.Put(requests(), **how), None)
-        return Experience(answer.experience)
+        return Experience(await self._call(self._client.put, self._new_key("put"), columns))
 
     async def release(
         self, experience_ids: Sequence[str] | None = None, *, through_step: int | None = None
@@ -84,15 +58,13 @@ class AsyncRole(WeightCalls):
         """
         if experience_ids is not None and not experience_ids:
             return 0  # on the wire no ids are all of them
-        stub = experience_pb2_grpc.ExperienceServiceStub(self._channel)
-        request = experience_pb2.ReleaseRequest(
-            run_id=self._mesh.run_id,
-            experience_ids=experience_ids,
+        return await self._call(
+            self._client.release,
+            self._mesh.run_id,
+            self._mesh.epoch,
+            experience_ids=experience_ids or (),
             through_step=self._mesh.step if through_step is None else through_step,
-            fencing_epoch=self._mesh.epoch,
         )
-        released: int = (await self._mesh.call(stub.Release, request)).released_bytes
-        return released
 
     async def sample(
         self,
@@ -120,25 +92,23 @@ class AsyncRole(WeightCalls):
             max_new_tokens: Longest completion.
             greedy: Takes the likeliest token each time.
         """
-        request = rollout_pb2.GenerateRequest(
-            key=self._new_key("generate"),
-            sampling=rollout_pb2.Sampling(
-                samples_per_prompt=samples_per_prompt,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                max_new_tokens=max_new_tokens,
-                greedy=greedy,
-            ),
+        sampling = rollout_pb2.Sampling(
+            samples_per_prompt=samples_per_prompt,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            greedy=greedy,
         )
-        if isinstance(prompts, PromptSlice):
-            request.prompts.CopyFrom(prompts.to_proto())
-        else:
-            request.given.prompts.extend(
-                _given_prompt(place, prompt) for place, prompt in enumerate(prompts)
+        asked = (
+            prompts.to_proto()
+            if isinstance(prompts, PromptSlice)
+            else rollout_pb2.GivenPrompts(
+                prompts=[_given_prompt(place, prompt) for place, prompt in enumerate(prompts)]
             )
-        stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        return _experience(await self._streamed(stub.Generate, request))
+        )
+        key = self._new_key("generate")
+        return _experience(await self._call(self._client.generate, key, asked, sampling))
 
     async def read(self, rows: PromptSlice, kind: str = "demonstration") -> Experience:
         """Makes experience of rows of the service's data, whose completions are given.
@@ -153,11 +123,8 @@ class AsyncRole(WeightCalls):
         name = f"READ_KIND_{kind.upper()}"
         if name not in data_pb2.ReadKind.keys()[1:]:
             raise ValueError(f"kind is {kind!r}: give demonstration, preference or judgement")
-        request = data_pb2.ReadBatchRequest(
-            key=self._new_key("read"), rows=rows.to_proto(), kind=data_pb2.ReadKind.Value(name)
-        )
-        stub = data_pb2_grpc.DataServiceStub(self._channel)
-        return _experience(await self._streamed(stub.ReadBatch, request))
+        key, number = self._new_key("read"), data_pb2.ReadKind.Value(name)
+        return _experience(await self._call(self._client.read_batch, key, rows.to_proto(), number))
 
     # --- scores ---
 
@@ -170,23 +137,20 @@ class AsyncRole(WeightCalls):
         with_entropy: bool = False,
     ) -> Experience:
         """Log-prob of every completion token under its policy, as the column of that name."""
-        request = logprob_pb2.ComputeLogprobsRequest(
-            key=self._new_key("compute_logprobs"),
-            experience=experience.reference,
-            column=column,
+        result = await self._call(
+            self._client.compute_logprobs,
+            self._new_key("compute_logprobs"),
+            experience.reference,
+            column,
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        stub = logprob_pb2_grpc.LogprobServiceStub(self._channel)
-        return _experience(await self._streamed(stub.ComputeLogprobs, request))
+        return _experience(result)
 
     async def compute_values(self, experience: Experience) -> Experience:
         """The value before every completion token, as the column "values"."""
-        request = value_pb2.ComputeValuesRequest(
-            key=self._new_key("compute_values"), experience=experience.reference
-        )
-        stub = value_pb2_grpc.ValueServiceStub(self._channel)
-        return _experience(await self._streamed(stub.ComputeValues, request))
+        key = self._new_key("compute_values")
+        return _experience(await self._call(self._client.compute_values, key, experience.reference))
 
     async def compute_reward(
         self, experience: Experience, *, pass_at: Sequence[int] = ()
@@ -197,22 +161,18 @@ class AsyncRole(WeightCalls):
             experience: What to judge.
             pass_at: Also reports the metrics "pass@<k>" for these k.
         """
-        request = reward_pb2.ComputeRewardRequest(
-            key=self._new_key("compute_reward"), experience=experience.reference, pass_at=pass_at
+        result = await self._call(
+            self._client.compute_reward,
+            self._new_key("compute_reward"),
+            experience.reference,
+            pass_at=pass_at,
         )
-        stub = reward_pb2_grpc.RewardServiceStub(self._channel)
-        return _experience(await self._streamed(stub.ComputeReward, request))
+        return _experience(result)
 
     async def judge(self, trajectories: Sequence[Trajectory]) -> Rewards:
         """A reward for every trajectory that is sent along, 4 MiB in all."""
-        request = reward_pb2.ComputeRewardRequest(
-            key=self._new_key("judge"),
-            trajectories=reward_pb2.TrajectoryBatch(
-                trajectories=[one.to_proto() for one in trajectories]
-            ),
-        )
-        stub = reward_pb2_grpc.RewardServiceStub(self._channel)
-        result = await self._streamed(stub.ComputeReward, request)
+        key, sent = self._new_key("judge"), [one.to_proto() for one in trajectories]
+        result = await self._call(self._client.judge, key, sent)
         if len(result.rewards) != len(trajectories):
             raise DataLossError(
                 f"{self.name} gave {len(result.rewards)} rewards for {len(trajectories)} "
@@ -235,27 +195,26 @@ class AsyncRole(WeightCalls):
             estimator: E.g. "gae", or {"type": "grpo", ...}.
             baseline: Trajectories that the estimator compares with, for those that do.
         """
-        request = trainer_pb2.ComputeAdvantagesRequest(
-            key=self._new_key("compute_advantages"),
-            experience=experience.reference,
-            estimator=_part(estimator),
-            baseline=None if baseline is None else baseline.reference,
+        result = await self._call(
+            self._client.compute_advantages,
+            self._new_key("compute_advantages"),
+            experience.reference,
+            _part(estimator),
+            None if baseline is None else baseline.reference,
         )
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        return _experience(await self._streamed(stub.ComputeAdvantages, request))
+        return _experience(result)
 
     async def select_groups(
         self, experience: Experience, rule: Part, *, max_groups: int = 0
     ) -> Selection:
         """Keeps the groups that a rule wants, at most `max_groups` (0: all of them)."""
-        request = trainer_pb2.SelectGroupsRequest(
-            key=self._new_key("select_groups"),
-            experience=experience.reference,
-            rule=_part(rule),
-            max_groups=max_groups,
+        result = await self._call(
+            self._client.select_groups,
+            self._new_key("select_groups"),
+            experience.reference,
+            _part(rule),
+            max_groups,
         )
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        result = await self._streamed(stub.SelectGroups, request)
         kept = Experience(result.experience) if result.HasField("experience") else None
         return Selection(kept, result.num_groups, Report.of(result.report))
 
@@ -269,14 +228,13 @@ class AsyncRole(WeightCalls):
             loss: E.g. "sft", or {"type": "ppo_policy", "clip_low": 0.1}.
             rows_per_unit: Neighbouring rows that go through the model together, e.g. pairs: 2.
         """
-        request = trainer_pb2.ForwardBackwardRequest(
-            key=self._new_key("forward_backward"),
-            experience=experience.reference,
-            loss=_part(loss),
+        result = await self._call(
+            self._client.forward_backward,
+            self._new_key("forward_backward"),
+            experience.reference,
+            _part(loss),
             rows_per_unit=rows_per_unit,
         )
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        result = await self._streamed(stub.ForwardBackward, request)
         return Gradient(Experience(result.outputs), Report.of(result.report))
 
     async def optim_step(
@@ -288,13 +246,9 @@ class AsyncRole(WeightCalls):
             learning_rate: Of this step; None: the schedule of the spec.
             expected_policy_version: What the weights must be at; None: what was last heard.
         """
-        request = trainer_pb2.OptimStepRequest(
-            key=self._new_key("optim_step"),
-            expected_policy_version=await self._expected_version(expected_policy_version),
-            learning_rate=learning_rate,
-        )
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        return self._updated(await self._mesh.call(stub.OptimStep, request))
+        version = await self._expected_version(expected_policy_version)
+        key = self._new_key("optim_step")
+        return self._updated(await self._call(self._client.optim_step, key, version, learning_rate))
 
     async def update(
         self,
@@ -318,13 +272,15 @@ class AsyncRole(WeightCalls):
             auxiliary: Further losses over other rows.
             expected_policy_version: As of optim_step.
         """
-        request = trainer_pb2.UpdateRequest(
-            key=self._new_key("update"),
-            experience=experience.reference,
-            loss=_part(loss),
+        version = await self._expected_version(expected_policy_version)
+        result = await self._call(
+            self._client.update,
+            self._new_key("update"),
+            experience.reference,
+            _part(loss),
             epochs=epochs,
             mini_batch_rows=experience.num_rows if mini_batch_rows is None else mini_batch_rows,
-            expected_policy_version=await self._expected_version(expected_policy_version),
+            expected_policy_version=version,
             rows_per_unit=rows_per_unit,
             auxiliary=[
                 trainer_pb2.AuxiliaryLoss(
@@ -333,8 +289,7 @@ class AsyncRole(WeightCalls):
                 for one in auxiliary
             ],
         )
-        stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
-        return self._updated(await self._streamed(stub.Update, request))
+        return self._updated(result)
 
 
 def _experience(result: experience_pb2.ExperienceResult) -> Experience:
@@ -356,9 +311,4 @@ def _given_prompt(place: int, prompt: Prompt | str | Sequence[int]) -> rollout_p
 
 
 def _part(part: Part) -> trainer_pb2.AlgorithmPart:
-    if isinstance(part, str):
-        return trainer_pb2.AlgorithmPart(type=part)
-    if "type" not in part:
-        raise ValueError(f'a part is {dict(part)!r}: give its name as "type"')
-    parameters = {name: value for name, value in part.items() if name != "type"}
-    return trainer_pb2.AlgorithmPart(type=part["type"], parameters=to_struct(parameters))
+    return to_algorithm_part({"type": part} if isinstance(part, str) else part)

@@ -39,10 +39,9 @@ from typing import Any
 
 import grpc
 import psutil
-from google.protobuf import json_format, struct_pb2
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
-from rolemesh.coordinator.dataflow.futures import NodeKind, Outcome
+from rolemesh.coordinator.dataflow.futures import NodeKind
 from rolemesh.coordinator.dataflow.graph import Dataflow
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
@@ -51,7 +50,8 @@ from rolemesh.coordinator.recipe.schema import PoolSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.rpc.channel import ChannelTraffic, open_channel
-from rolemesh.v1 import experience_pb2, value_pb2, worker_pb2, worker_pb2_grpc
+from rolemesh.rpc.result_call import ResultCall
+from rolemesh.v1 import value_pb2, worker_pb2, worker_pb2_grpc
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -181,10 +181,9 @@ async def load(
     def node(name: str, reads: Any) -> Any:
         calls = ServiceCalls(context, name)
 
-        async def call(key: Any, reference: Any, on_progress: Any) -> Outcome:
+        async def call(key: Any, reference: Any, on_progress: Any) -> Any:
             request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
-            message = await shared.finish(stream(name, request), on_progress)
-            return Outcome(report=message.result.report, experience=message.result.experience)
+            return await ResultCall[Any](stream(name, request), name).result(on_progress)
 
         part = calls.node(NodeKind.INFER, "compute_values", call, reads, ("values",))
         return dataflow.experience(part)
@@ -281,10 +280,7 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
     await connection.wait_healthy(60)
     pools, process = Pools({"main": PoolSpec(roles=("toy",))}), psutil.Process()
     async with journal() as record:
-        spec = json_format.ParseDict({}, struct_pb2.Struct())
-        key = record.next_key(0, "toy.initialize")
-        request = worker_pb2.InitializeRequest(key=key, spec=spec)
-        await connection.finish(connection.worker.Initialize(request), lambda _: None)
+        await connection.client.initialize(record.next_key(0, "toy.initialize"), {}, 0)
         gc.collect()
         before, memory = counted.total, process.memory_info().rss
         tokens = 0
@@ -301,13 +297,8 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
             )
             calls = ServiceCalls(context, "toy")
 
-            async def call(key: Any, reference: Any, on_progress: Any) -> Outcome:
-                request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
-                message = await connection.finish(
-                    connection.value.ComputeValues(request), on_progress
-                )
-                result = message.result
-                return Outcome(report=result.report, experience=result.experience)
+            async def call(key: Any, reference: Any, on_progress: Any) -> Any:
+                return await connection.client.compute_values(key, reference).result(on_progress)
 
             async with dataflow:
                 last = None
@@ -315,10 +306,7 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
                     part = calls.node(NodeKind.INFER, "compute_values", call, last, ("tokens",))
                     last = dataflow.experience(part)
             tokens = sum(made.num_tokens for made in dataflow.nodes)
-            release = experience_pb2.ReleaseRequest(
-                run_id="run", fencing_epoch=record.epoch, through_step=step
-            )
-            await connection.experience.Release(release)
+            await connection.client.release("run", record.epoch, through_step=step)
         gc.collect()
         now = counted.total
         grown = process.memory_info().rss - memory

@@ -29,6 +29,8 @@ from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
+from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.service_client import ServiceClient
 
 RUN_ID = "in-process"
 T = TypeVar("T")
@@ -73,25 +75,28 @@ def run_jumping(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
-class _Stub:
-    """A service family of a fake, called within the process."""
+class _Channel:
+    """A channel to a fake within the process."""
+
+    address = "in process"
 
     def __init__(self, fake: FakeRole) -> None:
         self._fake = fake
 
-    def __getattr__(self, method: str) -> Any:
+    def unary_unary(self, path: str, **_: Any) -> Any:
+        method = path.rpartition("/")[2]
         return lambda request, timeout=None: getattr(self._fake, method)(request, None)
+
+    unary_stream = stream_unary = unary_unary
 
 
 class _Connection(RoleConnection):
-    """A connection without a channel."""
+    """A connection without a server."""
 
     def __init__(self, fake: FakeRole) -> None:
         self.service, self.role, self.address = fake.service, fake.role, "in process"
         self.policy_version = 0
-        stub: Any = _Stub(fake)
-        self.worker = self.experience = self.rollout = self.trainer = stub  # type: ignore[assignment]
-        self.logprob = self.value = self.reward = self.data = self.weights = stub
+        self.client = ServiceClient(cast(MeshChannel, _Channel(fake)))
 
 
 class _NoFiles:
