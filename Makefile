@@ -40,7 +40,7 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
-	test-trackers images sbom test-containers format lint type protos protos-check bench bench-peers check lock \
+	test-trackers images sbom test-containers format lint type protos protos-check sdk bench bench-peers check lock \
 	dist
 
 help: ## this list
@@ -165,6 +165,9 @@ protos-check: $(GENERATOR_INSTALLED) ## fail when src/rolemesh/v1 is not what pr
 		&& diff -r -x __init__.py -x __pycache__ "$$folder/rolemesh/v1" src/rolemesh/v1 \
 		&& echo "src/rolemesh/v1 is what protos/ says" \
 		|| { echo "src/rolemesh/v1 differs from protos/: run make protos" >&2; exit 1; }
+
+sdk: tools ## write the synchronous SDK from the asynchronous one
+	$(BIN)/python -m rolemesh.coordinator.sdk.synchronous
 
 bench: model tools ## one JSON line a benchmark
 	@for file in $(BENCHMARKS); do PYTHONPATH=tests $(BIN)/python $$file || exit 1; done

@@ -86,6 +86,8 @@ class Client:
         self._meshes.append(mesh)
         return mesh
 
+    # --- written by `make sdk` from the asynchronous class ---
+
     def create_run(
         self,
         recipe: str | Path | Mapping[str, Any],
@@ -93,7 +95,17 @@ class Client:
         run_id: str | None = None,
         overrides: Sequence[str] = (),
     ) -> Run:
-        """Starts a run."""
+        """Starts a run.
+
+        Args:
+            recipe: YAML or JSON text, the path of a file with it, or the fields themselves.
+            run_id: 1 to 128 letters, digits, dots, dashes and underscores; None makes one up.
+            overrides: Fields to set besides, e.g. "run.steps=3".
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: The text is the name of a file.
+        """
         return self._loop.run(self._client.create_run(recipe, run_id=run_id, overrides=overrides))
 
     def get_run(self, run_id: str) -> Run:
@@ -125,7 +137,18 @@ class Client:
         return self._loop.run(self._client.wait_run(run_id))
 
     def watch_run(self, run_id: str, *, after: str = "") -> Iterator[Event]:
-        """Events of a run: those that were, then those that come, to its end."""
+        """Events of a run: those that were, then those that come, to its end.
+
+        A cut, or a coordinator that starts again, is bridged: the watch goes on behind the last
+        event that came, so that none is missed and none comes twice.
+
+        Args:
+            run_id: The run.
+            after: Event.event_id of the last event that is known; empty: all that are kept.
+
+        Raises:
+            OutOfRangeError: EVENTS_EXPIRED: events after that one are no longer kept.
+        """
         return self._loop.iterate(self._client.watch_run(run_id, after=after))
 
     def get_metrics(
@@ -136,7 +159,14 @@ class Client:
         from_step: int = 0,
         thin_to: int | None = None,
     ) -> MetricTable:
-        """Metrics of steps."""
+        """Metrics of steps.
+
+        Args:
+            run_id: The run.
+            names: Names wanted; "reward/*" stands for all that begin so. Empty: all.
+            from_step: First step wanted.
+            thin_to: Most steps, 1 to 1000, spread over the whole curve; None: every step.
+        """
         return self._loop.run(
             self._client.get_metrics(run_id, names, from_step=from_step, thin_to=thin_to)
         )
@@ -152,7 +182,11 @@ class Client:
     def get_device_use(
         self, run_id: str, since: datetime.datetime | None = None
     ) -> list[DeviceUse]:
-        """How busy devices were, by device; None: all that is kept."""
+        """How busy devices were, by device; None: all that is kept.
+
+        Raises:
+            ValueError: `since` has no time zone.
+        """
         return self._loop.run(self._client.get_device_use(run_id, since))
 
     def list_alerts(self, run_id: str) -> list[Alert]:
@@ -162,7 +196,14 @@ class Client:
     def read_log(
         self, run_id: str, log: str = "coordinator", *, offset: int = 0, max_bytes: int = 0
     ) -> LogPiece:
-        """A piece of a log."""
+        """A piece of a log.
+
+        Args:
+            run_id: The run.
+            log: Its name, e.g. "coordinator", "actor" or "actor-rank-1".
+            offset: First byte; negative: so many before the end.
+            max_bytes: 1 to 1 MiB; 0: 64 KiB.
+        """
         return self._loop.run(
             self._client.read_log(run_id, log, offset=offset, max_bytes=max_bytes)
         )

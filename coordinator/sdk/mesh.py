@@ -116,6 +116,8 @@ class Mesh(Mapping[str, Role]):
         """From now on calls belong to this step; None: to the next one. Returns it."""
         return self._mesh.begin_step(step)
 
+    # --- written by `make sdk` from the asynchronous class ---
+
     def fetch(
         self,
         experience: Experience,
@@ -124,11 +126,23 @@ class Mesh(Mapping[str, Role]):
         *,
         max_bytes: int = MAX_FETCH_BYTES,
     ) -> Columns:
-        """Columns of a batch as arrays, in the batch's order of rows."""
+        """Columns of a batch as arrays, in the batch's order of rows.
+
+        Args:
+            experience: The batch.
+            columns: Names wanted; empty: all.
+            rows: Rows wanted, in this order; None: all.
+            max_bytes: Most bytes to allocate.
+        """
         return self._loop.run(self._mesh.fetch(experience, columns, rows, max_bytes=max_bytes))
 
     def release(
         self, experiences: Iterable[Experience] | None = None, *, through_step: int | None = None
     ) -> int:
-        """Has all services drop experience; returns the bytes freed."""
+        """Has all services drop experience; returns the bytes freed.
+
+        Args:
+            experiences: What is dropped; None: all of the run up to `through_step`.
+            through_step: The last step that is dropped; None: the current one.
+        """
         return self._loop.run(self._mesh.release(experiences, through_step=through_step))

@@ -43,6 +43,8 @@ class Role:
         """Version of its weights as last heard; None before."""
         return self._role.policy_version
 
+    # --- written by `make sdk` from the asynchronous class ---
+
     def capabilities(self) -> Capabilities:
         """What it can do."""
         return self._loop.run(self._role.capabilities())
@@ -52,7 +54,12 @@ class Role:
         return self._loop.run(self._role.status())
 
     def initialize(self, spec: Mapping[str, Any], run_seed: int = 0) -> Initialized:
-        """Gives it its part of the run: models and data."""
+        """Gives it its part of the run: models and data.
+
+        Args:
+            spec: The role's section of a recipe.
+            run_seed: 0 <= run_seed < 2^53.
+        """
         return self._loop.run(self._role.initialize(spec, run_seed))
 
     def sleep(self) -> int:
@@ -68,13 +75,26 @@ class Role:
         self._loop.run(self._role.drain(exit=exit))
 
     def put(self, columns: Columns) -> Experience:
-        """Has it hold rows of the caller, for every call that takes experience."""
+        """Has it hold rows of the caller, for every call that takes experience.
+
+        Args:
+            columns: Over the rows of a batch. Those that belong to a batch that services hold
+                already, e.g. rewards, may come alone: `batch | actor.put(rewards)`.
+
+        Raises:
+            ValueError: A dtype that may not travel.
+        """
         return self._loop.run(self._role.put(columns))
 
     def release(
         self, experience_ids: Sequence[str] | None = None, *, through_step: int | None = None
     ) -> int:
-        """Has it drop experience; returns the bytes freed."""
+        """Has it drop experience; returns the bytes freed.
+
+        Args:
+            experience_ids: Ids of shards; None: all of the run up to `through_step`.
+            through_step: The last step that is dropped; None: the current one.
+        """
         return self._loop.run(self._role.release(experience_ids, through_step=through_step))
 
     def sample(
@@ -88,7 +108,21 @@ class Role:
         max_new_tokens: int = 256,
         greedy: bool = False,
     ) -> Experience:
-        """Samples completions, with the newest weights. Columns: see RolloutService.Generate."""
+        """Samples completions, with the newest weights. Columns: see RolloutService.Generate.
+
+        Draws follow from the run's seed, the step, the prompt's id and the sample's number: the
+        same prompts in another step give other completions, in the same step the same ones.
+
+        Args:
+            prompts: Positions in the data of the service; or prompts of the caller: texts of a
+                user, or tokens, 4 MiB in all.
+            samples_per_prompt: Completions of each prompt, neighbours in the result.
+            temperature: > 0.
+            top_p: Nucleus, 0 < top_p <= 1.
+            top_k: Tokens kept, or -1 for all.
+            max_new_tokens: Longest completion.
+            greedy: Takes the likeliest token each time.
+        """
         return self._loop.run(
             self._role.sample(
                 prompts,
@@ -102,7 +136,15 @@ class Role:
         )
 
     def read(self, rows: PromptSlice, kind: str = "demonstration") -> Experience:
-        """Makes experience of rows of the service's data, whose completions are given."""
+        """Makes experience of rows of the service's data, whose completions are given.
+
+        Args:
+            rows: Which rows.
+            kind: "demonstration", "preference" or "judgement".
+
+        Raises:
+            ValueError: The kind is unknown.
+        """
         return self._loop.run(self._role.read(rows, kind))
 
     def compute_logprobs(
@@ -125,7 +167,12 @@ class Role:
         return self._loop.run(self._role.compute_values(experience))
 
     def compute_reward(self, experience: Experience, *, pass_at: Sequence[int] = ()) -> Experience:
-        """A reward for every trajectory, as the column "rewards" (of a cost: "costs")."""
+        """A reward for every trajectory, as the column "rewards" (of a cost: "costs").
+
+        Args:
+            experience: What to judge.
+            pass_at: Also reports the metrics "pass@<k>" for these k.
+        """
         return self._loop.run(self._role.compute_reward(experience, pass_at=pass_at))
 
     def judge(self, trajectories: Sequence[Trajectory]) -> Rewards:
@@ -135,7 +182,13 @@ class Role:
     def compute_advantages(
         self, experience: Experience, estimator: Part, *, baseline: Experience | None = None
     ) -> Experience:
-        """Advantages, and returns where the estimator has a critic."""
+        """Advantages, and returns where the estimator has a critic.
+
+        Args:
+            experience: With rewards, and what the estimator reads.
+            estimator: E.g. "gae", or {"type": "grpo", ...}.
+            baseline: Trajectories that the estimator compares with, for those that do.
+        """
         return self._loop.run(
             self._role.compute_advantages(experience, estimator, baseline=baseline)
         )
@@ -149,7 +202,13 @@ class Role:
     def forward_backward(
         self, experience: Experience, loss: Part, *, rows_per_unit: int = 0
     ) -> Gradient:
-        """Adds gradients of a loss over a batch; changes no weight."""
+        """Adds gradients of a loss over a batch; changes no weight.
+
+        Args:
+            experience: The batch, with what the loss reads.
+            loss: E.g. "sft", or {"type": "ppo_policy", "clip_low": 0.1}.
+            rows_per_unit: Neighbouring rows that go through the model together, e.g. pairs: 2.
+        """
         return self._loop.run(
             self._role.forward_backward(experience, loss, rows_per_unit=rows_per_unit)
         )
@@ -157,7 +216,12 @@ class Role:
     def optim_step(
         self, *, learning_rate: float | None = None, expected_policy_version: int | None = None
     ) -> Update:
-        """Applies the gradients: clips, steps, raises the version by one."""
+        """Applies the gradients: clips, steps, raises the version by one.
+
+        Args:
+            learning_rate: Of this step; None: the schedule of the spec.
+            expected_policy_version: What the weights must be at; None: what was last heard.
+        """
         return self._loop.run(
             self._role.optim_step(
                 learning_rate=learning_rate, expected_policy_version=expected_policy_version
@@ -175,7 +239,17 @@ class Role:
         auxiliary: Sequence[Auxiliary] = (),
         expected_policy_version: int | None = None,
     ) -> Update:
-        """The fused update: forward_backward and optim_step for each epoch and mini-batch."""
+        """The fused update: forward_backward and optim_step for each epoch and mini-batch.
+
+        Args:
+            experience: The batch, with what the loss reads.
+            loss: As of forward_backward.
+            epochs: Passes over the batch.
+            mini_batch_rows: Rows of one optimizer step; None: all of them.
+            rows_per_unit: As of forward_backward.
+            auxiliary: Further losses over other rows.
+            expected_policy_version: As of optim_step.
+        """
         return self._loop.run(
             self._role.update(
                 experience,
@@ -193,11 +267,19 @@ class Role:
         return self._loop.run(self._role.get_manifest())
 
     def get_checksums(self, holder: str = "trainer") -> Checksums:
-        """Hashes of the weights that its "trainer" or its "sampler" holds."""
+        """Hashes of the weights that its "trainer" or its "sampler" holds.
+
+        Raises:
+            ValueError: The holder is unknown.
+        """
         return self._loop.run(self._role.get_checksums(holder))
 
     def publish_weights(self, dtype: str) -> Weights:
-        """Keeps a copy of the trained weights for others, in a dtype, e.g. "bfloat16"."""
+        """Keeps a copy of the trained weights for others, in a dtype, e.g. "bfloat16".
+
+        Raises:
+            ValueError: The dtype may not travel.
+        """
         return self._loop.run(self._role.publish_weights(dtype))
 
     def update_weights(self, weights: Weights) -> Update:
@@ -205,11 +287,22 @@ class Role:
         return self._loop.run(self._role.update_weights(weights))
 
     def fetch_weights(self, weights: Weights, names: Sequence[str] = ()) -> dict[str, Array]:
-        """Whole parameters that it has published, by name; bfloat16 comes as float32."""
+        """Whole parameters that it has published, by name; bfloat16 comes as float32.
+
+        Only from a service of one rank, which alone holds parameters whole: of others use export.
+
+        Args:
+            weights: What publish_weights answered.
+            names: Parameters wanted; empty: all.
+        """
         return self._loop.run(self._role.fetch_weights(weights, names))
 
     def save_state(self, directory: str) -> Checkpoint:
-        """Writes all that training goes on from: weights, optimizer, random state, schedule."""
+        """Writes all that training goes on from: weights, optimizer, random state, schedule.
+
+        Args:
+            directory: Absolute path on the service's host, which must not exist yet.
+        """
         return self._loop.run(self._role.save_state(directory))
 
     def load_state(self, directory: str) -> Checkpoint:
@@ -217,5 +310,9 @@ class Role:
         return self._loop.run(self._role.load_state(directory))
 
     def export(self, directory: str) -> Checkpoint:
-        """Writes a Hugging Face folder, which replaces what stands there."""
+        """Writes a Hugging Face folder, which replaces what stands there.
+
+        Args:
+            directory: Absolute path on the service's host.
+        """
         return self._loop.run(self._role.export(directory))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rolemesh.coordinator.sdk import AsyncClient, AsyncMesh, AsyncRole, Client, Mesh, Role
+from rolemesh.coordinator.sdk.synchronous import FOLDER, SOURCES, written
 from rolemesh.rpc.policy import rolemesh_methods
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -105,6 +106,11 @@ def test_what_is_synchronous_takes_and_gives_the_same(
             assert (inspect.getdoc(ours[name]) or "").splitlines()[0] == first_line, name
     if asynchronous is not AsyncRole:
         assert spoken(inspect.signature(synchronous)) == spoken(inspect.signature(asynchronous))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_synchronous_is_written_from_what_is_asynchronous(name: str) -> None:
+    assert (FOLDER / f"{name}.py").read_text() == written(name), "run make sdk"
 
 
 def test_importing_the_sdk_imports_nothing_heavy() -> None:
