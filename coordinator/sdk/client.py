@@ -9,7 +9,6 @@ from typing import Any
 
 from rolemesh.coordinator.sdk.async_client import FIRST_LOG_BYTES, AsyncClient
 from rolemesh.coordinator.sdk.events import Event
-from rolemesh.coordinator.sdk.loop_thread import LoopThread
 from rolemesh.coordinator.sdk.mesh import Mesh
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.runs import (
@@ -23,6 +22,7 @@ from rolemesh.coordinator.sdk.runs import (
     RunList,
     Samples,
 )
+from rolemesh.rpc.loop_thread import LoopThread
 
 
 class Client:
@@ -49,7 +49,7 @@ class Client:
     ) -> None:
         """Prepares; arguments as of AsyncClient."""
         self.address = address
-        self._loop = LoopThread()
+        self._loop = LoopThread("rolemesh-sdk", "client")
         self._meshes: list[Mesh] = []
 
         async def make() -> AsyncClient:
@@ -71,7 +71,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection, and those of attached meshes; calls in flight are cancelled."""
-        if self._loop.is_open:
+        if self._loop.is_running:
             for mesh in self._meshes:
                 mesh.close()
             self._loop.run(self._client.close())

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.experience import Experience
-from rolemesh.coordinator.sdk.loop_thread import LoopThread
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.role import Role
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES
 from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.loop_thread import LoopThread
 
 
 class Mesh(Mapping[str, Role]):
@@ -35,7 +35,7 @@ class Mesh(Mapping[str, Role]):
         retry: RetryPolicy | None = None,
     ) -> None:
         """Prepares; arguments as of AsyncMesh."""
-        loop = LoopThread()
+        loop = LoopThread("rolemesh-sdk", "mesh")
 
         async def make() -> AsyncMesh:
             return AsyncMesh(
@@ -77,7 +77,7 @@ class Mesh(Mapping[str, Role]):
 
     def close(self) -> None:
         """Closes all connections; services keep what they hold."""
-        if self._loop.is_open:
+        if self._loop.is_running:
             self._loop.run(self._mesh.close())
             if self._owns_loop:
                 self._loop.close()

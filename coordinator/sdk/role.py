@@ -18,10 +18,10 @@ from rolemesh.coordinator.sdk.experience import (
     Trajectory,
     Update,
 )
-from rolemesh.coordinator.sdk.loop_thread import LoopThread
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
 from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Weights
 from rolemesh.rpc.columns import Array, Columns
+from rolemesh.rpc.loop_thread import LoopThread
 
 
 class Role:

@@ -17,13 +17,13 @@ import torch
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rewards.sources import RewardInvalidError, RewardSource, checked
 from rolemesh.engine.specs import DropGroupSpec, FailurePolicySpec, GiveValueSpec
+from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
     OutsideRewardError,
     RewardRow,
 )
-from rolemesh.services.reward.outside.loop import LoopThread
 from rolemesh.services.reward.outside_rows import ROW_COLUMNS, RowReader
 from rolemesh.services.runtime.calls.call import Call
 
@@ -91,7 +91,7 @@ class Judge:
     def __init__(self, parts: Sequence[Part]) -> None:
         """Takes the sources; at least one, each under a name of its own."""
         self._parts = tuple(parts)
-        self._loop = LoopThread()
+        self._loop = LoopThread("outside-rewards", "reward")
         outside = [part for part in parts if isinstance(part, OutsidePart)]
         self.may_drop = any(isinstance(part.on_failure, DropGroupSpec) for part in outside)
         """Whether rows may come without a reward."""
@@ -122,7 +122,7 @@ class Judge:
         try:
             for part in self._parts:
                 if isinstance(part, OutsidePart):
-                    self._loop.run_from_thread(part.reward.open(), OPEN_S)
+                    self._loop.run(part.reward.open(), OPEN_S)
         except BaseException:
             self.close()
             raise
@@ -147,7 +147,7 @@ class Judge:
             for part in self._parts:
                 if isinstance(part, OutsidePart):
                     rows = await call.compute(part.reader.read, batch)
-                    asking = self._loop.run(_judgement(part.reward, rows))
+                    asking = self._loop.run_async(_judgement(part.reward, rows))
                     tasks[part.name] = group.create_task(asking)
             for part in self._parts:
                 if isinstance(part, OwnPart):
@@ -180,12 +180,12 @@ class Judge:
     def close(self) -> None:
         """Ends all requests, connections and processes. Not on the loop."""
         for part in self._parts:
-            if isinstance(part, OutsidePart) and self._loop.has_begun:
+            if isinstance(part, OutsidePart) and self._loop.is_running:
                 try:
-                    self._loop.run_from_thread(part.reward.close(), CLOSE_S)
+                    self._loop.run(part.reward.close(), CLOSE_S)
                 except TimeoutError:
                     logger.warning("outside reward %s did not close in time", part.name)
-        self._loop.close()
+        self._loop.close(CLOSE_S)
 
     def _total(self, values: dict[str, torch.Tensor], is_judged_B: torch.Tensor) -> torch.Tensor:
         """float32 [B], the weighted sum of what applies; NaN where not judged."""

@@ -11,14 +11,18 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from rolemesh.coordinator.sdk.loop_thread import LoopThread
 from rolemesh.rpc.errors import CallCancelledError, NotFoundError
+from rolemesh.rpc.loop_thread import LoopThread
 
 END_S = 10.0
 
 
+def make() -> LoopThread:
+    return LoopThread("rolemesh-test", "client")
+
+
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "rolemesh-sdk"]
+    return [thread for thread in threading.enumerate() if thread.name == "rolemesh-test"]
 
 
 async def answer(value: int) -> int:
@@ -27,7 +31,7 @@ async def answer(value: int) -> int:
 
 
 async def test_it_works_while_another_loop_runs_and_leaves_no_thread() -> None:
-    loop = LoopThread()
+    loop = make()
     assert loop.run(answer(7)) == 7  # as in a notebook: this thread's loop stands still meanwhile
     assert len(threads()) == 1
     loop.close()
@@ -41,7 +45,7 @@ def test_an_error_comes_as_it_is() -> None:
     async def fail() -> None:
         raise NotFoundError("no such run", reason="RUN_NOT_FOUND")
 
-    loop = LoopThread()
+    loop = make()
     with pytest.raises(NotFoundError) as caught:
         loop.run(fail())
     loop.close()
@@ -49,7 +53,7 @@ def test_an_error_comes_as_it_is() -> None:
 
 
 def test_closing_ends_a_call_that_runs() -> None:
-    loop, errors, began = LoopThread(), [], threading.Event()
+    loop, errors, began = make(), [], threading.Event()
 
     async def endless() -> None:
         began.set()
@@ -80,7 +84,7 @@ def test_items_are_pulled_one_by_one_and_leaving_early_closes_the_generator() ->
         finally:
             closed.set()
 
-    loop = LoopThread()
+    loop = make()
     items = loop.iterate(count())
     assert next(items) == 0
     assert next(items) == 1
@@ -102,7 +106,7 @@ async def ticks() -> AsyncIterator[int]:
 
 @pytest.mark.parametrize("round_", range(5))
 def test_closing_ends_those_who_iterate_in_other_threads(round_: int) -> None:
-    loop, errors = LoopThread(), []
+    loop, errors = make(), []
 
     def follow(items: Iterator[int]) -> None:
         try:
@@ -122,7 +126,7 @@ def test_closing_ends_those_who_iterate_in_other_threads(round_: int) -> None:
 
 
 def test_an_interrupt_of_an_iteration_comes_as_it_is() -> None:
-    loop = LoopThread()
+    loop = make()
     items = loop.iterate(ticks())
     assert next(items) == 0
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -137,7 +141,7 @@ def test_an_interrupt_of_an_iteration_comes_as_it_is() -> None:
 
 
 def test_an_iterator_that_the_loop_itself_collects_as_garbage_does_not_stop_it() -> None:
-    loop, collected = LoopThread(), threading.Event()
+    loop, collected = make(), threading.Event()
 
     async def collect() -> None:
         gc.collect()
