@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.events import Event, StateChanged
+from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.retrying import Retries, RetryPolicy, repeated
 from rolemesh.coordinator.sdk.runs import (
     Alert,
@@ -310,8 +311,7 @@ class AsyncClient:
             max_bytes: 1 to 1 MiB; 0: 64 KiB.
         """
         request = pb.ReadLogRequest(run_id=run_id, log=log, offset=offset, max_bytes=max_bytes)
-        answer = await self._call(self._stub.ReadLog, request)
-        return LogPiece(answer.text, answer.offset, answer.next_offset, tuple(answer.logs))
+        return from_message(LogPiece, await self._call(self._stub.ReadLog, request))
 
     async def follow_log(
         self, run_id: str, log: str = "coordinator", *, offset: int = -FIRST_LOG_BYTES

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rolemesh.coordinator.sdk.runs import RunState, run_state, to_time
+from rolemesh.coordinator.sdk.messages import to_time
+from rolemesh.coordinator.sdk.runs import RunState, run_state
 from rolemesh.v1 import coordinator_pb2
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rolemesh.coordinator.dataflow.references import concat_references, join_references
 from rolemesh.coordinator.sdk.html import definition_list
+from rolemesh.coordinator.sdk.messages import from_message, word
 from rolemesh.v1 import (
     experience_pb2,
     reward_pb2,
@@ -46,22 +47,14 @@ class Report:
     @staticmethod
     def of(report: experience_pb2.CallReport) -> Report:
         """From its message."""
-        return Report(
-            metrics=MappingProxyType(dict(report.metrics)),
+        return from_message(
+            Report,
+            report,
             phases=MappingProxyType(
                 {one.phase: one.duration.ToNanoseconds() * 1e-9 for one in report.phases}
             ),
-            num_tokens=report.num_tokens,
-            fetched_bytes=MappingProxyType(dict(report.fetched_bytes)),
             memory=tuple(
-                PhaseMemory(
-                    one.phase,
-                    one.rank,
-                    one.peak_bytes,
-                    experience_pb2.MemorySource.Name(one.source)
-                    .removeprefix("MEMORY_SOURCE_")
-                    .lower(),
-                )
+                from_message(PhaseMemory, one, source=word(experience_pb2.MemorySource, one.source))
                 for one in report.memory
             ),
         )

@@ -6,14 +6,13 @@ import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf import timestamp_pb2
 
 from rolemesh.coordinator.sdk.html import definition_list, table
+from rolemesh.coordinator.sdk.messages import from_message, word
 from rolemesh.v1 import coordinator_pb2
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -39,12 +38,7 @@ class RunState(StrEnum):
 
 def run_state(number: coordinator_pb2.RunState.ValueType) -> RunState:
     """A state from its number."""
-    return RunState(coordinator_pb2.RunState.Name(number).removeprefix("RUN_STATE_").lower())
-
-
-def to_time(timestamp: timestamp_pb2.Timestamp) -> datetime.datetime:
-    """A time, in UTC."""
-    return timestamp.ToDatetime(datetime.UTC)
+    return RunState(word(coordinator_pb2.RunState, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +67,7 @@ class Run:
     @staticmethod
     def of(run: coordinator_pb2.Run) -> Run:
         """From its message."""
-        return Run(
-            run_id=run.run_id,
-            name=run.name,
-            state=run_state(run.state),
-            step=run.step,
-            num_steps=run.num_steps,
-            created_at=to_time(run.created_at),
-            updated_at=to_time(run.updated_at),
-            directory=run.directory,
-            failure=run.failure,
-            metrics=MappingProxyType(dict(run.metrics)),
-            algorithm=run.algorithm,
-            activity=run.activity,
-        )
+        return from_message(Run, run, state=run_state(run.state))
 
     def _repr_html_(self) -> str:
         facts: dict[str, object] = {
@@ -193,30 +174,8 @@ class Dataflow:
     @staticmethod
     def of(answer: coordinator_pb2.GetDataflowResponse) -> Dataflow:
         """From its message."""
-
-        def optional(node: coordinator_pb2.DataflowNode, field: Any) -> Any:
-            return getattr(node, field) if node.HasField(field) else None
-
-        nodes = tuple(
-            DataflowNode(
-                name=node.name,
-                service=node.service,
-                kind=node.kind,
-                pool=node.pool,
-                state=node.state,
-                ready_s=optional(node, "ready_s"),
-                started_s=optional(node, "started_s"),
-                ended_s=optional(node, "ended_s"),
-                is_critical=node.is_critical,
-                num_tokens=node.num_tokens,
-                num_bytes=node.num_bytes,
-                phases=MappingProxyType(dict(node.phases)),
-                after=tuple(node.after),
-                policy_version=optional(node, "policy_version"),
-            )
-            for node in answer.nodes
-        )
-        return Dataflow(answer.step, answer.is_made, nodes)
+        nodes = tuple(from_message(DataflowNode, node) for node in answer.nodes)
+        return from_message(Dataflow, answer, nodes=nodes)
 
     def _repr_html_(self) -> str:
         rows = [
@@ -261,13 +220,9 @@ class Samples:
     def of(answer: coordinator_pb2.ListSamplesResponse) -> Samples:
         """From its message."""
         rows = tuple(
-            Sample(
-                row=one.row,
-                prompt=one.prompt,
-                completion=one.completion,
-                answer=one.answer,
-                reward=one.reward,
-                policy_version=one.policy_version,
+            from_message(
+                Sample,
+                one,
                 token_ids=np.array(one.token_ids, dtype=np.int64),
                 logprobs=np.array(one.logprobs, dtype=np.float32),
                 loss_mask=np.array(one.loss_mask, dtype=np.bool_),
@@ -300,14 +255,12 @@ class DeviceUse:
     @staticmethod
     def of(series: coordinator_pb2.DeviceUseSeries) -> DeviceUse:
         """From its message."""
-        return DeviceUse(
-            service=series.service,
-            rank=series.rank,
-            device=series.device,
+        return from_message(
+            DeviceUse,
+            series,
             times=np.array([one.seconds + one.nanos * 1e-9 for one in series.times], np.float64),
             busy=np.array(series.busy, dtype=np.float32),
             memory_bytes=np.array(series.memory_bytes, dtype=np.int64),
-            memory_total_bytes=series.memory_total_bytes,
         )
 
 
@@ -332,8 +285,8 @@ class Alert:
     @staticmethod
     def of(alert: coordinator_pb2.Alert) -> Alert:
         """From its message."""
-        name = coordinator_pb2.AlertLevel.Name(alert.level).removeprefix("ALERT_LEVEL_")
-        return Alert(AlertLevel(name.lower()), alert.rule, alert.text, alert.remedy)
+        level = AlertLevel(word(coordinator_pb2.AlertLevel, alert.level))
+        return from_message(Alert, alert, level=level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,12 +321,4 @@ class RegisteredService:
     @staticmethod
     def of(service: coordinator_pb2.RegisteredService) -> RegisteredService:
         """From its message."""
-        return RegisteredService(
-            service.role,
-            service.address,
-            service.pid,
-            to_time(service.lease_until),
-            service.status,
-            service.run_id,
-            service.name,
-        )
+        return from_message(RegisteredService, service)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from rolemesh.coordinator.sdk.experience import (
     Report,
     Update,
 )
+from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.service_client import ServiceClient
@@ -83,8 +83,7 @@ class ServiceCalls:
         key = self._new_key("initialize")
         result = await self._call(self._client.initialize, key, spec, run_seed)
         self.policy_version = result.policy_version
-        facts = MappingProxyType(dict(result.facts))
-        return Initialized(result.policy_version, result.num_parameters, facts)
+        return from_message(Initialized, result)
 
     async def sleep(self) -> int:
         """Moves its weights off the device; returns the bytes that became free."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 
+from rolemesh.coordinator.sdk.messages import from_message, word
 from rolemesh.v1 import worker_pb2
 
 
@@ -54,21 +54,13 @@ class Status:
     @staticmethod
     def of(answer: worker_pb2.GetStatusResponse) -> Status:
         """From its message."""
-        name = worker_pb2.WorkerState.Name(answer.state).removeprefix("WORKER_STATE_")
         progress = answer.progress
-        return Status(
-            state=WorkerState(name.lower()),
-            run_id=answer.run_id,
-            policy_version=answer.policy_version,
-            operation=answer.operation,
+        return from_message(
+            Status,
+            answer,
+            state=WorkerState(word(worker_pb2.WorkerState, answer.state)),
             progress=f"{progress.stage} {progress.done}/{progress.total}" if progress.stage else "",
-            resident_bytes=answer.resident_bytes,
-            experience_bytes=answer.experience_bytes,
-            failure=answer.failure,
-            devices=tuple(
-                DeviceLoad(d.rank, d.device, d.busy, d.memory_bytes, d.memory_total_bytes)
-                for d in answer.devices
-            ),
+            devices=tuple(from_message(DeviceLoad, device) for device in answer.devices),
         )
 
 
@@ -92,16 +84,7 @@ class Capabilities:
     @staticmethod
     def of(answer: worker_pb2.GetCapabilitiesResponse) -> Capabilities:
         """From its message."""
-        return Capabilities(
-            role=answer.role,
-            services=tuple(answer.services),
-            world_size=answer.world_size,
-            accepts_references=answer.accepts_references,
-            experience_capacity_bytes=answer.experience_capacity_bytes,
-            spec_schema_json=answer.spec_schema_json,
-            versions=MappingProxyType(dict(answer.versions)),
-            devices=tuple(answer.devices),
-        )
+        return from_message(Capabilities, answer)
 
 
 @dataclass(frozen=True, slots=True)

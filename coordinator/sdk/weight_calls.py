@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from rolemesh.coordinator.sdk.experience import Report, Update
+from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.service_calls import ServiceCalls
 from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Parameter, Weights
 from rolemesh.rpc.columns import Array, read_values
@@ -21,9 +22,8 @@ class WeightCalls(ServiceCalls):
     async def get_manifest(self) -> Manifest:
         """Every parameter of its model."""
         answer = await self._call(self._client.get_manifest)
-        return Manifest(
-            answer.policy_version, tuple(Parameter.of(one) for one in answer.parameters)
-        )
+        parameters = tuple(Parameter.of(one) for one in answer.parameters)
+        return from_message(Manifest, answer, parameters=parameters)
 
     async def get_checksums(self, holder: str = "trainer") -> Checksums:
         """Hashes of the weights that its "trainer" or its "sampler" holds.

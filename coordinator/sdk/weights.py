@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolemesh.coordinator.sdk.experience import Report
+from rolemesh.coordinator.sdk.messages import from_message, word
 from rolemesh.v1 import tensor_pb2, weights_pb2
 
 
@@ -22,12 +23,7 @@ class Checkpoint:
     @staticmethod
     def of(result: weights_pb2.CheckpointResult) -> Checkpoint:
         """From its message."""
-        return Checkpoint(
-            result.policy_version,
-            result.num_bytes,
-            result.manifest_sha256,
-            Report.of(result.report),
-        )
+        return from_message(Checkpoint, result, report=Report.of(result.report))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +38,7 @@ class Parameter:
     @staticmethod
     def of(spec: weights_pb2.ParameterSpec) -> Parameter:
         """From its message."""
-        dtype = tensor_pb2.DataType.Name(spec.dtype).removeprefix("DATA_TYPE_").lower()
-        return Parameter(spec.name, tuple(spec.shape), dtype)
+        return from_message(Parameter, spec, dtype=word(tensor_pb2.DataType, spec.dtype))
 
 
 @dataclass(frozen=True, slots=True)
