@@ -1,0 +1,68 @@
+"""The client of a service: it makes every RPC, and follows what streams to its result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rolemesh.rpc.errors import InternalError
+from rolemesh.rpc.policy import rolemesh_methods
+from rolemesh.rpc.result_call import ResultCall
+from rolemesh.rpc.service_client import ServiceClient, to_algorithm_part
+from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2, rollout_pb2
+
+
+def following(*messages: Any, field: str = "result") -> ResultCall[Any]:
+    async def stream() -> AsyncIterator[Any]:
+        for message in messages:
+            yield message
+
+    return ResultCall(stream(), "host:1", field)
+
+
+def made(num_rows: int) -> experience_pb2.ExperienceResult:
+    reference = experience_pb2.ExperienceRef(num_rows=num_rows)
+    return experience_pb2.ExperienceResult(experience=reference)
+
+
+def test_every_rpc_of_a_service_has_a_method() -> None:
+    names = {
+        re.sub(r"(?<!^)(?=[A-Z])", "_", path.rpartition("/")[2]).lower()
+        for path in rolemesh_methods()
+        if "CoordinatorService" not in path
+    }
+    # Fetch is answered with a payload, which rolemesh.rpc.column_fetch pulls.
+    assert {name for name in names if not hasattr(ServiceClient, name)} == {"fetch"}
+
+
+async def test_progress_and_blocks_are_told_before_the_result_is_given() -> None:
+    stages, blocks = [], []
+    call = following(
+        rollout_pb2.GenerateResponse(progress=operation_pb2.Progress(stage="decode")),
+        rollout_pb2.GenerateResponse(block=rollout_pb2.GeneratedBlock(index=3)),
+        rollout_pb2.GenerateResponse(result=made(5)),
+    )
+    result = await call.result(
+        lambda progress: stages.append(progress.stage), lambda block: blocks.append(block.index)
+    )
+    assert (stages, blocks, result.experience.num_rows) == (["decode"], [3], 5)
+
+
+async def test_a_call_that_ends_without_its_result_is_an_error() -> None:
+    progress = reward_pb2.ComputeRewardResponse(progress=operation_pb2.Progress(done=1))
+    other = reward_pb2.ComputeRewardResponse(result=made(1))
+    unknown = reward_pb2.ComputeRewardResponse()
+    with pytest.raises(InternalError, match="host:1 ended the call without a result"):
+        await following(progress, other, unknown, field="rewards")
+
+
+def test_a_part_names_its_type_and_holds_what_json_has() -> None:
+    part = to_algorithm_part({"type": "grpo", "scale": True})
+    assert (part.type, dict(part.parameters)) == ("grpo", {"scale": True})
+    with pytest.raises(ValueError, match='give its name as "type"'):
+        to_algorithm_part({"scale": True})
+    with pytest.raises(ValueError, match="cannot travel"):
+        to_algorithm_part({"type": "grpo", "scale": object()})
