@@ -311,4 +311,6 @@ def _given_prompt(place: int, prompt: Prompt | str | Sequence[int]) -> rollout_p
 
 
 def _part(part: Part) -> trainer_pb2.AlgorithmPart:
-    return to_algorithm_part({"type": part} if isinstance(part, str) else part)
+    return (
+        trainer_pb2.AlgorithmPart(type=part) if isinstance(part, str) else to_algorithm_part(part)
+    )
