@@ -18,10 +18,10 @@ from rolemesh.coordinator.dataflow.futures import (
     Part,
     UpdateFuture,
 )
-from rolemesh.coordinator.dataflow.references import concat_references
 from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
 from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
 from rolemesh.engine.specs import SamplingSpec, SftLossSpec
+from rolemesh.rpc.references import concat_references
 from rolemesh.v1 import (
     data_pb2,
     experience_pb2,
