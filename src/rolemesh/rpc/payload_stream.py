@@ -80,7 +80,7 @@ def _chunk_in(message: bytes) -> memoryview | None:
 async def collect_chunks(
     messages: AsyncIterator[bytes], stream: type[Message], target: bytearray | memoryview
 ) -> None:
-    """Fills a run of bytes with the chunks that follow the first message of a stream.
+    """Fills one preallocated run of bytes with the chunks that follow a stream's first message.
 
     Args:
         messages: the rest of the stream, serialized.
@@ -90,53 +90,19 @@ async def collect_chunks(
     Raises:
         PayloadMalformedError: the chunks hold more or fewer bytes, or something else comes.
     """
-    buffer = PayloadBuffer(target)
+    whole, filled = memoryview(target).cast("B"), 0
+    announced = f"the payload was announced with {len(whole)} bytes"
     async for message in messages:
         chunk = decode_part(message, stream)
         if not isinstance(chunk, memoryview):
             raise PayloadMalformedError("the stream holds a second header, which is not a chunk")
-        buffer.add(chunk)
-    buffer.finish()
-
-
-class PayloadBuffer:
-    """Collects the chunks of a payload into one preallocated run of bytes.
-
-    Invariant: exactly num_bytes bytes are taken, or an error is raised. Owner: one fetch.
-
-    Example: PayloadBuffer(bytearray(3)) after add(b"ab") and add(b"c") holds b"abc" and finish()
-    returns; without the second add finish() raises.
-    """
-
-    def __init__(self, target: bytearray | memoryview) -> None:
-        self._target = memoryview(target).cast("B")
-        self._filled = 0
-
-    def add(self, chunk: memoryview | bytes) -> None:
-        """Appends a chunk.
-
-        Raises:
-            PayloadMalformedError: there are more bytes than announced.
-        """
-        stop = self._filled + len(chunk)
-        if stop > len(self._target):
-            raise PayloadMalformedError(
-                f"the payload was announced with {len(self._target)} bytes, but {stop} arrived"
-            )
-        self._target[self._filled : stop] = chunk
-        self._filled = stop
-
-    def finish(self) -> None:
-        """Checks that the payload is whole.
-
-        Raises:
-            PayloadMalformedError: bytes are missing.
-        """
-        if self._filled != len(self._target):
-            raise PayloadMalformedError(
-                f"the payload was announced with {len(self._target)} bytes, "
-                f"but only {self._filled} arrived"
-            )
+        stop = filled + len(chunk)
+        if stop > len(whole):
+            raise PayloadMalformedError(f"{announced}, but {stop} arrived")
+        whole[filled:stop] = chunk
+        filled = stop
+    if filled != len(whole):
+        raise PayloadMalformedError(f"{announced}, but only {filled} arrived")
 
 
 def _varint(value: int) -> list[int]:
