@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT_BYTES = 64
-"""Every array of a payload begins on a cache line, so that it can be viewed in place."""
+from rolemesh.engine.layout.payload import PayloadLayout, plan_payload
 
 
 class ColumnKind(enum.Enum):
@@ -269,53 +268,24 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
 # --- payload: one run of bytes, for shared memory and for streams --------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnLayout:
-    """Where one column lies in a payload."""
-
-    name: str
-    kind: ColumnKind
-    dtype: torch.dtype
-    num_values: int
-    values_at: int
-    """Byte offset of the packed values."""
-    offsets_at: int | None
-    """Byte offset of the int64 [B + 1] offsets, None for ROW."""
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadLayout:
-    """Where every column of a batch lies in one run of bytes."""
-
-    num_rows: int
-    columns: tuple[ColumnLayout, ...]
-    num_bytes: int
-
-
 def payload_layout(batch: Experience) -> PayloadLayout:
-    """Lays the columns out one after another, each array on a 64-byte boundary."""
-    at = 0
+    """Lays the columns out one after another, each array on a 64-byte boundary.
 
-    def place(num_bytes: int) -> int:
-        nonlocal at
-        here = at
-        at = -(-(at + num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return here
-
-    columns = []
-    for name, column in batch.columns.items():
-        offsets_at = None if column.offsets is None else place(column.offsets.nbytes)
-        columns.append(
-            ColumnLayout(
-                name=name,
-                kind=column.kind,
-                dtype=column.values.dtype,
-                num_values=len(column.values),
-                offsets_at=offsets_at,
-                values_at=place(column.values.nbytes),
+    Raises:
+        ValueError: a dtype that may not travel; names the column.
+    """
+    return plan_payload(
+        batch.num_rows,
+        (
+            (
+                name,
+                column.kind.value,
+                str(column.values.dtype).removeprefix("torch."),
+                len(column.values),
             )
-        )
-    return PayloadLayout(batch.num_rows, tuple(columns), at)
+            for name, column in batch.columns.items()
+        ),
+    )
 
 
 def write_payload(batch: Experience, layout: PayloadLayout, buffer: memoryview) -> None:
@@ -323,11 +293,11 @@ def write_payload(batch: Experience, layout: PayloadLayout, buffer: memoryview) 
     if layout.num_bytes == 0:
         return
     target = torch.frombuffer(buffer, dtype=torch.uint8)
-    for column_layout in layout.columns:
-        column = batch[column_layout.name]
-        _write(target, column_layout.values_at, column.values)
-        if column.offsets is not None and column_layout.offsets_at is not None:
-            _write(target, column_layout.offsets_at, column.offsets)
+    for placed in layout.columns:
+        column = batch[placed.name]
+        _write(target, placed.values_at, column.values)
+        if column.offsets is not None and placed.offsets_at is not None:
+            _write(target, placed.offsets_at, column.offsets)
 
 
 def _write(target: torch.Tensor, at: int, values: torch.Tensor) -> None:
@@ -343,31 +313,18 @@ def read_payload(layout: PayloadLayout, payload: torch.Tensor) -> Experience:
         payload: uint8 [layout.num_bytes]; the batch keeps it alive.
 
     Raises:
-        ValueError: the layout reaches beyond the payload or is not aligned.
+        ValueError: the payload is of another size, or its offsets do not fit its values.
     """
-    return Experience(
-        {
-            column.name: Column(
-                column.kind,
-                _view(payload, column.name, column.values_at, column.num_values, column.dtype),
-                None
-                if column.offsets_at is None
-                else _view(
-                    payload, column.name, column.offsets_at, layout.num_rows + 1, torch.int64
-                ),
-            )
-            for column in layout.columns
-        }
-    )
-
-
-def _view(
-    payload: torch.Tensor, name: str, at: int, num_values: int, dtype: torch.dtype
-) -> torch.Tensor:
-    stop = at + num_values * dtype.itemsize
-    if num_values < 0 or at < 0 or at % ALIGNMENT_BYTES or stop > payload.numel():
+    if payload.numel() != layout.num_bytes:
         raise ValueError(
-            f"column {name!r} claims bytes {at} to {stop} of a payload of {payload.numel()} bytes: "
-            "bytes and shape do not fit"
+            f"a payload of {layout.num_bytes} bytes is described, but {payload.numel()} came"
         )
-    return payload[at:stop].view(dtype)
+    columns = {}
+    for placed in layout.columns:
+        dtypes = (getattr(torch, placed.dtype), torch.int64)
+        values, *offsets = (
+            payload[at : at + length].view(dtype)
+            for (at, length), dtype in zip(layout.extents(placed), dtypes, strict=False)
+        )
+        columns[placed.name] = Column(ColumnKind(placed.kind), values, *offsets)
+    return Experience(columns)

@@ -27,7 +27,7 @@ from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.columns import Columns, decode
 from rolemesh.rpc.errors import NotFoundError, RolemeshError
 from rolemesh.rpc.payload_stream import PayloadMalformedError
-from rolemesh.rpc.row_places import place
+from rolemesh.rpc.references import place
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
 
 NOT_FOUND = (grpc.StatusCode.NOT_FOUND,)

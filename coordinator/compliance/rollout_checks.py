@@ -29,6 +29,7 @@ from rolemesh.coordinator.compliance.subject import (
     shorten,
 )
 from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.references import names_of
 from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2
 
 NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
@@ -72,7 +73,7 @@ async def _sample(subject: Subject, *, step: int = 1, **options: Any) -> Columns
 
 async def _usual(subject: Subject) -> Columns:
     ref = experience_in(await subject.usual_result(), SENT)
-    missing = set(COLUMNS) - {schema.name for group in ref.groups for schema in group.columns}
+    missing = set(COLUMNS) - set(names_of(ref))
     if missing:
         raise NotApplicableError(f"there are no columns {sorted(missing)}: see rollout.columns")
     return await subject.rows(ref)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from rolemesh.coordinator.dataflow.references import concat_references, join_references
+from rolemesh.rpc.references import concat_references, join_references
 from rolemesh.v1 import experience_pb2
 
 

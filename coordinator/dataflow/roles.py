@@ -16,13 +16,18 @@ from rolemesh.coordinator.dataflow.futures import (
     Part,
     UpdateFuture,
 )
-from rolemesh.coordinator.dataflow.references import concat_references
 from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
 from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
 from rolemesh.engine.specs import SamplingSpec, SftLossSpec
+from rolemesh.rpc.references import concat_references
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import to_algorithm_part
-from rolemesh.v1 import data_pb2, experience_pb2, operation_pb2, trainer_pb2
+from rolemesh.v1 import (
+    data_pb2,
+    experience_pb2,
+    operation_pb2,
+    trainer_pb2,
+)
 
 __all__ = [
     "ROLE_HANDLES",

@@ -14,6 +14,7 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.references import names_of
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
 COLUMNS = (
@@ -99,7 +100,7 @@ class SampleTaker:
     async def _fetch(
         self, step: int, reference: experience_pb2.ExperienceRef
     ) -> coordinator_pb2.ListSamplesResponse:
-        held = {column.name for group in reference.groups for column in group.columns}
+        held = names_of(reference)
         number = min(self._num_rows, reference.num_rows)
         rows = [place * reference.num_rows // number for place in range(number)]
         columns = await fetch_columns(

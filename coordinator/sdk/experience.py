@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.coordinator.dataflow.references import concat_references, join_references
 from rolemesh.coordinator.sdk.html import definition_list
 from rolemesh.coordinator.sdk.messages import from_message, word
+from rolemesh.rpc.references import concat_references, join_references, names_of, shards_of
 from rolemesh.v1 import (
     experience_pb2,
     reward_pb2,
@@ -92,13 +92,12 @@ class Experience:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names, each once."""
-        names = (column.name for group in self.reference.groups for column in group.columns)
-        return tuple(dict.fromkeys(names))
+        return tuple(names_of(self.reference))
 
     @property
     def num_bytes(self) -> int:
         """Bytes that services hold for it."""
-        return sum(shard.num_bytes for group in self.reference.groups for shard in group.shards)
+        return sum(shard.num_bytes for shard in shards_of(self.reference))
 
     def __or__(self, other: Experience) -> Experience:
         """Joins columns.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rolemesh.engine.layout.manifest import ITEM_BYTES, DtypeName
+from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.weights.plan import Copy, Plan
 
 TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
@@ -22,9 +23,6 @@ TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
     "float16": torch.float16,
 }
 """Element types by their names in manifests."""
-
-ALIGNMENT = 64
-"""Bytes to which messages are aligned in a buffer; not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ def make_parcels(plan: Plan, copies_by_peer: Mapping[int, Sequence[Copy]]) -> tu
             parts.append(Part(copy, TORCH_DTYPES[plan.wire_dtype(copy.parameter)], at, stop))
             at = stop
         parcels.append(Parcel(peer, tuple(parts), start, at))
-        start += -(-at // ALIGNMENT) * ALIGNMENT
+        start += aligned(at)  # in the buffer only: the gap is not sent
     return tuple(parcels)
 
 

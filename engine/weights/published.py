@@ -30,14 +30,12 @@ from rolemesh.engine.layout.manifest import (
     intersection,
     num_elements,
 )
+from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import Segment
 from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Copy, make_plan, part_of
 from rolemesh.engine.weights.sharded_tensors import part
-
-ALIGNMENT_BYTES = 64
-"""Every tensor of a publication begins on a cache line."""
 
 _UNCUT = 1 << 60
 """Bytes of a plan's only bucket: boxes are asked for whole."""
@@ -78,8 +76,7 @@ def places(layout: WeightLayout, rank: int) -> tuple[dict[str, Place], int]:
     for name in dict.fromkeys(piece.tensor for piece in shard.pieces):
         shape = tuple(shard.shapes[name])
         found[name] = Place(at, shape, dtype)
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        at += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        at += aligned(torch.Size(shape).numel() * dtype.itemsize)
     return found, at
 
 

@@ -11,9 +11,9 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
+from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.experience.rows import row_tokens
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import (

@@ -19,6 +19,7 @@ from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError
 from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.reward.judging import Judge, Judged, OwnPart
 from rolemesh.services.reward.outcome import (
     IS_JUDGED,
@@ -31,7 +32,6 @@ from rolemesh.services.reward.outside.base import OutsideRewardError, current_st
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
-from rolemesh.services.runtime.experience.rows import names_of, row_tokens
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole

@@ -38,12 +38,12 @@ from rolemesh.engine.experience import (
     read_payload,
 )
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
+from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
 from rolemesh.services.runtime.experience.fetch import (
     ExperienceServicer,
+    arrays_of,
     fetch_rows,
-    payload_chunks,
 )
-from rolemesh.services.runtime.experience.schema import header_of, layout_of
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.server.operations import OperationLedger
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
@@ -86,7 +86,7 @@ class GeneratedServicer(experience_pb2_grpc.ExperienceServiceServicer):
         self, request: experience_pb2.FetchRequest, context: Any
     ) -> AsyncIterator[experience_pb2.FetchResponse]:
         yield experience_pb2.FetchResponse(header=header_of(self._layout))
-        for pieces in payload_chunks(self._batch, self._layout):
+        for pieces in payload_chunks(self._layout, arrays_of(self._batch)):
             yield experience_pb2.FetchResponse(chunk=b"".join(pieces))
 
 

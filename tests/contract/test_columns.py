@@ -28,10 +28,10 @@ from rolemesh.rpc.channel import CHUNK_BYTES, ChannelTraffic, MeshChannel, open_
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import ColumnData, Columns, decode, encode
 from rolemesh.rpc.errors import CapacityError, DeadlineError, InvalidRequestError, NotFoundError
+from rolemesh.rpc.payload import header_of, layout_of
 from rolemesh.rpc.payload_stream import PayloadMalformedError
+from rolemesh.rpc.references import join_parts
 from rolemesh.services.runtime.calls.runtime import Share
-from rolemesh.services.runtime.experience.rows import join_parts
-from rolemesh.services.runtime.experience.schema import header_of, layout_of
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc
 
 LONG_S = 30.0

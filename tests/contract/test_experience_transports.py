@@ -20,11 +20,11 @@ from rolemesh.rpc.errors import (
     OutOfRangeError,
     RolemeshError,
 )
+from rolemesh.rpc.payload import header_of, payload_chunks
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
+from rolemesh.rpc.references import join_parts, row_tokens
 from rolemesh.services.runtime.calls.runtime import Share
-from rolemesh.services.runtime.experience.fetch import Fetched, fetch_rows, payload_chunks
-from rolemesh.services.runtime.experience.rows import join_parts, row_tokens
-from rolemesh.services.runtime.experience.schema import header_of
+from rolemesh.services.runtime.experience.fetch import Fetched, arrays_of, fetch_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.v1 import experience_pb2, experience_pb2_grpc, tensor_pb2
@@ -247,7 +247,7 @@ async def fetch_from(
 
 def as_parts(batch: Experience, chunk_bytes: int = 1000) -> list[experience_pb2.FetchResponse]:
     layout = payload_layout(batch)
-    chunks = payload_chunks(batch, layout, chunk_bytes)
+    chunks = payload_chunks(layout, arrays_of(batch), chunk_bytes)
     return [
         experience_pb2.FetchResponse(header=header_of(layout)),
         *(experience_pb2.FetchResponse(chunk=b"".join(pieces)) for pieces in chunks),

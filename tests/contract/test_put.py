@@ -18,7 +18,7 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     RolemeshError,
 )
-from rolemesh.services.runtime.experience.rows import row_tokens
+from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.v1 import (
     experience_pb2,

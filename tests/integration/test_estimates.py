@@ -25,9 +25,9 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import GrpoSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, NotFoundError
+from rolemesh.rpc.references import TOKENS, group_with, row_tokens
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.runtime.calls.role import InitializeResult
-from rolemesh.services.runtime.experience.rows import TOKENS, group_with, row_tokens
 from rolemesh.services.runtime.process import ServiceServer
 from rolemesh.services.runtime.servicers import estimates as estimate_servicer
 from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc, worker_pb2, worker_pb2_grpc

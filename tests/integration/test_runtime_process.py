@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 from support.services import (
     ServiceProcess,
     operation_key,
@@ -25,9 +26,9 @@ from support.services import (
     wait_for_announcement,
 )
 
+from rolemesh.rpc import payload_stream
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InternalError, UnavailableError
-from rolemesh.rpc.payload_stream import PayloadBuffer
 from rolemesh.services.runtime.experience.fetch import fetch_rows
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -109,18 +110,19 @@ async def test_a_role_that_raises_shows_the_root_cause_here_and_the_traceback_in
 async def test_a_producer_killed_in_the_middle_of_a_fetch_is_named(
     service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = PayloadBuffer.add
+    decode = payload_stream.decode_part
     num_chunks = 0
 
-    def kill_at_first_chunk(buffer: PayloadBuffer, chunk: memoryview) -> None:
+    def kill_at_first_chunk(message: bytes, stream: type[Message]) -> Any:
         nonlocal num_chunks
         num_chunks += 1
         if num_chunks == 1:
             service.process.kill()
             service.process.wait(END_TIMEOUT_S)
-        add(buffer, chunk)
+        return decode(message, stream)
 
-    monkeypatch.setattr(PayloadBuffer, "add", kill_at_first_chunk)
+    # The header is read by `pull`, which has its own name for the function.
+    monkeypatch.setattr(payload_stream, "decode_part", kill_at_first_chunk)
     async with open_channel(service.address) as channel:
         await initialize(channel, num_rows=60_000)
         reference = await produce(channel)

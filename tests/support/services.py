@@ -23,9 +23,9 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import LayoutSpec, RoleSpec
+from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
-from rolemesh.services.runtime.experience.rows import row_tokens
 from rolemesh.services.runtime.process import ServiceServer, run_service
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import experience_pb2, operation_pb2, value_pb2, value_pb2_grpc

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
@@ -15,21 +15,21 @@ import grpc
 import torch
 from google.protobuf.message import Message
 
-from rolemesh.engine.experience import Experience
+from rolemesh.engine.experience import Experience, payload_layout, read_payload
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
-from rolemesh.rpc.row_places import is_consecutive, place
+from rolemesh.rpc.payload import layout_without_rows, schemas_of
+from rolemesh.rpc.pull import all_or_first_error
+from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place, shards_of
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.calls.hold import RunHold
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.experience.fetch import fetch_rows, take_rows
-from rolemesh.services.runtime.experience.rows import TOKENS, group_with
-from rolemesh.services.runtime.experience.schema import column_schema, empty_column
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.ranks.face import Face, join_answers
@@ -300,7 +300,7 @@ class Runtime:
         ref = getattr(result, "experience", None)
         if not isinstance(ref, experience_pb2.ExperienceRef):
             return
-        ids = [shard.experience_id for group in ref.groups for shard in group.shards]
+        ids = [shard.experience_id for shard in shards_of(ref)]
         if not ids:
             return  # a release without ids is one of everything
         self.store.release_ids(run_id, ids)
@@ -404,17 +404,16 @@ class Runtime:
             raise ValueError(
                 f"rows {min(rows)} to {max(rows)} were asked for, but the batch has {ref.num_rows}"
             )
-        by_group: dict[int, list[str]] = {}
-        for name in columns:
-            by_group.setdefault(group_with(ref, name), []).append(name)
+        wanted = by_group(ref, columns)
         if not rows:
-            return _without_rows(ref, by_group).require(columns)
+            schemas = [schema for found in wanted.values() for schema in found]
+            layout = layout_without_rows(schemas)
+            empty = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+            return read_payload(layout, empty).require(columns)
         with call.phase("fetch"):
-            parts = await _all_or_first_error(
-                [
-                    self._pull_group(ref.groups[index], names, rows, call)
-                    for index, names in by_group.items()
-                ]
+            parts = await all_or_first_error(
+                self._pull_group(ref.groups[index], [one.name for one in found], rows, call)
+                for index, found in wanted.items()
             )
             joined = parts[0]
             for part in parts[1:]:
@@ -429,14 +428,14 @@ class Runtime:
         call: Call,
     ) -> Experience:
         found = place(group.shards, rows)
-        parts = await _all_or_first_error(
-            [self._pull_rows(shard, names, positions, call) for shard, positions, _ in found]
+        parts = await all_or_first_error(
+            self._pull_rows(shard, names, positions, call) for shard, positions, _ in found
         )
-        order = [target for *_, targets in found for target in targets]
+        order = order_of(found)
         pulled = parts[0] if len(parts) == 1 else Experience.concat(parts)
         if is_consecutive(order):
             return pulled
-        return pulled.select(torch.tensor(order, dtype=torch.int64).argsort())
+        return pulled.select(torch.tensor(order, dtype=torch.int64))
 
     async def _pull_rows(
         self,
@@ -479,7 +478,7 @@ class Runtime:
         if experience.num_rows < 1:
             raise ValueError("an experience without rows cannot be published: produce one at least")
         rows = range(experience.num_rows) if share is None else share.rows
-        schemas = [column_schema(name, column) for name, column in experience.columns.items()]
+        schemas = schemas_of(payload_layout(experience))
         held = self.store.put(key.run_id, key.step, experience)
         shard = experience_pb2.Shard(
             experience_id=held.experience_id,
@@ -521,29 +520,3 @@ def _in_its_field(response_type: type[Response], result: Message) -> Response:
     raise TypeError(
         f"{response_type.__name__} has no field for a {type(result).__name__}: return another type"
     )
-
-
-def _without_rows(
-    ref: experience_pb2.ExperienceRef, by_group: Mapping[int, Sequence[str]]
-) -> Experience:
-    return Experience(
-        {
-            schema.name: empty_column(schema)
-            for index, names in by_group.items()
-            for schema in ref.groups[index].columns
-            if schema.name in names
-        }
-    )
-
-
-async def _all_or_first_error(
-    pulls: Sequence[Awaitable[Experience]],
-) -> list[Experience]:
-    """Awaits all; the first failure cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(pull) for pull in pulls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,43 +7,24 @@ otherwise raw chunks of 1 MiB follow, without protobuf's copies.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import torch
 
-from rolemesh.engine.experience import (
-    Column,
-    Experience,
-    PayloadLayout,
-    payload_layout,
-    read_payload,
-)
+from rolemesh.engine.experience import Column, Experience, payload_layout, read_payload
+from rolemesh.engine.layout.payload import PayloadLayout
 from rolemesh.engine.transport.shm import open_segment
-from rolemesh.rpc.channel import CHUNK_BYTES, MeshChannel
-from rolemesh.rpc.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    OutOfRangeError,
-    RolemeshError,
-)
-from rolemesh.rpc.payload_stream import (
-    FETCH_METHOD,
-    PayloadBuffer,
-    PayloadMalformedError,
-    decode_part,
-    encode_chunk,
-    encode_header,
-)
-from rolemesh.services.runtime.experience.schema import header_of, layout_of
+from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.errors import InvalidRequestError, NotFoundError, OutOfRangeError
+from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
+from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk, encode_header
+from rolemesh.rpc.pull import Answer, fetch_request, pull_rows
 from rolemesh.services.runtime.experience.store import ExperienceStore, Held
 from rolemesh.services.runtime.server.operations import OperationLedger
 from rolemesh.v1 import experience_pb2
-
-logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "rolemesh.v1.ExperienceService"
 """Full name of the service."""
@@ -113,10 +94,9 @@ class ExperienceServicer:
         rows = _rows_asked_for(held, request)
         if held.segment is not None and request.host_id == self._host_id:
             layout = payload_layout(held.experience)
-            header = header_of(layout)
-            by_name = {column.schema.name: column for column in header.columns}
-            del header.columns[:]
-            header.columns.extend(by_name[name] for name in names)
+            by_name = {column.name: column for column in layout.columns}
+            chosen = tuple(by_name[name] for name in names)
+            header = header_of(replace(layout, columns=chosen))
             header.shared_memory_name = held.segment.name
             in_place = rows if isinstance(rows, range) else range(held.experience.num_rows)
             header.row_start, header.row_stop = in_place.start, in_place.stop
@@ -125,7 +105,7 @@ class ExperienceServicer:
         batch = take_rows(held.experience.require(names), rows)
         layout = payload_layout(batch)
         yield encode_header(header_of(layout))
-        for pieces in payload_chunks(batch, layout):
+        for pieces in payload_chunks(layout, arrays_of(batch)):
             yield encode_chunk(pieces)
 
     async def release(
@@ -143,46 +123,17 @@ class ExperienceServicer:
         return experience_pb2.ReleaseResponse(released_bytes=released)
 
 
-def payload_chunks(
-    batch: Experience, layout: PayloadLayout, chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[list[memoryview | bytes]]:
-    """Cuts a payload into chunks of views, so that the only copy is the one into the message."""
-    extents: list[tuple[int, memoryview]] = []
-    for column_layout in layout.columns:
-        column = batch[column_layout.name]
-        extents.append((column_layout.values_at, _bytes_of(column.values)))
-        if column.offsets is not None and column_layout.offsets_at is not None:
-            extents.append((column_layout.offsets_at, _bytes_of(column.offsets)))
-    extents.sort(key=lambda extent: extent[0])
-
-    pieces: list[memoryview | bytes] = []
-    room = chunk_bytes
-    for piece in _with_padding(extents, layout.num_bytes):
-        rest = memoryview(piece)
-        while rest:
-            pieces.append(rest[:room])
-            taken = len(pieces[-1])
-            rest, room = rest[taken:], room - taken
-            if room == 0:
-                yield pieces
-                pieces, room = [], chunk_bytes
-    if pieces:
-        yield pieces
+def arrays_of(batch: Experience) -> dict[str, list[memoryview]]:
+    """The bytes of each column: its values, then its offsets if it has any. Views on the CPU."""
+    return {
+        name: [bytes_of(one) for one in (column.values, column.offsets) if one is not None]
+        for name, column in batch.columns.items()
+    }
 
 
-def _with_padding(
-    extents: Sequence[tuple[int, memoryview]], num_bytes: int
-) -> Iterator[memoryview | bytes]:
-    at = 0
-    for start, view in extents:
-        yield bytes(start - at)
-        yield view
-        at = start + len(view)
-    yield bytes(num_bytes - at)
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    return values.detach().contiguous().view(torch.uint8).numpy().data
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The elements of a tensor on the CPU, row-major; a view where it is contiguous."""
+    return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _columns_asked_for(held: Held, request: experience_pb2.FetchRequest) -> list[str]:
@@ -257,77 +208,24 @@ async def fetch_rows(
         RolemeshError: what the peer answered, or UnavailableError when it does not; names the peer.
         ValueError: the answer's bytes do not fit its description.
     """
-    request = experience_pb2.FetchRequest(
-        experience_id=shard.experience_id, columns=columns, host_id=host_id
-    )
-    if isinstance(rows, range) and rows.step == 1:
-        request.row_start, request.row_stop = rows.start, rows.stop
-    else:
-        request.rows.extend(rows)
-    peer = f"{shard.role} rank {shard.rank} at {shard.address}"
-    try:
-        try:
-            return await _fetch_once(channel, request)
-        except OSError as error:
-            if not request.host_id:
-                raise
-            # The segment could not be opened; the peer may still send the rows, or say why not.
-            logger.warning("%s: shared memory failed (%s): asking for a stream", peer, error)
-            request.host_id = ""
-            return await _fetch_once(channel, request)
-    except RolemeshError as error:
-        raise type(error)(
-            f"{peer}, fetch of {list(columns)}: {error.message}",
-            reason=error.reason,
-            retryable=error.retryable,
-            metadata={
-                **error.metadata,
-                "peer": shard.address,
-                "peer_role": shard.role,
-                "peer_rank": str(shard.rank),
-            },
-        ) from error
-    except ValueError as error:
-        raise PayloadMalformedError(f"{peer}, fetch of {list(columns)}: {error}") from error
+    request = fetch_request(shard, columns, rows, host_id)
 
+    async def take(answer: Answer[experience_pb2.PayloadHeader]) -> Fetched:
+        header, segment = answer.header, answer.segment
+        layout = layout_of(header)
+        _check_against_request(header, request)
+        if segment is not None:
+            payload = open_segment(segment, header.num_bytes)
+            # A copy of many MiB must not hold up the loop.
+            wanted = request.rows or range(header.row_start, header.row_stop)
+            experience = await asyncio.to_thread(_copy_rows, layout, payload, wanted)
+            return Fetched(experience, "shm", experience.num_bytes)
+        payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        await answer.read_into(payload.numpy().data)
+        experience = read_payload(layout, payload)
+        return Fetched(experience, "grpc", experience.num_bytes)
 
-async def _fetch_once(channel: MeshChannel, request: experience_pb2.FetchRequest) -> Fetched:
-    call = channel.unary_stream(
-        FETCH_METHOD,
-        request_serializer=experience_pb2.FetchRequest.SerializeToString,
-        response_deserializer=None,
-    )(request)
-    try:
-        return await _receive(aiter(call), request)
-    finally:
-        call.cancel()
-
-
-async def _receive(messages: AsyncIterator[bytes], request: experience_pb2.FetchRequest) -> Fetched:
-    first = await anext(messages, None)
-    header = None if first is None else decode_part(first)
-    if not isinstance(header, experience_pb2.PayloadHeader):
-        raise PayloadMalformedError("the stream does not begin with a header")
-    layout = layout_of(header)
-    _check_against_request(header, request)
-    if header.HasField("shared_memory_name"):
-        if not request.host_id:
-            raise PayloadMalformedError("the answer names shared memory, which was not offered")
-        payload = open_segment(header.shared_memory_name, header.num_bytes)
-        # A copy of many MiB must not hold up the loop.
-        rows = request.rows or range(header.row_start, header.row_stop)
-        experience = await asyncio.to_thread(_copy_rows, layout, payload, rows)
-        return Fetched(experience, "shm", experience.num_bytes)
-    payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    buffer = PayloadBuffer(payload.numpy().data)
-    async for message in messages:
-        chunk = decode_part(message)
-        if isinstance(chunk, experience_pb2.PayloadHeader):
-            raise PayloadMalformedError("the stream holds a second header")
-        buffer.add(chunk)
-    buffer.finish()
-    experience = read_payload(layout, payload)
-    return Fetched(experience, "grpc", experience.num_bytes)
+    return await pull_rows(channel, shard, request, take)
 
 
 def _check_against_request(

@@ -7,10 +7,10 @@ segment, which the consumer maps; otherwise raw chunks of 1 MiB follow, without 
 from __future__ import annotations
 
 import asyncio
-import logging
+import functools
 import math
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,26 +25,19 @@ from rolemesh.engine.layout.manifest import (
 )
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import LayoutSpec
-from rolemesh.engine.transport.shm import SHM_DIRECTORY, SegmentInvalidError, open_segment
+from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
 from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Copy
 from rolemesh.engine.weights.published import Publication
 from rolemesh.engine.weights.sharded_tensors import part
-from rolemesh.rpc.channel import CHUNK_BYTES, MeshChannel
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
-from rolemesh.rpc.payload_stream import (
-    PayloadBuffer,
-    PayloadMalformedError,
-    decode_chunk,
-    encode_chunk,
-)
+from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.payload import ChunkCutter
+from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
+from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
 from rolemesh.rpc.tensors import data_type_of
+from rolemesh.services.runtime.experience.fetch import bytes_of
 from rolemesh.v1 import tensor_pb2, weights_pb2
-
-logger = logging.getLogger(__name__)
-
-FETCH_WEIGHTS_METHOD = "/rolemesh.v1.WeightsService/FetchWeights"
-"""Full name of the method that this module serves and calls."""
 
 _DTYPES: dict[int, DtypeName] = {data_type_of(name): name for name in TORCH_DTYPES}
 
@@ -192,29 +185,14 @@ async def answer_fetch(
     yield weights_pb2.FetchWeightsResponse(header=header).SerializeToString()
     if is_mapped:
         return
-    pieces: list[memoryview | bytes] = []
-    room = CHUNK_BYTES
+    cutter = ChunkCutter()
     for view in views:
         # A box cut out of columns is copied, which must not hold up the loop.
         rest = view if view.is_contiguous() else await asyncio.to_thread(view.contiguous)
-        content = memoryview(rest.view(-1).view(torch.uint8).numpy().data)
-        for cut in _cuts(len(content), room):
-            pieces.append(content[cut])
-            room -= len(pieces[-1])
-            if room == 0:
-                yield encode_chunk(pieces)
-                pieces, room = [], CHUNK_BYTES
-    if pieces:
+        for pieces in cutter.add(bytes_of(rest)):
+            yield encode_chunk(pieces)
+    for pieces in cutter.rest():
         yield encode_chunk(pieces)
-
-
-def _cuts(num_bytes: int, room: int) -> Iterator[slice]:
-    """Parts of a box that fill a chunk that has room, then whole chunks, and the rest."""
-    at = 0
-    while at < num_bytes:
-        stop = min(at + (room if at == 0 else CHUNK_BYTES), num_bytes)
-        yield slice(at, stop)
-        at = stop
 
 
 def _box(box: weights_pb2.WeightsBox) -> Box:
@@ -268,49 +246,25 @@ async def fetch_boxes(
         )
     dtype = TORCH_DTYPES[dtype_of(ref.dtype, "weights.dtype")]
     address = ref.addresses[source]
-    peer = f"the publisher of weights, rank {source} at {address}"
-    try:
-        try:
-            return await _fetch_once(channel, request, dtype)
-        except OSError as error:
-            if not request.host_id:
-                raise
-            # The segment could not be opened; the peer may still send the boxes, or say why not.
-            logger.warning("%s: shared memory failed (%s): asking for a stream", peer, error)
-            request.host_id = ""
-            return await _fetch_once(channel, request, dtype)
-    except RolemeshError as error:
-        raise type(error)(
-            f"{peer}: {error.message}",
-            reason=error.reason,
-            retryable=error.retryable,
-            metadata={**error.metadata, "peer": address, "peer_rank": str(source)},
-        ) from error
-    except (PayloadMalformedError, SegmentInvalidError) as error:
-        raise PayloadMalformedError(f"{peer}: {error}") from error
+    return await pull(
+        channel,
+        FETCH_WEIGHTS,
+        request,
+        functools.partial(take_boxes, request=request, dtype=dtype),
+        peer=f"the publisher of weights, rank {source} at {address}",
+        metadata={"peer": address, "peer_rank": str(source)},
+    )
 
 
-async def _fetch_once(
-    channel: MeshChannel, request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
+async def take_boxes(
+    answer: Answer[weights_pb2.FetchWeightsHeader],
+    request: weights_pb2.FetchWeightsRequest,
+    dtype: torch.dtype,
 ) -> FetchedBoxes:
-    call = channel.unary_stream(
-        FETCH_WEIGHTS_METHOD,
-        request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
-        response_deserializer=None,
-    )(request)
-    try:
-        return await receive_boxes(aiter(call), request, dtype)
-    finally:
-        call.cancel()
-
-
-async def receive_boxes(
-    messages: AsyncIterator[bytes], request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
-) -> FetchedBoxes:
-    """Reads the answer to a fetch.
+    """Makes tensors of a publisher's answer.
 
     Args:
-        messages: of the stream, serialized.
+        answer: whose header has come.
         request: what was asked for.
         dtype: element type of the publication.
 
@@ -318,46 +272,22 @@ async def receive_boxes(
         PayloadMalformedError: the bytes do not fit their description or the request.
         OSError: the shared memory that is named cannot be opened.
     """
-    first = await anext(messages, None)
-    header = None if first is None else _header(first)
-    if header is None:
-        raise PayloadMalformedError("the stream does not begin with a header")
+    header = answer.header
     shapes = [tuple(stop - start for start, stop in _box(box)) for box in request.boxes]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     if header.total_bytes != sum(sizes):
         raise PayloadMalformedError(
             f"{sum(sizes)} bytes of weights were asked for, {header.total_bytes} are announced"
         )
-    if header.shared_memory_path:
-        if not request.host_id:
-            raise PayloadMalformedError("the answer names shared memory, which was not offered")
-        boxes = _mapped(header, request, dtype)
-        return FetchedBoxes(boxes, "shm", header.total_bytes)
+    if answer.segment is not None:
+        return FetchedBoxes(_mapped(header, request, dtype), "shm", header.total_bytes)
     payload = torch.empty(header.total_bytes, dtype=torch.uint8)
-    buffer = PayloadBuffer(payload.numpy().data)
-    async for message in messages:
-        chunk = decode_chunk(message)
-        if chunk is None:
-            raise PayloadMalformedError("the stream holds something that is not a chunk")
-        buffer.add(chunk)
-    buffer.finish()
+    await answer.read_into(payload.numpy().data)
     boxes = [
         flat.view(dtype).view(shape)
         for flat, shape in zip(torch.split(payload, sizes), shapes, strict=True)
     ]
     return FetchedBoxes(boxes, "grpc", header.total_bytes)
-
-
-def _header(message: bytes) -> weights_pb2.FetchWeightsHeader | None:
-    """The header that a message is, or None."""
-    response = weights_pb2.FetchWeightsResponse()
-    try:
-        response.ParseFromString(message)
-    except Exception as error:  # protobuf raises DecodeError or, on some builds, ValueError
-        raise PayloadMalformedError(
-            f"a message of {len(message)} bytes cannot be read: {error}"
-        ) from error
-    return response.header if response.WhichOneof("part") == "header" else None
 
 
 def _mapped(

@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from rolemesh.rpc.channel import MeshChannel, current_call, new_request_id, serving_call
 from rolemesh.rpc.errors import InternalError, RolemeshError, UnavailableError
 from rolemesh.rpc.policy import rolemesh_methods
-from rolemesh.services.runtime.experience.rows import join_parts
+from rolemesh.rpc.references import join_parts
 from rolemesh.services.runtime.server.errors import FAILED_RANK
 from rolemesh.v1 import experience_pb2, worker_pb2
 

@@ -106,7 +106,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.rpc.payload_stream.PayloadMalformedError": CatalogueEntry(
             _INVALID, "TENSOR_MALFORMED"
         ),
-        "rolemesh.rpc.tensors.TensorMalformedError": CatalogueEntry(_INVALID, "TENSOR_MALFORMED"),
+        "rolemesh.rpc.references.ColumnMissingError": CatalogueEntry(_INVALID, "COLUMN_MISSING"),
         # runtime
         "rolemesh.services.runtime.server.config.ConfigError": CatalogueEntry(
             _INVALID, "CONFIG_INVALID"

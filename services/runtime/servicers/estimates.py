@@ -23,8 +23,8 @@ from rolemesh.engine.algorithms.judged import IS_JUDGED
 from rolemesh.engine.algorithms.selection import select_groups
 from rolemesh.engine.specs import EstimatorPartSpec, EstimatorSpec, PartSpec, SelectionSpec
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.references import names_of
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.experience.rows import names_of
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
 

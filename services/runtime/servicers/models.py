@@ -22,8 +22,8 @@ from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.experience.rows import names_of, row_tokens
 from rolemesh.services.runtime.servicers.estimates import EstimateServicer, algorithm_part
 from rolemesh.v1 import (
     experience_pb2,

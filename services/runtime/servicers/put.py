@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext
 
 import torch
-from google.protobuf.message import DecodeError
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience, read_payload
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.rpc.payload_stream import PayloadBuffer, decode_chunk
+from rolemesh.rpc.payload import layout_of
+from rolemesh.rpc.payload_stream import PayloadMalformedError, collect_chunks, decode_part
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.runtime import Context, Runtime
-from rolemesh.services.runtime.experience.schema import layout_of
 from rolemesh.v1 import experience_pb2
 
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -55,10 +54,7 @@ async def put_experience(
         with nullcontext() if is_repeat else store.room_for(layout.num_bytes):
             payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
             view = payload.numpy().data
-            buffer = PayloadBuffer(view)
-            async for message in messages:
-                buffer.add(_chunk_of(message))
-            buffer.finish()
+            await collect_chunks(messages, experience_pb2.PutRequest, view)
         batch = await asyncio.to_thread(lambda: _checked(read_payload(layout, payload)))
     except ValueError as error:
         raise InvalidRequestError(
@@ -72,34 +68,18 @@ async def put_experience(
 
 
 async def _opening(messages: AsyncIterator[bytes]) -> experience_pb2.PutOpening:
-    request = _read(await anext(messages, b""))
-    if request.WhichOneof("part") != "opening":
-        raise InvalidRequestError(
-            "the stream of a put does not begin with an opening: send key and header first",
-            reason="PAYLOAD_MALFORMED",
-        )
-    return request.opening
-
-
-def _read(message: bytes) -> experience_pb2.PutRequest:
     try:
-        return experience_pb2.PutRequest.FromString(message)
-    except DecodeError as error:
-        raise InvalidRequestError(
-            f"a message of {len(message)} bytes is no PutRequest: {error}",
-            reason="PAYLOAD_MALFORMED",
-        ) from error
-
-
-def _chunk_of(message: bytes) -> memoryview | bytes:
-    # Field 2 of PutRequest is a chunk as it is in FetchResponse: read without a copy.
-    chunk = decode_chunk(message)
-    if chunk is not None:
-        return chunk
-    request = _read(message)
-    if request.WhichOneof("part") != "chunk":
-        raise ValueError("the stream holds something else than chunks after the opening")
-    return request.chunk
+        opening = decode_part(await anext(messages, b""), experience_pb2.PutRequest)
+        if isinstance(opening, experience_pb2.PutOpening):
+            return opening
+        problem = "a chunk came"
+    except PayloadMalformedError as error:
+        problem = str(error)
+    raise InvalidRequestError(
+        f"the stream of a put does not begin with an opening ({problem}): send key and header "
+        "first",
+        reason="PAYLOAD_MALFORMED",
+    )
 
 
 def _checked(batch: Experience) -> Experience:

@@ -26,10 +26,10 @@ from rolemesh.engine.rollout.sampling import (
 from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.references import merge_parts, shards_of
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
-from rolemesh.services.runtime.experience.rows import merge_parts
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.server.errors import describe
 from rolemesh.services.runtime.servicers.asked_prompts import AskedPrompts, asked_prompts
@@ -253,12 +253,7 @@ class _PublishedBlocks:
 
     def drop(self) -> None:
         """Forgets what was published."""
-        ids = [
-            shard.experience_id
-            for part in self._parts
-            for group in part.groups
-            for shard in group.shards
-        ]
+        ids = [shard.experience_id for part in self._parts for shard in shards_of(part)]
         self._runtime.store.release_ids(self._request.key.run_id, ids)
 
 

@@ -18,9 +18,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.tensors import ITEM_BYTES
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
-from rolemesh.services.runtime.experience.schema import DTYPES
 from rolemesh.services.runtime.ranks.device_use import ServiceDevices
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -57,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             host_id=runtime.host_id,
             chunk_bytes=CHUNK_BYTES,
             experience_capacity_bytes=runtime.config.experience_capacity_bytes,
-            dtypes=DTYPES.values(),
+            dtypes=ITEM_BYTES,
             accepts_references=True,
             spec_schema_json=json.dumps(runtime.role.spec_class.model_json_schema()),
             versions=_versions(),

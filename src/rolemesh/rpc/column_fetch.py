@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from rolemesh.rpc.channel import MeshChannel
-from rolemesh.rpc.columns import ColumnData, Columns, check_header, decode
-from rolemesh.rpc.errors import CapacityError, DataLossError, InvalidRequestError, RolemeshError
-from rolemesh.rpc.payload_stream import (
-    FETCH_METHOD,
-    PayloadBuffer,
-    PayloadMalformedError,
-    decode_part,
-)
-from rolemesh.rpc.row_places import place
+from rolemesh.rpc.columns import ColumnData, Columns, decode
+from rolemesh.rpc.errors import CapacityError, DataLossError, InvalidRequestError
+from rolemesh.rpc.payload import layout_of
+from rolemesh.rpc.payload_stream import PayloadMalformedError
+from rolemesh.rpc.pull import Answer, all_or_first_error, fetch_request, pull_rows
+from rolemesh.rpc.references import ColumnMissingError, by_group, names_of, order_of, place
 from rolemesh.v1 import experience_pb2
 
 MAX_FETCH_BYTES = 1 << 30
@@ -75,11 +71,18 @@ async def fetch_columns(
             f"rows wanted are {outside[:3] or 'none'}: give one or more of 0 to "
             f"{reference.num_rows - 1}"
         )
+    names = list(columns) or names_of(reference)
+    try:
+        schemas_by_group = by_group(reference, names)
+    except ColumnMissingError as error:
+        raise InvalidRequestError(
+            str(error), reason="COLUMN_MISSING", metadata={"column": error.column}
+        ) from error
     distinct = sorted(set(wanted))
     budget = _Budget(max_bytes)
     at_once = asyncio.Semaphore(_SHARDS_AT_ONCE)
 
-    async def pull(
+    async def pull_shard(
         shard: experience_pb2.Shard,
         schemas: Sequence[experience_pb2.ColumnSchema],
         positions: Sequence[int],
@@ -89,54 +92,18 @@ async def fetch_columns(
                 channel_to(shard.address), shard, schemas, positions, budget, timeout_s
             )
 
-    names = list(columns) or [column.name for group in reference.groups for column in group.columns]
     fetched: dict[str, ColumnData] = {}
-    for index, schemas in _by_group(reference, names).items():
+    for index, schemas in schemas_by_group.items():
         try:
             found = place(reference.groups[index].shards, distinct)
         except ValueError as error:
             raise InvalidRequestError(str(error), reason="REFERENCE_INVALID") from error
-        parts = await _all_or_none(pull(shard, schemas, at) for shard, at, _ in found)
-        # Where each wanted row lies among those that came.
-        came = np.concatenate([np.asarray(targets, dtype=np.int64) for _, _, targets in found])
-        order = np.argsort(came)[np.searchsorted(distinct, wanted)]
+        parts = await all_or_first_error(pull_shard(shard, schemas, at) for shard, at, _ in found)
+        order = np.asarray(order_of(found))[np.searchsorted(distinct, wanted)]
         for schema in schemas:
             stacked = ColumnData.concat([part[schema.name] for part in parts])
             fetched[schema.name] = stacked.select(order)
     return Columns({name: fetched[name] for name in names})
-
-
-async def _all_or_none(pulls: Iterable[Coroutine[Any, Any, Columns]]) -> list[Columns]:
-    tasks = [asyncio.ensure_future(pull) for pull in pulls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _by_group(
-    reference: experience_pb2.ExperienceRef, names: Sequence[str]
-) -> dict[int, list[experience_pb2.ColumnSchema]]:
-    """Columns wanted by the index of the group that holds them; of two groups the last counts."""
-    holders = {
-        column.name: (index, column)
-        for index, group in enumerate(reference.groups)
-        for column in group.columns
-    }
-    by_group: dict[int, list[experience_pb2.ColumnSchema]] = {}
-    for name in dict.fromkeys(names):
-        if name not in holders:
-            raise InvalidRequestError(
-                f"column {name!r} is missing; the experience has {sorted(holders)}: call the role "
-                "that produces it first",
-                reason="COLUMN_MISSING",
-                metadata={"column": name},
-            )
-        index, column = holders[name]
-        by_group.setdefault(index, []).append(column)
-    return by_group
 
 
 async def _fetch_shard(
@@ -147,59 +114,22 @@ async def _fetch_shard(
     budget: _Budget,
     timeout_s: float | None,
 ) -> Columns:
-    names = [schema.name for schema in schemas]
-    request = experience_pb2.FetchRequest(experience_id=shard.experience_id, columns=names)
-    if isinstance(positions, range):
-        request.row_start, request.row_stop = positions.start, positions.stop
-    else:
-        request.rows.extend(positions)
-    call = channel.unary_stream(
-        FETCH_METHOD,
-        request_serializer=experience_pb2.FetchRequest.SerializeToString,
-        response_deserializer=None,
-    )(request, timeout=timeout_s)
+    async def take(answer: Answer[experience_pb2.PayloadHeader]) -> Columns:
+        header = answer.header
+        layout_of(header)
+        came = [column.schema for column in header.columns]
+        if came != list(schemas) or header.num_rows != len(positions):
+            raise PayloadMalformedError(
+                f"{len(positions)} rows were asked for, but {header.num_rows} of "
+                f"{[schema.name for schema in came]} came, or of other types"
+            )
+        budget.take(header.num_bytes)
+        payload = bytearray(header.num_bytes)
+        await answer.read_into(payload)
+        return decode(header, payload)
+
+    request = fetch_request(shard, [schema.name for schema in schemas], positions)
     try:
-        return await _receive(aiter(call), schemas, len(positions), budget)
+        return await pull_rows(channel, shard, request, take, timeout_s=timeout_s)
     except PayloadMalformedError as error:
-        peer = f"{shard.role} rank {shard.rank} at {shard.address}"
-        raise DataLossError(
-            f"{peer}, fetch of {names}: {error}", reason="PAYLOAD_MALFORMED"
-        ) from error
-    except RolemeshError as error:
-        error.metadata.setdefault("peer", shard.address)
-        raise
-    finally:
-        call.cancel()
-
-
-async def _receive(
-    messages: AsyncIterator[bytes],
-    schemas: Sequence[experience_pb2.ColumnSchema],
-    num_rows: int,
-    budget: _Budget,
-) -> Columns:
-    first = await anext(messages, None)
-    header = None if first is None else decode_part(first)
-    if not isinstance(header, experience_pb2.PayloadHeader):
-        raise PayloadMalformedError("the stream does not begin with a header")
-    check_header(header)
-    came = [column.schema for column in header.columns]
-    if came != list(schemas) or header.num_rows != num_rows:
-        raise PayloadMalformedError(
-            f"{num_rows} rows of {_names(schemas)} were asked for, but {header.num_rows} of "
-            f"{_names(came)} came, or of other types"
-        )
-    budget.take(header.num_bytes)
-    payload = bytearray(header.num_bytes)
-    buffer = PayloadBuffer(payload)
-    async for message in messages:
-        chunk = decode_part(message)
-        if isinstance(chunk, experience_pb2.PayloadHeader):
-            raise PayloadMalformedError("the stream holds a second header")
-        buffer.add(chunk)
-    buffer.finish()
-    return decode(header, payload)
-
-
-def _names(schemas: Iterable[experience_pb2.ColumnSchema]) -> list[str]:
-    return [schema.name for schema in schemas]
+        raise DataLossError(str(error), reason="PAYLOAD_MALFORMED") from error

@@ -1,8 +1,8 @@
 """Columns of experience as numpy arrays: the light twin of the engine's, for ends without torch.
 
-The bytes are the same as those of a service: each array begins on a 64-byte boundary, elements
-are little-endian, ragged columns carry int64 offsets. numpy knows no bfloat16; a column of it is
-read as float32, which holds every bfloat16 exactly, and none is written.
+The bytes are the same as those of a service: elements are little-endian, and where arrays lie is
+planned by the same function. numpy knows no bfloat16; a column of it is read as float32, which
+holds every bfloat16 exactly, and none is written.
 """
 
 from __future__ import annotations
@@ -16,26 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.rpc.channel import CHUNK_BYTES
+from rolemesh.engine.layout.payload import plan_payload
+from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
 from rolemesh.rpc.payload_stream import PayloadMalformedError
-from rolemesh.rpc.tensors import ITEM_BYTES
+from rolemesh.rpc.tensors import NAMES
 from rolemesh.v1 import experience_pb2, tensor_pb2
 
 Array = npt.NDArray[Any]
-
-ALIGNMENT_BYTES = 64
-"""Every array of a payload begins on a cache line."""
-
-_DTYPES: dict[tensor_pb2.DataType.ValueType, np.dtype[Any]] = {
-    tensor_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
-    tensor_pb2.DATA_TYPE_FLOAT16: np.dtype("<f2"),
-    tensor_pb2.DATA_TYPE_FLOAT64: np.dtype("<f8"),
-    tensor_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
-    tensor_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
-    tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),
-    tensor_pb2.DATA_TYPE_BOOL: np.dtype("?"),
-}
-_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 class ColumnKind(enum.Enum):
@@ -214,42 +201,24 @@ def encode(columns: Columns) -> tuple[experience_pb2.PayloadHeader, Iterator[byt
     Raises:
         ValueError: A dtype that may not travel; names the column.
     """
-    header = experience_pb2.PayloadHeader(num_rows=columns.num_rows, row_stop=columns.num_rows)
-    placed: list[tuple[int, Array]] = []
-    at = 0
-
-    def place(values: Array) -> int:
-        nonlocal at
-        here = at
-        placed.append((here, values))
-        at = -(-(at + values.nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return here
-
-    for name, column in columns.items():
-        dtype = column.values.dtype.newbyteorder("<")
-        if dtype not in _NUMBERS:
-            raise ValueError(
-                f"column {name!r} has dtype {column.values.dtype}, which may not travel: use one "
-                f"of {sorted(map(str, _NUMBERS))}"
-            )
-        described = header.columns.add(num_values=len(column.values))
-        described.schema.CopyFrom(
-            experience_pb2.ColumnSchema(name=name, kind=column.kind.value, dtype=_NUMBERS[dtype])
-        )
-        if column.offsets is not None:
-            described.offsets_at = place(column.offsets.astype("<i8", copy=False))
-        described.values_at = place(column.values.astype(dtype, copy=False))
-    header.num_bytes = at
-    return header, _chunks(placed, at)
+    layout = plan_payload(
+        columns.num_rows,
+        (
+            (name, column.kind.name.lower(), column.values.dtype.name, len(column.values))
+            for name, column in columns.items()
+        ),
+    )
+    arrays = {
+        name: [_bytes_of(one) for one in (column.values, column.offsets) if one is not None]
+        for name, column in columns.items()
+    }
+    return header_of(layout), map(b"".join, payload_chunks(layout, arrays))
 
 
-def _chunks(placed: list[tuple[int, Array]], num_bytes: int) -> Iterator[bytes]:
-    payload = bytearray(num_bytes)
-    for at, values in placed:
-        payload[at : at + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).data
-    view = memoryview(payload)
-    for start in range(0, num_bytes, CHUNK_BYTES):
-        yield bytes(view[start : start + CHUNK_BYTES])
+def _bytes_of(values: Array) -> memoryview:
+    """The elements, little-endian."""
+    ordered = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return np.ascontiguousarray(ordered).view(np.uint8).data
 
 
 def decode(
@@ -260,7 +229,9 @@ def decode(
     Raises:
         PayloadMalformedError: Header and bytes do not fit; names the column.
     """
-    check_header(header)
+    layout_of(header)
+    if header.HasField("shared_memory_name"):
+        raise PayloadMalformedError("a payload header names shared memory, which was not offered")
     if len(payload) != header.num_bytes:
         raise PayloadMalformedError(
             f"a payload header claims {header.num_bytes} bytes, but {len(payload)} came"
@@ -300,54 +271,7 @@ def read_values(
         # A bfloat16 is the upper half of the float32 of the same value.
         halves = np.frombuffer(payload, "<u2", num_values, at)
         return (halves.astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(payload, _DTYPES[dtype], num_values, at)
-
-
-def check_header(header: experience_pb2.PayloadHeader) -> None:
-    """Checks a header against its own length, before a byte is allocated for it.
-
-    Raises:
-        PayloadMalformedError: No columns, unknown kind or dtype, negative sizes, arrays off their
-            boundary or beyond num_bytes, or a name twice; or the payload is not in the stream.
-    """
-    if header.num_rows < 0 or header.num_bytes < 0 or not header.columns:
-        raise PayloadMalformedError(
-            f"a payload header claims {header.num_rows} rows and {header.num_bytes} bytes in "
-            f"{len(header.columns)} columns"
-        )
-    if header.HasField("shared_memory_name"):
-        raise PayloadMalformedError("a payload header names shared memory, which was not offered")
-    for column in header.columns:
-        name = column.schema.name
-        item_bytes = ITEM_BYTES.get(column.schema.dtype)
-        if column.schema.kind not in experience_pb2.ColumnKind.values()[1:] or item_bytes is None:
-            raise PayloadMalformedError(
-                f"column {name!r} has kind {column.schema.kind} and dtype {column.schema.dtype}, "
-                "which this version does not know"
-            )
-        is_row = column.schema.kind == experience_pb2.COLUMN_KIND_ROW
-        if column.HasField("offsets_at") == is_row:
-            raise PayloadMalformedError(
-                f"column {name!r} " + ("must not have offsets" if is_row else "lacks offsets")
-            )
-        if is_row and column.num_values != header.num_rows:
-            raise PayloadMalformedError(
-                f"column {name!r} has {column.num_values} values for {header.num_rows} rows"
-            )
-        _check_extent(name, column.values_at, column.num_values, item_bytes, header.num_bytes)
-        if not is_row:
-            _check_extent(name, column.offsets_at, header.num_rows + 1, 8, header.num_bytes)
-    if len({column.schema.name for column in header.columns}) != len(header.columns):
-        raise PayloadMalformedError("a payload header names a column twice")
-
-
-def _check_extent(name: str, at: int, num_values: int, item_bytes: int, num_bytes: int) -> None:
-    stop = at + num_values * item_bytes
-    if at < 0 or at % ALIGNMENT_BYTES or num_values < 0 or stop > num_bytes:
-        raise PayloadMalformedError(
-            f"column {name!r} claims {num_values} values of {item_bytes} bytes at byte {at} of a "
-            f"payload of {num_bytes} bytes: bytes and shape do not fit"
-        )
+    return np.frombuffer(payload, np.dtype(NAMES[dtype]).newbyteorder("<"), num_values, at)
 
 
 def _ragged(kind: ColumnKind, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> ColumnData:

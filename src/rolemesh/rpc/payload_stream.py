@@ -1,4 +1,4 @@
-"""Messages of a fetch on the wire, made and read by hand: FetchResponse and FetchWeightsResponse.
+"""Streams of bytes on the wire, made and read by hand: of Fetch, FetchWeights and Put.
 
 Protobuf copies `bytes` fields on the way in and again at each access; at GB/s that halves the
 rate. These functions write and read the same bytes as the generated class: a chunk message is the
@@ -7,12 +7,12 @@ tag of field 2, the length as a varint, and the payload bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from rolemesh.v1 import experience_pb2
-
-FETCH_METHOD = "/rolemesh.v1.ExperienceService/Fetch"
-"""Full name of the method whose responses this module handles."""
 
 _CHUNK_FIELD = experience_pb2.FetchResponse.CHUNK_FIELD_NUMBER
 _LENGTH_DELIMITED = 2
@@ -35,12 +35,41 @@ def encode_chunk(pieces: Sequence[memoryview | bytes]) -> bytes:
     return b"".join((bytes((_CHUNK_TAG, *_varint(length))), *pieces))
 
 
-def decode_chunk(message: bytes) -> memoryview | None:
-    """A view of the payload inside a message that is a chunk and nothing else; otherwise None.
+def decode_part(message: bytes, stream: type[Message]) -> Any:
+    """A view of a chunk's payload inside the message, or the message that comes before all chunks.
+
+    Args:
+        message: serialized.
+        stream: type of the stream's messages: a oneof `part`, whose field 2 is `chunk`.
+
+    Returns:
+        A memoryview; or the header of a FetchResponse or FetchWeightsResponse, or the opening of
+        a PutRequest.
 
     Raises:
-        PayloadMalformedError: the message begins as a chunk and is torn.
+        PayloadMalformedError: the message is neither.
     """
+    chunk = _chunk_in(message)
+    if chunk is not None:
+        return chunk
+    # The first message, or a chunk that some other writer encoded with more than that one field.
+    try:
+        read: Any = stream.FromString(message)
+    except Exception as error:  # protobuf raises DecodeError or, on some builds, ValueError
+        raise PayloadMalformedError(
+            f"a message of {len(message)} bytes cannot be read: it is no "
+            f"{stream.DESCRIPTOR.name}: {error}"
+        ) from error
+    part = read.WhichOneof("part")
+    if part is None:
+        raise PayloadMalformedError(
+            f"a message of {len(message)} bytes holds neither a header nor a chunk"
+        )
+    return memoryview(read.chunk) if part == "chunk" else getattr(read, part)
+
+
+def _chunk_in(message: bytes) -> memoryview | None:
+    """A view of the payload inside a message that is a chunk and nothing else; otherwise None."""
     if message and message[0] == _CHUNK_TAG:
         length, at = _read_varint(message, 1)
         if at + length == len(message):
@@ -48,71 +77,32 @@ def decode_chunk(message: bytes) -> memoryview | None:
     return None
 
 
-def decode_part(message: bytes) -> experience_pb2.PayloadHeader | memoryview:
-    """A header, or a view of a chunk's payload inside the message.
+async def collect_chunks(
+    messages: AsyncIterator[bytes], stream: type[Message], target: bytearray | memoryview
+) -> None:
+    """Fills one preallocated run of bytes with the chunks that follow a stream's first message.
+
+    Args:
+        messages: the rest of the stream, serialized.
+        stream: type of its messages; see decode_part.
+        target: as long as was announced.
 
     Raises:
-        PayloadMalformedError: the message is neither.
+        PayloadMalformedError: the chunks hold more or fewer bytes, or something else comes.
     """
-    chunk = decode_chunk(message)
-    if chunk is not None:
-        return chunk
-    # A header, or a chunk that some other writer encoded with more than that one field.
-    response = experience_pb2.FetchResponse()
-    try:
-        response.ParseFromString(message)
-    except Exception as error:  # protobuf raises DecodeError or, on some builds, ValueError
-        raise PayloadMalformedError(
-            f"a fetch message of {len(message)} bytes cannot be read: {error}"
-        ) from error
-    part = response.WhichOneof("part")
-    if part == "header":
-        return response.header
-    if part == "chunk":
-        return memoryview(response.chunk)
-    raise PayloadMalformedError(
-        f"a fetch message of {len(message)} bytes holds neither a header nor a chunk"
-    )
-
-
-class PayloadBuffer:
-    """Collects the chunks of a payload into one preallocated run of bytes.
-
-    Invariant: exactly num_bytes bytes are taken, or an error is raised. Owner: one fetch.
-
-    Example: PayloadBuffer(bytearray(3)) after add(b"ab") and add(b"c") holds b"abc" and finish()
-    returns; without the second add finish() raises.
-    """
-
-    def __init__(self, target: bytearray | memoryview) -> None:
-        self._target = memoryview(target).cast("B")
-        self._filled = 0
-
-    def add(self, chunk: memoryview | bytes) -> None:
-        """Appends a chunk.
-
-        Raises:
-            PayloadMalformedError: there are more bytes than announced.
-        """
-        stop = self._filled + len(chunk)
-        if stop > len(self._target):
-            raise PayloadMalformedError(
-                f"the payload was announced with {len(self._target)} bytes, but {stop} arrived"
-            )
-        self._target[self._filled : stop] = chunk
-        self._filled = stop
-
-    def finish(self) -> None:
-        """Checks that the payload is whole.
-
-        Raises:
-            PayloadMalformedError: bytes are missing.
-        """
-        if self._filled != len(self._target):
-            raise PayloadMalformedError(
-                f"the payload was announced with {len(self._target)} bytes, "
-                f"but only {self._filled} arrived"
-            )
+    whole, filled = memoryview(target).cast("B"), 0
+    announced = f"the payload was announced with {len(whole)} bytes"
+    async for message in messages:
+        chunk = decode_part(message, stream)
+        if not isinstance(chunk, memoryview):
+            raise PayloadMalformedError("the stream holds a second header, which is not a chunk")
+        stop = filled + len(chunk)
+        if stop > len(whole):
+            raise PayloadMalformedError(f"{announced}, but {stop} arrived")
+        whole[filled:stop] = chunk
+        filled = stop
+    if filled != len(whole):
+        raise PayloadMalformedError(f"{announced}, but only {filled} arrived")
 
 
 def _varint(value: int) -> list[int]:

@@ -15,7 +15,6 @@ from rolemesh.coordinator.dataflow.futures import (
 )
 from rolemesh.coordinator.dataflow.graph import Dataflow
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.dataflow.references import join_references
 from rolemesh.coordinator.dataflow.trace import chrome_trace
 from rolemesh.coordinator.recipe.schema import PoolSpec
 from rolemesh.rpc.errors import PreconditionError
@@ -88,23 +87,6 @@ class Script:
         for name in names:
             self.gates.setdefault(name, asyncio.Event()).set()
         await settle()
-
-
-def test_a_join_keeps_both_and_lets_the_later_column_win() -> None:
-    joined = join_references(
-        [
-            reference(["tokens", "logprobs"], holder="a"),
-            reference(["values"], holder="b"),
-            reference(["logprobs"], holder="c"),
-        ]
-    )
-    assert columns_of(joined) == [("tokens", "a"), ("values", "b"), ("logprobs", "c")]
-    assert (joined.run_id, joined.step, joined.num_rows) == ("run", 1, 2)
-
-
-def test_a_join_over_other_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 rows .* with 3 rows"):
-        join_references([reference(["tokens"]), reference(["values"], num_rows=3)])
 
 
 async def test_a_call_waits_only_for_the_columns_that_it_reads() -> None:

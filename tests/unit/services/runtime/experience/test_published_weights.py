@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -15,14 +16,15 @@ from rolemesh.engine.weights.published import Publication, whole_of
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
+from rolemesh.rpc.pull import FETCH_WEIGHTS, receive
 from rolemesh.services.runtime.experience.published_weights import (
     FetchedBoxes,
     PublishedWeights,
     answer_fetch,
     layout_of,
     manifest_of,
-    receive_boxes,
     reference_to,
+    take_boxes,
 )
 from rolemesh.v1 import weights_pb2
 
@@ -60,6 +62,13 @@ def request_for(host_id: str = "") -> weights_pb2.FetchWeightsRequest:
             stop=[stop for _, stop in box],
         )
     return request
+
+
+async def receive_boxes(
+    messages: AsyncIterator[bytes], request: weights_pb2.FetchWeightsRequest, dtype: torch.dtype
+) -> FetchedBoxes:
+    take = functools.partial(take_boxes, request=request, dtype=dtype)
+    return await receive(messages, FETCH_WEIGHTS, request.host_id, take)
 
 
 async def exchange(publication: Publication, host_id: str) -> FetchedBoxes:

@@ -1,4 +1,4 @@
-"""Rows of a referenced batch: lengths, places, and parts that become one."""
+"""Arithmetic on references: columns, rows, parts, lengths, and places."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from rolemesh.engine.experience import ColumnMissingError
-from rolemesh.rpc.row_places import is_consecutive, place, rows_of
-from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
-from rolemesh.services.runtime.experience.rows import (
+from rolemesh.rpc.references import (
+    ColumnMissingError,
+    by_group,
+    concat_references,
     cut_out,
     group_with,
+    is_consecutive,
     join_parts,
+    join_references,
     merge_parts,
+    names_of,
+    order_of,
+    place,
     row_tokens,
+    rows_of,
+    shards_of,
 )
 from rolemesh.v1 import experience_pb2
 
@@ -110,6 +117,17 @@ def test_wanted_rows_are_found_in_any_order() -> None:
         assert [got[index] for index in range(len(wanted))] == wanted
 
 
+def test_rows_that_shards_give_are_put_in_the_wanted_order() -> None:
+    generator = random.Random(4)
+    for _ in range(50):
+        rows = list(range(generator.randint(2, 20)))
+        held = {"a": rows[::3], "b": rows[1::3], "c": rows[2::3]}
+        wanted = generator.sample(rows, generator.randint(1, len(rows)))
+        found = place([shard(r, n) for n, r in held.items() if r], wanted)
+        came = [held[one.experience_id][at] for one, positions, _ in found for at in positions]
+        assert [came[at] for at in order_of(found)] == wanted
+
+
 def test_neighbours_are_a_range_and_shards_without_wanted_rows_are_left_out() -> None:
     found = place([shard([0, 1, 2, 3], "a"), shard([4, 5], "b")], [1, 2])
     assert [(s.experience_id, positions, targets) for s, positions, targets in found] == [
@@ -184,27 +202,63 @@ def test_a_shard_beyond_the_cut_is_refused(rows: list[int]) -> None:
         cut_out(ref(9, shard(rows)), 4, 3)
 
 
-def test_a_block_is_whole_with_the_part_that_brings_its_last_rows() -> None:
-    parts = BlockParts()
-    whole = ref(10, shard([4, 5, 7], "a"), shard([6], "b"))
-    first, second = (ref(10, s) for s in whole.groups[0].shards)
-    assert parts(block_of(first, 1, 4)) is None
-    assert parts(block_of(ref(10, shard([8], "c")), 2, 4)) is None
-    block = parts(block_of(second, 1, 4))
-    assert block is not None
-    assert block.index == 1
-    assert block.experience.num_rows == 4
-    assert [(s.experience_id, list(rows_of(s))) for s in block.experience.groups[0].shards] == [
-        ("a", [0, 1, 3]),
-        ("b", [2]),
+# --- references made of references ----------------------------------------------------------
+
+
+def columns_of(joined: experience_pb2.ExperienceRef) -> list[tuple[str, str]]:
+    return [
+        (column.name, group.shards[0].experience_id)
+        for group in joined.groups
+        for column in group.columns
     ]
-    last = parts(block_of(ref(10, shard([9], "d")), 2, 4))
-    assert last is not None
-    assert last.experience.num_rows == 2
 
 
-def test_a_row_of_a_block_that_two_ranks_send_is_an_error() -> None:
-    parts = BlockParts()
-    assert parts(block_of(ref(4, shard([0, 1])), 0, 3)) is None
-    with pytest.raises(RuntimeError, match="published 4 rows of a batch of 3"):
-        parts(block_of(ref(4, shard([1, 2])), 0, 3))
+def test_a_join_keeps_both_and_lets_the_later_column_win() -> None:
+    parts = [
+        ref(2, shard([0, 1], "a"), columns=["tokens", "logprobs"]),
+        ref(2, shard([0, 1], "b"), columns=["values"]),
+        ref(2, shard([0, 1], "c"), columns=["logprobs"]),
+    ]
+    parts[0].run_id = parts[1].run_id = parts[2].run_id = "run"
+    parts[0].step = 1
+    joined = join_references(parts)
+    assert columns_of(joined) == [("tokens", "a"), ("values", "b"), ("logprobs", "c")]
+    assert (joined.run_id, joined.step, joined.num_rows) == ("run", 1, 2)
+    assert names_of(joined) == ["tokens", "values", "logprobs"]
+
+
+def test_a_join_over_other_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 rows .* with 3 rows"):
+        join_references([ref(2, shard([0, 1])), ref(3, shard([0, 1, 2]), columns=["values"])])
+
+
+def test_blocks_one_after_another_number_their_rows_on() -> None:
+    blocks = [ref(3, shard([0, 2], "a"), shard([1], "b")), ref(2, shard([0, 1], "c"))]
+    whole = concat_references(blocks)
+    assert whole.num_rows == 5
+    assert [(s.experience_id, list(rows_of(s))) for s in shards_of(whole)] == [
+        ("a", [0, 2]),
+        ("b", [1]),
+        ("c", [3, 4]),
+    ]
+    assert blocks[1].groups[0].shards[0].row_start == 0, "the block stays as it was"
+
+
+def test_blocks_of_other_columns_or_no_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\['tokens'\].*\['values'\].*must have the same"):
+        concat_references([ref(1, shard([0])), ref(1, shard([0]), columns=["values"])])
+    with pytest.raises(ValueError, match="give at least one"):
+        concat_references([])
+
+
+def test_wanted_columns_stand_under_the_last_group_that_has_them() -> None:
+    batch = ref(1, shard([0], "old"), columns=["tokens", "values"])
+    batch.groups.extend(ref(1, shard([0], "new"), columns=["values", "rewards"]).groups)
+    found = by_group(batch, ["rewards", "tokens", "values", "rewards"])
+    assert {index: [one.name for one in group] for index, group in found.items()} == {
+        1: ["rewards", "values"],
+        0: ["tokens"],
+    }
+    with pytest.raises(ColumnMissingError, match="'logprobs' is missing") as missing:
+        by_group(batch, ["logprobs"])
+    assert missing.value.column == "logprobs"

@@ -1,0 +1,229 @@
+"""Bytes pulled from the rank that holds them: shared memory where both ends have it, else chunks.
+
+The consumer says on which host it runs. A producer of the same host may answer with the name of a
+shared memory segment; otherwise chunks follow its header. A consumer that cannot open the segment
+asks once more, without a host, and gets the chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.payload_stream import PayloadMalformedError, collect_chunks, decode_part
+from rolemesh.v1 import experience_pb2, weights_pb2
+
+logger = logging.getLogger(__name__)
+
+Header = TypeVar("Header", experience_pb2.PayloadHeader, weights_pb2.FetchWeightsHeader)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class PullMethod(Generic[Header]):
+    """A method that is answered with a header, and then with chunks unless memory is shared."""
+
+    name: str
+    """Full name."""
+    response: type[Message]
+    """Type of its answer's messages."""
+    segment_of: Callable[[Header], str | None]
+    """What a header says of shared memory; None when chunks follow."""
+
+
+FETCH: PullMethod[experience_pb2.PayloadHeader] = PullMethod(
+    "/rolemesh.v1.ExperienceService/Fetch",
+    experience_pb2.FetchResponse,
+    lambda header: header.shared_memory_name if header.HasField("shared_memory_name") else None,
+)
+"""Columns of experience."""
+
+FETCH_WEIGHTS: PullMethod[weights_pb2.FetchWeightsHeader] = PullMethod(
+    "/rolemesh.v1.WeightsService/FetchWeights",
+    weights_pb2.FetchWeightsResponse,
+    lambda header: header.shared_memory_path or None,
+)
+"""Boxes of published weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[Header]):
+    """An answer whose header has come. Owner: one pull."""
+
+    header: Header
+    """Not yet checked."""
+    segment: str | None
+    """Shared memory that has the bytes, if this side offered to map it; None: chunks follow."""
+    read_into: Callable[[bytearray | memoryview], Awaitable[None]]
+    """Fills as many bytes as the header announces; raises PayloadMalformedError if others come."""
+
+
+async def pull(
+    channel: MeshChannel,
+    method: PullMethod[Header],
+    request: Any,
+    take: Callable[[Answer[Header]], Awaitable[Result]],
+    *,
+    peer: str,
+    metadata: Mapping[str, str],
+    timeout_s: float | None = None,
+) -> Result:
+    """What `take` makes of a producer's answer.
+
+    Args:
+        channel: To the producer.
+        method: What is asked.
+        request: With the host_id of this side; an empty one refuses shared memory. It is emptied
+            when shared memory fails.
+        take: Checks the header, then maps the segment or has the chunks read. It may be called a
+            second time, after it raised OSError: the segment could not be opened.
+        peer: The producer and what is pulled from it, for messages.
+        metadata: The same for programs.
+        timeout_s: Longest time of a call; None: the method's.
+
+    Raises:
+        RolemeshError: What the producer answered, or UnavailableError when it does not answer or
+            leaves half-way; names it.
+        PayloadMalformedError: The bytes do not fit their description, or it does not fit the
+            request; names the producer.
+        OSError: Shared memory failed though none was offered.
+    """
+
+    async def ask() -> Result:
+        call = channel.unary_stream(
+            method.name,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=None,
+        )(request, timeout=timeout_s)
+        try:
+            return await receive(aiter(call), method, request.host_id, take)
+        finally:
+            call.cancel()
+
+    try:
+        try:
+            return await ask()
+        except OSError as error:
+            if not request.host_id:
+                raise
+            # The segment could not be opened; the peer may still send the bytes, or say why not.
+            logger.warning("%s: shared memory failed (%s): asking for a stream", peer, error)
+            request.host_id = ""
+            return await ask()
+    except RolemeshError as error:
+        raise type(error)(
+            f"{peer}: {error.message}",
+            reason=error.reason,
+            retryable=error.retryable,
+            metadata={**error.metadata, **metadata},
+            remote_traceback=error.remote_traceback,
+        ) from error
+    except ValueError as error:
+        raise PayloadMalformedError(f"{peer}: {error}") from error
+
+
+async def receive(
+    messages: AsyncIterator[bytes],
+    method: PullMethod[Header],
+    host_id: str,
+    take: Callable[[Answer[Header]], Awaitable[Result]],
+) -> Result:
+    """Reads one answer; see `pull`.
+
+    Args:
+        messages: Of the stream, serialized.
+        method: What was asked.
+        host_id: As in the request.
+        take: Makes the result.
+
+    Raises:
+        PayloadMalformedError: The bytes do not fit their description or the request.
+        OSError: The shared memory that is named cannot be opened.
+    """
+    first = await anext(messages, None)
+    header = None if first is None else decode_part(first, method.response)
+    if header is None or isinstance(header, memoryview):
+        raise PayloadMalformedError("the stream does not begin with a header")
+    segment = method.segment_of(header)
+    if segment is not None and not host_id:
+        raise PayloadMalformedError("the answer names shared memory, which was not offered")
+
+    async def read_into(target: bytearray | memoryview) -> None:
+        await collect_chunks(messages, method.response, target)
+
+    return await take(Answer(header, segment, read_into))
+
+
+# --- rows of experience ---------------------------------------------------------------------
+
+
+def fetch_request(
+    shard: experience_pb2.Shard, columns: Sequence[str], rows: Sequence[int], host_id: str = ""
+) -> experience_pb2.FetchRequest:
+    """Asks for columns of rows of a shard.
+
+    Args:
+        shard: What to read from.
+        columns: Names, at least one.
+        rows: Counted inside the shard, in the order wanted; a range of neighbours is asked for as
+            one.
+        host_id: Identity of this host; an empty one refuses shared memory.
+    """
+    request = experience_pb2.FetchRequest(
+        experience_id=shard.experience_id, columns=columns, host_id=host_id
+    )
+    if isinstance(rows, range) and rows.step == 1:
+        request.row_start, request.row_stop = rows.start, rows.stop
+    else:
+        request.rows.extend(rows)
+    return request
+
+
+async def pull_rows(
+    channel: MeshChannel,
+    shard: experience_pb2.Shard,
+    request: experience_pb2.FetchRequest,
+    take: Callable[[Answer[experience_pb2.PayloadHeader]], Awaitable[Result]],
+    *,
+    timeout_s: float | None = None,
+) -> Result:
+    """Pulls rows of a shard from the rank that holds them; see `pull`."""
+    return await pull(
+        channel,
+        FETCH,
+        request,
+        take,
+        peer=f"{shard.role} rank {shard.rank} at {shard.address}, fetch of {[*request.columns]}",
+        metadata={
+            "peer": shard.address,
+            "peer_role": shard.role,
+            "peer_rank": str(shard.rank),
+        },
+        timeout_s=timeout_s,
+    )
+
+
+async def all_or_first_error(pulls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Awaits all pulls; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(pull) for pull in pulls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

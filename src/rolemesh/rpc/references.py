@@ -1,0 +1,319 @@
+"""Arithmetic on references to experience: columns, rows, parts, lengths, places. No row is touched.
+
+A reference is never changed in place: every function returns a new one. `place` and what builds on
+it read a reference as whoever wants its rows does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from rolemesh.v1 import experience_pb2
+
+TOKENS = "tokens"
+"""The column whose shards tell how long rows are."""
+
+Placed: TypeAlias = tuple[experience_pb2.Shard, Sequence[int], list[int]]
+"""A shard, positions of rows in it (a range where they are neighbours), and for each of them its
+position among the rows that are wanted."""
+
+
+class ColumnMissingError(ValueError):
+    """A reference names no such column."""
+
+    def __init__(self, column: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"column {column!r} is missing; the experience has {sorted(known)}: "
+            "call the role that produces it first"
+        )
+        self.column = column
+
+
+# --- what a reference names -----------------------------------------------------------------
+
+
+def names_of(ref: experience_pb2.ExperienceRef) -> list[str]:
+    """Columns of a batch, each once."""
+    return list(dict.fromkeys(column.name for group in ref.groups for column in group.columns))
+
+
+def shards_of(ref: experience_pb2.ExperienceRef) -> list[experience_pb2.Shard]:
+    """Shards of all groups."""
+    return [shard for group in ref.groups for shard in group.shards]
+
+
+def by_group(
+    ref: experience_pb2.ExperienceRef, names: Iterable[str]
+) -> dict[int, list[experience_pb2.ColumnSchema]]:
+    """Wanted columns, each once, by the index of the group that holds them.
+
+    The last group wins: in a join, a column of the right side replaces one of the same name.
+
+    Raises:
+        ColumnMissingError: no group has a column.
+    """
+    holders = {
+        column.name: (index, column)
+        for index, group in enumerate(ref.groups)
+        for column in group.columns
+    }
+    found: dict[int, list[experience_pb2.ColumnSchema]] = {}
+    for name in dict.fromkeys(names):
+        if name not in holders:
+            raise ColumnMissingError(name, holders)
+        index, column = holders[name]
+        found.setdefault(index, []).append(column)
+    return found
+
+
+def group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
+    """Index of the group that holds a column; of several the last.
+
+    Raises:
+        ColumnMissingError: no group has it.
+    """
+    return next(iter(by_group(ref, [name])))
+
+
+def row_tokens(ref: experience_pb2.ExperienceRef) -> list[int]:
+    """Tokens of each row of the batch, prompt and completion.
+
+    Raises:
+        ColumnMissingError: the batch has no column `tokens`.
+        ValueError: its shards do not tell the length of every row.
+    """
+    lengths: dict[int, int] = {}
+    for shard in ref.groups[group_with(ref, TOKENS)].shards:
+        rows = rows_of(shard)
+        if len(shard.row_tokens) != len(rows) or rows[-1] >= ref.num_rows:
+            raise ValueError(
+                f"shard {shard.experience_id} of {len(rows)} rows tells the tokens of "
+                f"{len(shard.row_tokens)}: the producer must fill Shard.row_tokens"
+            )
+        lengths.update(zip(rows, shard.row_tokens, strict=True))
+    known = [lengths[row] for row in range(ref.num_rows) if row in lengths]
+    if len(known) != ref.num_rows:
+        raise ValueError(
+            f"the shards of {TOKENS!r} hold {len(known)} of {ref.num_rows} rows: every row must "
+            "lie in one of them"
+        )
+    return known
+
+
+# --- references made of references ----------------------------------------------------------
+
+
+def join_references(
+    references: Sequence[experience_pb2.ExperienceRef],
+) -> experience_pb2.ExperienceRef:
+    """One reference with the columns of all; a later column replaces an earlier one of its name.
+
+    Raises:
+        ValueError: They are not over the same rows.
+    """
+    first = references[0]
+    taken: set[str] = set()
+    groups = []
+    for reference in reversed(references):
+        if (reference.run_id, reference.num_rows) != (first.run_id, first.num_rows):
+            raise ValueError(
+                f"cannot join {first.num_rows} rows of run {first.run_id!r} with "
+                f"{reference.num_rows} rows of run {reference.run_id!r}: joined experience must "
+                "be over the same rows"
+            )
+        for group in reversed(reference.groups):
+            columns = [column for column in group.columns if column.name not in taken]
+            taken.update(column.name for column in columns)
+            if columns:
+                groups.append(experience_pb2.ColumnGroup(columns=columns, shards=group.shards))
+    return experience_pb2.ExperienceRef(
+        run_id=first.run_id, step=first.step, num_rows=first.num_rows, groups=reversed(groups)
+    )
+
+
+def concat_references(
+    references: Sequence[experience_pb2.ExperienceRef],
+) -> experience_pb2.ExperienceRef:
+    """One reference over the rows of all, in order.
+
+    Raises:
+        ValueError: There are none, or their columns differ.
+    """
+    if not references:
+        raise ValueError("no references to put together: give at least one")
+    num_rows = sum(reference.num_rows for reference in references)
+    moved, first_row = [], 0
+    for reference in references:
+        if not _are_alike(references[0], reference):
+            raise ValueError(
+                f"cannot put together the columns {_names(references[0])} and "
+                f"{_names(reference)}: every block of an experience must have the same ones"
+            )
+        moved.append(_moved(reference, first_row, num_rows))
+        first_row += reference.num_rows
+    return merge_parts(moved)
+
+
+def merge_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.ExperienceRef:
+    """One reference from some parts of the same batch, which need not make up all of it.
+
+    Args:
+        parts: one at least; those of ranks without rows have no groups.
+
+    Returns:
+        Shards ordered by their first row; no group when no part has one.
+
+    Raises:
+        RuntimeError: columns differ.
+    """
+    filled = [part for part in parts if part.groups]
+    first = filled[0] if filled else parts[0]
+    for part in filled:
+        if part.num_rows != first.num_rows or not _are_alike(part, first):
+            raise RuntimeError(
+                f"ranks published parts of {first.num_rows} and {part.num_rows} rows, with the "
+                f"columns {names_of(first)} and {names_of(part)}"
+            )
+    merged = experience_pb2.ExperienceRef()
+    merged.CopyFrom(first)
+    for index, group in enumerate(merged.groups):
+        shards = [shard for part in filled for shard in part.groups[index].shards]
+        del group.shards[:]
+        group.shards.extend(sorted(shards, key=lambda shard: shard.row_start))
+    return merged
+
+
+def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.ExperienceRef:
+    """One reference from those of ranks that each published some rows of the same batch.
+
+    Args:
+        parts: in rank order; those of ranks without rows have no groups.
+
+    Raises:
+        RuntimeError: columns differ, or the rows do not make up the batch.
+    """
+    if not any(part.groups for part in parts):
+        raise RuntimeError("no rank has published a row")
+    joined = merge_parts(parts)
+    for group in joined.groups:
+        held = sorted(row for shard in group.shards for row in rows_of(shard))
+        if held != list(range(joined.num_rows)):
+            raise RuntimeError(f"ranks published {len(held)} rows of a batch of {joined.num_rows}")
+    return joined
+
+
+def cut_out(
+    part: experience_pb2.ExperienceRef, first_row: int, num_rows: int
+) -> experience_pb2.ExperienceRef:
+    """The same rows as a batch of their own, in which row 0 is `first_row`.
+
+    Args:
+        part: of a batch; all its rows lie between first_row and first_row + num_rows - 1.
+        first_row: first row of the cut.
+        num_rows: rows of the cut; the part may hold some of them only.
+
+    Raises:
+        ValueError: a shard holds a row that is not in the cut.
+    """
+    for shard in shards_of(part):
+        rows = rows_of(shard)
+        if rows[0] < first_row or rows[-1] >= first_row + num_rows:
+            raise ValueError(
+                f"shard {shard.experience_id} holds rows {rows[0]} to {rows[-1]}, outside the cut "
+                f"of {num_rows} rows from {first_row}"
+            )
+    return _moved(part, -first_row, num_rows)
+
+
+def _moved(
+    ref: experience_pb2.ExperienceRef, by: int, num_rows: int
+) -> experience_pb2.ExperienceRef:
+    """The same shards under other row numbers, in a batch of num_rows rows."""
+    moved = experience_pb2.ExperienceRef()
+    moved.CopyFrom(ref)
+    moved.num_rows = num_rows
+    for shard in shards_of(moved):
+        shard.row_start += by
+        shard.rows[:] = [row + by for row in shard.rows]
+    return moved
+
+
+def _are_alike(one: experience_pb2.ExperienceRef, other: experience_pb2.ExperienceRef) -> bool:
+    return [[*group.columns] for group in one.groups] == [
+        [*group.columns] for group in other.groups
+    ]
+
+
+def _names(reference: experience_pb2.ExperienceRef) -> list[list[str]]:
+    return [[column.name for column in group.columns] for group in reference.groups]
+
+
+# --- where rows lie -------------------------------------------------------------------------
+
+
+def rows_of(shard: experience_pb2.Shard) -> Sequence[int]:
+    """Rows of the batch that a shard holds, ascending.
+
+    Raises:
+        ValueError: the rows that it names are not num_rows ascending ones from row_start.
+    """
+    if not shard.rows:
+        return range(shard.row_start, shard.row_start + shard.num_rows)
+    rows = list(shard.rows)
+    is_ascending = all(first < second for first, second in itertools.pairwise(rows))
+    if len(rows) != shard.num_rows or rows[0] != shard.row_start or not is_ascending:
+        raise ValueError(
+            f"shard {shard.experience_id} says that it holds {shard.num_rows} rows from "
+            f"{shard.row_start}, but names {len(rows)} from {rows[0]}: rows must be ascending"
+        )
+    return rows
+
+
+def is_consecutive(rows: Sequence[int]) -> bool:
+    """Whether each row follows the one before it."""
+    return all(row == rows[0] + index for index, row in enumerate(rows))
+
+
+def place(shards: Iterable[experience_pb2.Shard], wanted: Sequence[int]) -> list[Placed]:
+    """Finds wanted rows, each named once, in shards; those without any of them are left out.
+
+    Raises:
+        ValueError: a row is in no shard, or in two.
+    """
+    wanted_at = {row: index for index, row in enumerate(wanted)}
+    found: list[Placed] = []
+    missing = dict(wanted_at)
+    for shard in shards:
+        positions, targets = [], []
+        for position, row in enumerate(rows_of(shard)):
+            if row in wanted_at:
+                if row not in missing:
+                    raise ValueError(
+                        f"row {row} lies in two shards, the second being {shard.experience_id}"
+                    )
+                positions.append(position)
+                targets.append(missing.pop(row))
+        if positions:
+            neighbours = range(positions[0], positions[-1] + 1)
+            found.append((shard, neighbours if is_consecutive(positions) else positions, targets))
+    if missing:
+        raise ValueError(
+            f"rows {sorted(missing)[:3]} ({len(missing)} of {len(wanted)}) lie in no shard: every "
+            "row of a batch must lie in one"
+        )
+    return found
+
+
+def order_of(found: Iterable[Placed]) -> list[int]:
+    """For each wanted row its position among those that shards give, one shard after another.
+
+    Example: a shard gives the wanted rows 0 and 2 and the next one row 1, so they come as
+    [0, 2, 1], and the order [0, 2, 1] of these gives the wanted ones.
+    """
+    came = [target for *_, targets in found for target in targets]
+    order = [0] * len(came)
+    for position, target in enumerate(came):
+        order[target] = position
+    return order

@@ -1,0 +1,45 @@
+"""Bytes that are cut into chunks."""
+
+from __future__ import annotations
+
+import random
+
+from rolemesh.engine.layout.payload import plan_payload
+from rolemesh.rpc.payload import ChunkCutter, payload_chunks
+from rolemesh.rpc.payload_stream import encode_chunk
+from rolemesh.v1 import experience_pb2, weights_pb2
+
+
+def test_chunks_are_full_but_for_the_last_whatever_comes_in() -> None:
+    generator = random.Random(7)
+    for _ in range(50):
+        contents = [generator.randbytes(generator.randint(0, 30)) for _ in range(6)]
+        cutter = ChunkCutter(8)
+        cut = [pieces for content in contents for pieces in cutter.add(content)]
+        cut += cutter.rest()
+        chunks = [b"".join(pieces) for pieces in cut]
+        assert b"".join(chunks) == b"".join(contents)
+        assert all(len(chunk) == 8 for chunk in chunks[:-1])
+        assert all(chunks), "no chunk is empty"
+        assert not [*cutter.rest()], "nothing is left"
+
+
+def test_arrays_are_sent_in_the_order_in_which_they_lie_with_zeros_between() -> None:
+    layout = plan_payload(1, [("text", "text", "uint8", 3), ("rewards", "row", "float32", 1)])
+    offsets, values = bytes(range(1, 17)), b"abc"
+    arrays = {
+        "text": [memoryview(values), memoryview(offsets)],
+        "rewards": [memoryview(b"wxyz")],
+    }
+    sent = b"".join(b"".join(pieces) for pieces in payload_chunks(layout, arrays, 50))
+    assert sent == offsets + bytes(48) + values + bytes(61) + b"wxyz" + bytes(60)
+
+
+def test_a_chunk_is_the_same_message_in_every_stream() -> None:
+    chunk = encode_chunk([b"ab", b"cd"])
+    for stream in (
+        experience_pb2.FetchResponse,
+        experience_pb2.PutRequest,
+        weights_pb2.FetchWeightsResponse,
+    ):
+        assert stream(chunk=b"abcd").SerializeToString() == chunk
