@@ -1,4 +1,4 @@
-"""What deserves an operator's attention, in plain words, from what a run has told so far.
+"""Alerts: rules that find, in what a run has reported, what an operator should look at.
 
 Pure functions over records, executed graphs and device use. A threshold is a named constant with
 its reason; a run that goes well gives no alert.

@@ -1,4 +1,4 @@
-"""The token that lets somebody use a coordinator: where it comes from, and who has to show it."""
+"""The token of a coordinator: where it is read from, and which callers have to show it."""
 
 from __future__ import annotations
 

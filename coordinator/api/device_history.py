@@ -1,4 +1,4 @@
-"""How busy the devices of a run were, read from the store once and kept in columns."""
+"""History of the use of a run's devices, read from the store once and kept in columns."""
 
 from __future__ import annotations
 

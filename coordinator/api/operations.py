@@ -1,4 +1,4 @@
-"""What the coordinator tells and takes from outside, whatever it travels on.
+"""Operations of the coordinator for others, the same over every protocol.
 
 CoordinatorService (gRPC) and the REST routes are thin translations of this one class, so that both
 say the same. Results are the messages of coordinator.proto.

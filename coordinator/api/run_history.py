@@ -1,4 +1,4 @@
-"""What the steps of a run left in the store, read once and kept: records in columns, and graphs."""
+"""Metrics and graphs of a run's steps, read from the store once and kept in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever watches runs: each gets every event once, from where it left off to the run's end."""
+"""Watches of runs: each gets every event once, from a given place to the end of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command ends that does not end well: an exit code, and one line for people."""
+"""Endings of commands that fail: an exit code, and one line for people."""
 
 from __future__ import annotations
 

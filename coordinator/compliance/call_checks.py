@@ -1,4 +1,4 @@
-"""What every call that carries a key does: streams in order, one effect a key, honest refusals."""
+"""Checks of every call with a key: order of the stream, one effect for a key, clear refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is, what it finds, and the list of all of them."""
+"""Definition of a check and of its finding, and the list of all checks."""
 
 from __future__ import annotations
 

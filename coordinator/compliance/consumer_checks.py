@@ -1,4 +1,4 @@
-"""How a service pulls experience by reference, and what it says when it cannot."""
+"""Checks of how a service pulls experience by reference, and of its errors when it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every gRPC server of the mesh does, whatever its role."""
+"""Checks that every gRPC server of the mesh must pass, for any role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs of a host each role of a recipe gets, where the recipe does not say it by itself."""
+"""Placement of roles on the GPUs of a host, where the recipe does not state it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ends before its time: the first reason counts, said with the place that it struck."""
+"""Early end of a run: the first reason counts, and is reported with its place."""
 
 from __future__ import annotations
 

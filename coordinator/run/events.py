@@ -1,4 +1,4 @@
-"""What happens in a run, told once: by its own process, in order, to the run's stream of events."""
+"""Events of a run: its own process writes each once, in order, to the run's stream."""
 
 from __future__ import annotations
 

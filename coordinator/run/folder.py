@@ -1,4 +1,4 @@
-"""What a run's folder tells, while the run goes on and afterwards."""
+"""Reader of a run's folder, while the run goes on and afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what a role needs is installed here; imports none of it."""
+"""Checks that the packages of a role are installed, without importing them."""
 
 from __future__ import annotations
 

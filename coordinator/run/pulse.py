@@ -1,4 +1,4 @@
-"""What goes between a run and its store about once a second, whatever the run does meanwhile."""
+"""Exchange between a run and its store, once a second, beside the steps of the run."""
 
 from __future__ import annotations
 

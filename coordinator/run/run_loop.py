@@ -1,4 +1,4 @@
-"""What a run sees of the loop that makes its steps, whoever makes them."""
+"""Contract between a run and the loop that makes its steps, ours or a client's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some trajectories of each step for people, fetched from whoever holds their columns."""
+"""Some trajectories of each step for people, fetched from the services that hold their columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to, as summary.json."""
+"""Result of a run, as summary.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody asks of a run while it goes on: to stop, to pause, to save a checkpoint."""
+"""Wishes of users for a run that goes on: to stop, to pause, to save a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator keeps outside its own memory, as one small contract.
+"""Contract of the store, which keeps state of the coordinator outside its memory.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
 the metric stream, the executed graphs of the newest steps, and bounded streams of what else is told

@@ -1,4 +1,4 @@
-"""From chat turns to tokens: prompts to sample from, given completions to train on."""
+"""Rendering of chat turns as tokens: prompts to sample from, given completions to train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a spec to a judge, and from what it found to columns and metrics."""
+"""Makes a judge from a spec, and columns and metrics from its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: the requests, the process, and the runs of the store.
+"""Metrics for Prometheus at /metrics: the requests, the process, and the runs of the store.
 
 The number of label sets is bounded: routes are named by their template, and metrics are told of
 the newest live runs alone.

@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, how much, and that every request gets an answer.
+"""Checks before every route: who may ask and how much; every request gets an answer.
 
 A coordinator can start programs, so a page that a browser of this machine shows must not be able
 to use it. Without a token only names of the loopback interface are answered (a page that rebinds

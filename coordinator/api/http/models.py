@@ -1,4 +1,4 @@
-"""What travels as JSON: the messages of coordinator.proto under the same names.
+"""JSON models of REST: the messages of coordinator.proto under the same names.
 
 Three things differ from the protos: times are RFC 3339 text, states are lower-case words, and a
 number that is NaN or infinite is null. A member of the proto that may be absent is null.

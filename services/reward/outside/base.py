@@ -1,4 +1,4 @@
-"""What every outside reward is handed, gives, and may fail with."""
+"""Contract of outside rewards: what they are given, what they return, how they fail."""
 
 from __future__ import annotations
 

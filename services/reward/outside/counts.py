@@ -1,4 +1,4 @@
-"""What asking an outside reward took: scalars of one judgement, and Prometheus over all of them."""
+"""Counters of outside rewards: scalars of one judgement, and totals for Prometheus."""
 
 from __future__ import annotations
 

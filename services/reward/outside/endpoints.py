@@ -1,4 +1,4 @@
-"""What is the same around every reward that is asked over the network.
+"""Handling of requests that every reward over the network shares.
 
 Batches, bounded concurrency, tries, hedging, replicas with a breaker each, a cache. The protocols
 are `RewardClient`s, which know of none of this.

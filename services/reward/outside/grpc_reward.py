@@ -1,4 +1,4 @@
-"""A reward service of somebody else's that speaks rolemesh.v1.RewardService."""
+"""A reward service from outside that speaks rolemesh.v1.RewardService."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a spec to the reward that it describes."""
+"""Makes the reward that a spec describes."""
 
 from __future__ import annotations
 

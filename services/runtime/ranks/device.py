@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Choice of the device that a rank computes on."""
 
 from __future__ import annotations
 

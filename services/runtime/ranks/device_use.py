@@ -1,4 +1,4 @@
-"""How busy the devices of a service are: GPUs by NVML, CPUs by what the process took of them."""
+"""Use of a service's devices: of GPUs by NVML, of CPUs by the time that the process took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a service meet: their addresses once, and the process groups of each run.
+"""Meeting of the ranks of a service: their addresses once, and the process groups of each run.
 
 They meet through a file in the agent's private folder: torch's TCP store would listen on all
 interfaces without authentication.

@@ -1,4 +1,4 @@
-"""ExperienceService.Put: rows of somebody who serves none himself, held as if made here."""
+"""ExperienceService.Put: rows from a client without a server, held as if made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rows of a referenced batch lie: arithmetic on the reference."""
+"""Places of the rows of a referenced batch: arithmetic on the reference."""
 
 from __future__ import annotations
 

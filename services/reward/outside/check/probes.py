@@ -1,4 +1,4 @@
-"""What is tried on a reward, one probe after another, and what each finds."""
+"""Probes of a reward: each tries one thing and reports what it finds."""
 
 from __future__ import annotations
 

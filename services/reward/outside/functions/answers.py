@@ -1,4 +1,4 @@
-"""What a reward function gave back, checked: it is the user's code, so it may be anything."""
+"""Checks of what a reward function returned: it is a user's code, so it may be anything."""
 
 from __future__ import annotations
 
