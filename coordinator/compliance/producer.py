@@ -64,7 +64,7 @@ class Producer:
         """Listens at "host:port"; port 0 takes a free one.
 
         Raises:
-            ServeAddressError: it cannot.
+            ServeAddressError: It cannot.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
         fetch = grpc.unary_stream_rpc_method_handler(
@@ -105,12 +105,12 @@ class Producer:
         """Holds rows from now on, and names them.
 
         Args:
-            samples: the rows.
-            run_id: that they belong to.
-            more: columns to add.
-            without: columns to leave out.
-            shards: rows of each shard, ascending; none: one shard has all.
-            is_torn: whether a fetch ends before all bytes of the payload were sent.
+            samples: The rows.
+            run_id: That they belong to.
+            more: Columns to add.
+            without: Columns to leave out.
+            shards: Rows of each shard, ascending; none: one shard has all.
+            is_torn: Whether a fetch ends before all bytes of the payload were sent.
         """
         whole = columns_of(samples) | (more or {})
         kept = Columns({name: whole[name] for name in whole if name not in without})
@@ -143,8 +143,8 @@ class Producer:
         """Columns of a reference from whoever holds them; none means all.
 
         Raises:
-            RolemeshError: the holder refuses, does not answer, or sends what does not fit.
-            TimeoutError: it takes longer than timeout_s seconds.
+            RolemeshError: The holder refuses, does not answer, or sends what does not fit.
+            TimeoutError: It takes longer than timeout_s seconds.
         """
         async with asyncio.timeout(timeout_s):
             return await fetch_columns(self._channel, ref, columns)

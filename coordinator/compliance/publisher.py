@@ -30,7 +30,7 @@ def made_up(parameter: weights_pb2.ParameterSpec) -> npt.NDArray[Any]:
     """Values of a parameter, the same each time: bfloat16 as the upper halves of float32.
 
     Raises:
-        ValueError: an element type that weights do not have.
+        ValueError: An element type that weights do not have.
     """
     shape = tuple(parameter.shape)
     if parameter.dtype != _BFLOAT16 and parameter.dtype not in _NUMPY:

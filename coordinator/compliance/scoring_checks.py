@@ -81,10 +81,10 @@ async def scores_of(
     """Log-probs or values of each row's completion tokens, under a new key.
 
     Args:
-        subject: the server.
-        samples: the rows.
-        ref: of the same rows; None: they are served as one shard.
-        **options: of Subject.logprobs.
+        subject: The server.
+        samples: The rows.
+        ref: Of the same rows; None: they are served as one shard.
+        **options: Of Subject.logprobs.
     """
     columns = await _score(subject, samples, ref, **options)
     name = "values" if subject.role == "critic" else "scores"

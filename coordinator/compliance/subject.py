@@ -172,9 +172,9 @@ class Subject:
         """ComputeReward, ComputeLogprobs, ComputeValues or Generate.
 
         Args:
-            key: of the operation.
-            samples: what to judge; None: the ordinary ones.
-            experience: the same by reference, for a service that pulls; None: the samples are
+            key: Of the operation.
+            samples: What to judge; None: the ordinary ones.
+            experience: The same by reference, for a service that pulls; None: the samples are
                 served.
         """
         if self.role in ("rollout", "actor"):
@@ -269,14 +269,14 @@ class Subject:
         """Returns the refusal that a call has to get.
 
         Args:
-            answer: of the call; events_of a stream.
-            sent: what was asked, for people.
-            codes: status codes of which one has to come.
-            reason: of the ErrorInfo, judged at the end by one check.
-            why: what the server has to do, for people.
+            answer: Of the call; events_of a stream.
+            sent: What was asked, for people.
+            codes: Status codes of which one has to come.
+            reason: Of the ErrorInfo, judged at the end by one check.
+            why: What the server has to do, for people.
 
         Raises:
-            BrokenContractError: it was answered, or refused with another code.
+            BrokenContractError: It was answered, or refused with another code.
         """
         try:
             came = await answer
@@ -308,7 +308,7 @@ async def events_of(call: Any) -> list[Any]:
     """All messages of a stream.
 
     Raises:
-        BrokenContractError: it sends more than MAX_MESSAGES.
+        BrokenContractError: It sends more than MAX_MESSAGES.
     """
     events = []
     async for message in call:
@@ -326,7 +326,7 @@ def result_in(events: Sequence[Any], sent: str) -> Message:
     """The result among the messages of a stream, wherever it stands.
 
     Raises:
-        BrokenContractError: there is none.
+        BrokenContractError: There is none.
     """
     for event in events:
         field = event.WhichOneof("event")
@@ -344,7 +344,7 @@ def experience_in(result: Message, sent: str) -> experience_pb2.ExperienceRef:
     """The reference in a result.
 
     Raises:
-        BrokenContractError: the result is of another kind.
+        BrokenContractError: The result is of another kind.
     """
     if isinstance(result, experience_pb2.ExperienceResult):
         return result.experience

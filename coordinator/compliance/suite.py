@@ -79,11 +79,11 @@ def checks_of(role: str, names: Sequence[str] = ()) -> list[Check]:
     """The checks of a role in the order in which they run.
 
     Args:
-        role: of the server.
-        names: ids or groups wanted; none means all.
+        role: Of the server.
+        names: Ids or groups wanted; none means all.
 
     Raises:
-        SuiteInputError: a name is no check of this role.
+        SuiteInputError: A name is no check of this role.
     """
     of_role = [one for one in CHECKS if role in one.roles]
     for name in names:
@@ -118,16 +118,16 @@ async def run_suite(
 
     Args:
         url: "grpc://host:port" or "host:port".
-        role: that the server plays.
-        spec: the role's section of a recipe, for servers that take one.
-        names: ids or groups of checks wanted; none means all.
-        timeout_s: deadline of each call.
+        role: That the server plays.
+        spec: The role's section of a recipe, for servers that take one.
+        names: Ids or groups of checks wanted; none means all.
+        timeout_s: Deadline of each call.
         serve_address: "host:port" at which the suite serves experience to the server; None:
             loopback, for a server on this machine.
-        on_finding: told each finding as it comes.
+        on_finding: Told each finding as it comes.
 
     Raises:
-        SuiteInputError: the address or a name is wrong, nobody answers, a run holds the server, or
+        SuiteInputError: The address or a name is wrong, nobody answers, a run holds the server, or
             it could not reach the suite.
     """
     chosen = checks_of(role, names)

@@ -27,17 +27,17 @@ def epoch_order(
     """The order of each epoch of a source.
 
     Args:
-        curriculum: what the recipe asks for; None shuffles.
-        rows: training rows of the source.
-        seed: of the run, for the user's function.
-        shuffle_seed: of the shuffle.
-        field: of the source, e.g. "data".
+        curriculum: What the recipe asks for; None shuffles.
+        rows: Training rows of the source.
+        seed: Of the run, for the user's function.
+        shuffle_seed: Of the shuffle.
+        field: Of the source, e.g. "data".
 
     Returns:
         A function that raises DataInvalidError when a user's function fails or gives no order.
 
     Raises:
-        DataInvalidError: a row lacks the key to sort by, or the function cannot be loaded.
+        DataInvalidError: A row lacks the key to sort by, or the function cannot be loaded.
     """
     shuffle = shuffled(len(rows), shuffle_seed)
     if curriculum is None:

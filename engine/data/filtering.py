@@ -38,13 +38,13 @@ def without_long_rows(
     millisecond when its turn comes.
 
     Args:
-        rows: of one split of a source.
-        renderer: makes tokens.
-        max_prompt_tokens: longest prompt; None for any.
-        max_row_tokens: longest prompt with its longest completion; None for any.
+        rows: Of one split of a source.
+        renderer: Makes tokens.
+        max_prompt_tokens: Longest prompt; None for any.
+        max_row_tokens: Longest prompt with its longest completion; None for any.
 
     Raises:
-        DataInvalidError: a row cannot be rendered.
+        DataInvalidError: A row cannot be rendered.
     """
     if max_prompt_tokens is None and max_row_tokens is None:
         return Filtered(rows=rows, num_left_out=0, shortest=0, longest=0)

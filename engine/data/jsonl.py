@@ -14,11 +14,11 @@ def records(path: Path, field: str) -> Iterator[tuple[Any, str]]:
     """Each line's value and where it stands; empty lines are passed over.
 
     Args:
-        path: the file, UTF-8.
-        field: that names it, e.g. "data.path".
+        path: The file, UTF-8.
+        field: That names it, e.g. "data.path".
 
     Raises:
-        DataInvalidError: the file cannot be read, or a line is not JSON.
+        DataInvalidError: The file cannot be read, or a line is not JSON.
     """
     try:
         # Not splitlines: it also cuts at separators that JSON strings may hold.

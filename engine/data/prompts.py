@@ -66,14 +66,14 @@ class PromptSet:
         """Takes the rows of each split.
 
         Args:
-            train: rows to train on.
-            held_out: rows that are never trained on.
-            tokenizer: of the policy, with its chat template.
-            seed: decides the order of epochs.
-            pretraining: rows that keep what pretraining taught.
-            orders: of the splits without end; where one is absent, each epoch is shuffled.
-            num_filtered: rows of each split that were left out because of their length.
-            num_repeated: training rows left out because a source of the mixture holds them out.
+            train: Rows to train on.
+            held_out: Rows that are never trained on.
+            tokenizer: Of the policy, with its chat template.
+            seed: Decides the order of epochs.
+            pretraining: Rows that keep what pretraining taught.
+            orders: Of the splits without end; where one is absent, each epoch is shuffled.
+            num_filtered: Rows of each split that were left out because of their length.
+            num_repeated: Training rows left out because a source of the mixture holds them out.
         """
         self._rows: dict[Split, Sequence[PromptRow]] = {
             "train": train,
@@ -115,8 +115,8 @@ class PromptSet:
         """(index of the row, row) at positions start..start+count-1.
 
         Raises:
-            EmptyDataError: the split has no rows.
-            ValueError: the range is not valid, or reaches beyond the held-out split.
+            EmptyDataError: The split has no rows.
+            ValueError: The range is not valid, or reaches beyond the held-out split.
         """
         rows = self._rows[split]
         if start < 0 or count < 1:
@@ -145,9 +145,9 @@ class PromptSet:
         """The prompts at positions start..start+count-1, rendered.
 
         Raises:
-            EmptyDataError: the split has no prompts.
-            DataInvalidError: a row is bare text, or the chat template refuses its turns.
-            ValueError: the range is not valid, or reaches beyond the held-out split.
+            EmptyDataError: The split has no prompts.
+            DataInvalidError: A row is bare text, or the chat template refuses its turns.
+            ValueError: The range is not valid, or reaches beyond the held-out split.
         """
         return [self.render(index, row) for index, row in self.rows(split, start, count)]
 
@@ -160,7 +160,7 @@ class PromptSet:
         """A row as a prompt, under the given id.
 
         Raises:
-            DataInvalidError: it is bare text, or the chat template refuses its turns.
+            DataInvalidError: It is bare text, or the chat template refuses its turns.
         """
         text = self.renderer.prompt_text(row)
         return Prompt(
@@ -182,14 +182,14 @@ def load_prompts(
     """Loads the rows of a role: all of them at once, so that what is wrong shows at the start.
 
     Args:
-        data: training and held-out rows.
-        tokenizer: of the policy, with its chat template.
-        seed: of the run; decides the order of epochs.
-        pretraining: rows that keep what pretraining taught.
+        data: Training and held-out rows.
+        tokenizer: Of the policy, with its chat template.
+        seed: Of the run; decides the order of epochs.
+        pretraining: Rows that keep what pretraining taught.
 
     Raises:
-        EmptyDataError: a source has no training row, or all of them are too long.
-        DataInvalidError: something cannot be read, or a row is not what it should be.
+        EmptyDataError: A source has no training row, or all of them are too long.
+        DataInvalidError: Something cannot be read, or a row is not what it should be.
     """
     renderer = Renderer(tokenizer)
     sources, filtered = _filtered(data, "data", renderer)

@@ -19,7 +19,7 @@ def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
     Training rows may repeat, as the task's generator repeats them.
 
     Raises:
-        ValueError: no such task, one that needs what is not installed, a config that it refuses, or
+        ValueError: No such task, one that needs what is not installed, a config that it refuses, or
             too few distinct rows.
     """
     library = reasoning_gym()

@@ -78,7 +78,7 @@ class Renderer:
         for the first turns must be the beginning of what it renders for more of them.
 
         Raises:
-            DataInvalidError: the template rewrites earlier turns, or nothing ends a turn.
+            DataInvalidError: The template rewrites earlier turns, or nothing ends a turn.
         """
         if isinstance(completion, str):
             tokens = [*self.tokens(completion), *self._turn_end(row)]
@@ -123,7 +123,7 @@ class Renderer:
         """Tokens of a text without a prompt, with the special tokens that the tokenizer adds.
 
         Raises:
-            DataInvalidError: there are fewer than 2 tokens, hence none to predict.
+            DataInvalidError: There are fewer than 2 tokens, hence none to predict.
         """
         ids: list[int] = self._tokenizer(row.text, add_special_tokens=True)["input_ids"]
         if len(ids) < 2:

@@ -87,11 +87,11 @@ class RowReader:
         """One row.
 
         Args:
-            record: names to values, as JSON and Arrow give them; None is no value.
-            where: names file and row in messages.
+            record: Names to values, as JSON and Arrow give them; None is no value.
+            where: Names file and row in messages.
 
         Raises:
-            DataInvalidError: the record is no row.
+            DataInvalidError: The record is no row.
         """
         if not isinstance(record, Mapping):
             raise DataInvalidError(f"{where}: needs an object with the key 'prompt'")

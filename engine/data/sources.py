@@ -39,12 +39,12 @@ def load_sources(spec: DataSpec, field: str) -> list[Source]:
     """The rows of each source of a data section; one source unless it is a mixture.
 
     Args:
-        spec: the section.
-        field: where the recipe has it, for messages, e.g. "data".
+        spec: The section.
+        field: Where the recipe has it, for messages, e.g. "data".
 
     Raises:
-        DataInvalidError: something cannot be read, or a row is not what it should be.
-        ValueError: a reasoning-gym task does not give what is asked of it.
+        DataInvalidError: Something cannot be read, or a row is not what it should be.
+        ValueError: A reasoning-gym task does not give what is asked of it.
     """
     if not isinstance(spec, MixtureSpec):
         return [_load(spec, field)]

@@ -26,7 +26,7 @@ def parquet_records(path: Path, field: str, columns: Columns) -> Iterator[tuple[
     """Each record of a Parquet file, or of all in a folder in the order of their names.
 
     Raises:
-        DataInvalidError: there is no such file, or it cannot be read.
+        DataInvalidError: There is no such file, or it cannot be read.
     """
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
@@ -41,13 +41,13 @@ def hf_records(
     """Each record of one split of a folder.
 
     Args:
-        spec: names the folder.
-        split: which split.
-        field: of the recipe, e.g. "data".
-        columns: which columns are read.
+        spec: Names the folder.
+        split: Which split.
+        field: Of the recipe, e.g. "data".
+        columns: Which columns are read.
 
     Raises:
-        DataInvalidError: the folder is none of a data set, or has no such split.
+        DataInvalidError: The folder is none of a data set, or has no such split.
     """
     folder = spec.path if spec.name is None else spec.path / spec.name
     where = f"{field}.path {folder}"

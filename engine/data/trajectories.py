@@ -69,12 +69,12 @@ def read_trajectories(
     inside, those have loss_mask 0.
 
     Args:
-        prompts: the rows.
-        split: of the rows.
-        start: first position, >= 0.
-        count: data rows, >= 1.
-        kind: what becomes of each.
-        max_tokens: longest prompt with completion; None for any.
+        prompts: The rows.
+        split: Of the rows.
+        start: First position, >= 0.
+        count: Data rows, >= 1.
+        kind: What becomes of each.
+        max_tokens: Longest prompt with completion; None for any.
 
     Returns:
         B = count rows for demonstrations, otherwise 2 * count: tokens int64 (sequence),
@@ -84,10 +84,10 @@ def read_trajectories(
         and preference float32 (row).
 
     Raises:
-        DataInvalidError: a row lacks what the kind needs, or cannot be rendered.
-        PromptTooLongError: a row has more than max_tokens tokens.
-        EmptyDataError: the split has no rows.
-        ValueError: the kind or the range is not valid.
+        DataInvalidError: A row lacks what the kind needs, or cannot be rendered.
+        PromptTooLongError: A row has more than max_tokens tokens.
+        EmptyDataError: The split has no rows.
+        ValueError: The kind or the range is not valid.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}: give one of {', '.join(get_args(Kind))}")

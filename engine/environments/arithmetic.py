@@ -39,7 +39,7 @@ def evaluate(text: str) -> str:
     Example: "12*7" gives "84", "1/4" gives "0.25", "2**0.5" and "__import__('os')" raise.
 
     Raises:
-        ArithmeticInvalidError: says what is wrong.
+        ArithmeticInvalidError: Says what is wrong.
     """
     if len(text) > MAX_CHARACTERS:
         raise ArithmeticInvalidError(f"longer than {MAX_CHARACTERS} characters")

@@ -22,7 +22,7 @@ def environment_maker(spec: EnvironmentSpec) -> EnvironmentMaker:
     """What makes environments of a kind. A user's class is loaded, and tried, here and not later.
 
     Raises:
-        UserCodeError: the class cannot be loaded, is no Environment, or does not take its config.
+        UserCodeError: The class cannot be loaded, is no Environment, or does not take its config.
     """
     if isinstance(spec, ReasoningGymEnvironmentSpec):
         return ReasoningGymEnvironment

@@ -25,13 +25,13 @@ def pass_at(
     Args:
         passes_B: bool [B].
         prompt_ids_B: int64 [B]; rows with equal ones are of one prompt.
-        ks: each at least 1.
+        ks: Each at least 1.
 
     Returns:
         "pass@<k>" for each k.
 
     Raises:
-        ValueError: a k is below 1, or a prompt has fewer rows than k.
+        ValueError: A k is below 1, or a prompt has fewer rows than k.
 
     Example: 4 completions of one prompt of which 1 passes give pass@1 0.25 and pass@2 0.5.
     """

@@ -205,10 +205,10 @@ class ClassifierReward:
         scores are of whole rows, so it decides nothing.
 
         Args:
-            batch: with the columns prompt_text and completion_text.
+            batch: With the columns prompt_text and completion_text.
 
         Raises:
-            PromptTooLongError: a row is longer than the model can see.
+            PromptTooLongError: A row is longer than the model can see.
         """
         rows = self._encode(batch)
         if self.max_tokens is not None:
@@ -255,9 +255,9 @@ def make_reward(
     """Builds the reward that the spec describes.
 
     Args:
-        spec: which.
-        device: of a model of its own.
-        mesh: ranks that such a model is spread over; None means this one.
+        spec: Which.
+        device: Of a model of its own.
+        mesh: Ranks that such a model is spread over; None means this one.
     """
     if isinstance(spec, ArithmeticRewardSpec):
         return ArithmeticReward(spec)

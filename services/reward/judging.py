@@ -117,7 +117,7 @@ class Judge:
         """Lets outside rewards prepare, so that what can never work shows now. Not on the loop.
 
         Raises:
-            OutsideRewardError: one of them cannot work; all are closed again.
+            OutsideRewardError: One of them cannot work; all are closed again.
         """
         try:
             for part in self._parts:
@@ -131,14 +131,14 @@ class Judge:
         """Asks every source, all at once; ours one after another.
 
         Args:
-            batch: with `columns`.
-            call: for which it works.
+            batch: With `columns`.
+            call: For which it works.
             prompt_ids: int64 [B], which rows form a group; None: each row is for itself, and none
                 may be dropped.
 
         Raises:
-            OutsideRewardError: a source whose failures end the step failed; the first such.
-            RewardInvalidError: a reward of ours is wrong, or no source applies to a row.
+            OutsideRewardError: A source whose failures end the step failed; the first such.
+            RewardInvalidError: A reward of ours is wrong, or no source applies to a row.
         """
         num_rows = len(batch)
         tasks: dict[str, asyncio.Task[Judgement]] = {}

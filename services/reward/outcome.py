@@ -41,10 +41,10 @@ def make_judge(
     """Builds every source of a reward.
 
     Args:
-        source: which.
-        device: of models of ours.
-        mesh: ranks that such a model is spread over.
-        observer: is told of each request to an outside one.
+        source: Which.
+        device: Of models of ours.
+        mesh: Ranks that such a model is spread over.
+        observer: Is told of each request to an outside one.
     """
 
     def part(reward: WeightedRewardSpec) -> Part:
@@ -66,11 +66,11 @@ def judged_columns(column: str, batch: Experience, judged: Judged, judge: Judge)
     """What is published of a judgement.
 
     Args:
-        column: name of the rewards.
-        batch: what was judged; with prompt_ids and loss_mask where groups may be dropped, and
+        column: Name of the rewards.
+        batch: What was judged; with prompt_ids and loss_mask where groups may be dropped, and
             is_judged where a judge before has dropped some.
-        judged: what was found.
-        judge: who found it.
+        judged: What was found.
+        judge: Who found it.
     """
     columns = {column: Column(ColumnKind.ROW, judged.rewards_B)}
     if judge.tells_parts:
@@ -100,12 +100,12 @@ def judgement_metrics(
     """Scalars over the rows that are judged.
 
     Args:
-        columns: of `judged_columns`, of all rows; the mask is not needed.
-        column: name of the rewards.
-        name: stands before metrics, e.g. "cost".
-        full_score: of a row that is right in full; None: there is none.
+        columns: Of `judged_columns`, of all rows; the mask is not needed.
+        column: Name of the rewards.
+        name: Stands before metrics, e.g. "cost".
+        full_score: Of a row that is right in full; None: there is none.
         prompt_ids_B: int64 [B], for pass@k; None: it is not asked for.
-        ks: the k of pass@k.
+        ks: The k of pass@k.
 
     Returns:
         Those of `reward_metrics`, none where no row is judged; for each source its mean and

@@ -29,7 +29,7 @@ class RowReader:
         """Loads the policy's tokenizer from a folder; None: queries have no special tokens.
 
         Raises:
-            ValueError: there is no tokenizer in the folder.
+            ValueError: There is no tokenizer in the folder.
         """
         self._tokenizer: PreTrainedTokenizerBase | None = None
         if tokenizer is not None:
@@ -54,7 +54,7 @@ class RowReader:
         """The rows of a batch with the columns ROW_COLUMNS.
 
         Raises:
-            RewardInvalidError: the metadata of a row is no JSON object; names the row.
+            RewardInvalidError: The metadata of a row is no JSON object; names the row.
         """
         tokens = [row.tolist() for row in batch["tokens"].rows()]
         lengths = batch["prompt_lengths"].values.tolist()

@@ -259,7 +259,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """This rank's rows judged; None where another rank's judgement of them counts.
 
         Raises:
-            OutsideRewardError: a reward from outside failed; on other ranks RewardInvalidError.
+            OutsideRewardError: A reward from outside failed; on other ranks RewardInvalidError.
         """
         judge, world = self._role.judge, self._runtime.mesh.world
         judged, failure = None, None

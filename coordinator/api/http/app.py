@@ -55,12 +55,12 @@ def make_app(
     """The app of one coordinator, to be served by serve_http on the loop of the operations.
 
     Args:
-        operations: what it translates.
-        token: what requests of /api/ and /metrics have to carry as `authorization: Bearer`. None:
+        operations: What it translates.
+        token: What requests of /api/ and /metrics have to carry as `authorization: Bearer`. None:
             only requests for a loopback host are answered, on a loopback address.
-        pages: folder of the dashboard's files.
-        heartbeat_s: an event stream is never silent for longer.
-        stream_lifetime_s: an event stream ends after that; its reader comes back for the rest.
+        pages: Folder of the dashboard's files.
+        heartbeat_s: An event stream is never silent for longer.
+        stream_lifetime_s: An event stream ends after that; its reader comes back for the rest.
     """
     app = FastAPI(
         title="rolemesh coordinator",

@@ -90,12 +90,12 @@ class EventStreams:
         """The answer that sends events; 204 when there will be none, so that nobody comes back.
 
         Args:
-            events: what to send.
-            request_id: of the request.
-            has_ended: whether the run has.
+            events: What to send.
+            request_id: Of the request.
+            has_ended: Whether the run has.
 
         Raises:
-            RolemeshError: what the first event turned out to be.
+            RolemeshError: What the first event turned out to be.
         """
         if self._num_open >= MAX_STREAMS:
             raise CapacityError(

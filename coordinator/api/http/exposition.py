@@ -103,8 +103,8 @@ def expose(metrics: RequestMetrics, runs: Sequence[coordinator_pb2.Run] | None) 
     """The text of /metrics.
 
     Args:
-        metrics: of the app.
-        runs: of the store, newest first; None when it does not answer.
+        metrics: Of the app.
+        runs: Of the store, newest first; None when it does not answer.
     """
     registry = CollectorRegistry()
     registry.register(_Runs(runs))

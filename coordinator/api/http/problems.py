@@ -87,9 +87,9 @@ def to_problem(
     """An error as the members of a problem.
 
     Args:
-        error: what went wrong; its metadata become further members.
-        request_id: of the request.
-        status: where it is not the one of the error's class.
+        error: What went wrong; its metadata become further members.
+        request_id: Of the request.
+        status: Where it is not the one of the error's class.
         errors: `field` and `detail` of all that is wrong with the request.
     """
     status = status or status_of(error)

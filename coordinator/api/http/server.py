@@ -54,16 +54,16 @@ async def serve_http(
     """Starts serving an app of make_app on the running loop.
 
     Args:
-        app: of make_app.
-        host: name or address to bind; of loopback, when the app asks for no token.
-        port: port to bind; 0 takes a free one.
-        stuck_reader_s: after that, a connection whose other end takes nothing is given up.
+        app: Of make_app.
+        host: Name or address to bind; of loopback, when the app asks for no token.
+        port: Port to bind; 0 takes a free one.
+        stuck_reader_s: After that, a connection whose other end takes nothing is given up.
 
     Returns:
         The started server, and its port.
 
     Raises:
-        ValueError: the address cannot be bound, e.g. since the port is in use; or it can be reached
+        ValueError: The address cannot be bound, e.g. since the port is in use; or it can be reached
             from elsewhere, and the app asks for no token.
     """
     listener = _bind(host, port, stuck_reader_s, needs_loopback=not app.state.has_token)

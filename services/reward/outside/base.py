@@ -123,7 +123,7 @@ class OutsideReward(ABC):
         """Prepares for the first rows, so that what can never work shows before a run's first step.
 
         Raises:
-            OutsideRewardError: it cannot work.
+            OutsideRewardError: It cannot work.
         """
 
     @abstractmethod
@@ -131,7 +131,7 @@ class OutsideReward(ABC):
         """Judges rows, at least one. Cancelling it ends all requests that it began.
 
         Raises:
-            OutsideRewardError: no row could be judged.
+            OutsideRewardError: No row could be judged.
         """
 
     @abstractmethod
@@ -153,7 +153,7 @@ class RewardClient(ABC):
         """Sends one request for rows, at least one; has a bound of its own on what it reads.
 
         Raises:
-            OutsideRewardError: the subclass says whether it may pass.
+            OutsideRewardError: The subclass says whether it may pass.
         """
 
     @abstractmethod
@@ -185,7 +185,7 @@ def checked_rewards(
         takes_none: Whether None may stand for "does not apply".
 
     Raises:
-        RewardAnswerInvalidError: names the first row that is wrong.
+        RewardAnswerInvalidError: Names the first row that is wrong.
     """
 
     def invalid(expected: str, found: str) -> RewardAnswerInvalidError:
@@ -223,7 +223,7 @@ def checked_metrics(metrics: Mapping[str, float], endpoint: str) -> dict[str, fl
     """Foreign scalars by name, if they are few, named plainly and finite: each becomes a curve.
 
     Raises:
-        RewardAnswerInvalidError: names what is wrong.
+        RewardAnswerInvalidError: Names what is wrong.
     """
     if len(metrics) > MAX_METRICS:
         found = f"{len(metrics)}"

@@ -15,9 +15,9 @@ class RequestObserver(Protocol):
         """A request of the reward `name` ended.
 
         Args:
-            name: of the reward.
+            name: Of the reward.
             outcome: "ok", or the class of the error.
-            seconds: since it was sent.
+            seconds: Since it was sent.
         """
 
 

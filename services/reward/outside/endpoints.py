@@ -118,7 +118,7 @@ class EndpointReward(OutsideReward):
         """Waits a little for somebody to listen, where a failure would end the first step anyway.
 
         Raises:
-            RewardUnavailableError: no replica takes a connection.
+            RewardUnavailableError: No replica takes a connection.
         """
         if not isinstance(self._spec.on_failure, FailSpec):
             return
@@ -323,7 +323,7 @@ class EndpointReward(OutsideReward):
         """The replica to ask: another one than `but` where one may be asked.
 
         Raises:
-            RewardUnavailableError: all are left alone for now.
+            RewardUnavailableError: All are left alone for now.
         """
         ready = [replica for replica in self._replicas if replica.breaker.wait_s == 0]
         ready = [replica for replica in ready if replica is not but] or ready
@@ -401,7 +401,7 @@ async def _connect(url: str) -> None:
     """Opens a connection and lets it go.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: Nobody listens there.
     """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -36,7 +36,7 @@ class GrpcEndpoint:
         """Connects to nobody yet.
 
         Raises:
-            ValueError: the URL has no port, or a path, or the token is not there.
+            ValueError: The URL has no port, or a path, or the token is not there.
         """
         parts = urlsplit(url)
         if parts.port is None:

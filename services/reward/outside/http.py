@@ -49,7 +49,7 @@ class JsonEndpoint:
             spec: Bounds, and the name of the token's variable.
 
         Raises:
-            ValueError: nobody can be reached under that URL, or the token is not there.
+            ValueError: Nobody can be reached under that URL, or the token is not there.
         """
         try:
             _ = httpx.URL(url).host  # decodes it
@@ -86,10 +86,10 @@ class JsonEndpoint:
             cookies: To send along.
 
         Raises:
-            RewardTimeoutError: no byte came within timeout_s.
-            RewardUnavailableError: no connection, or 408, 429 or 5xx.
-            RewardRefusedError: any other status that is no success.
-            RewardAnswerInvalidError: the answer is too long, compressed, or no JSON.
+            RewardTimeoutError: No byte came within timeout_s.
+            RewardUnavailableError: No connection, or 408, 429 or 5xx.
+            RewardRefusedError: Any other status that is no success.
+            RewardAnswerInvalidError: The answer is too long, compressed, or no JSON.
         """
         url = url or self.url
         headers = {"Content-Type": "application/json"}
@@ -187,7 +187,7 @@ def bearer_token(spec: EndpointRewardSpec) -> str | None:
     """The token to send; None where the spec names none.
 
     Raises:
-        ValueError: the variable is not set, or holds what no header takes.
+        ValueError: The variable is not set, or holds what no header takes.
     """
     if spec.token_variable is None:
         return None

@@ -36,7 +36,7 @@ def make_outside_reward(
         observer: Is told of each request.
 
     Raises:
-        ValueError: no reward is made of this spec, or its token is not there.
+        ValueError: No reward is made of this spec, or its token is not there.
     """
     if isinstance(spec, EndpointRewardSpec):
         clients = [make_client(url, spec) for url in spec.urls]

@@ -56,7 +56,7 @@ def run_ranks(config: ServiceConfig) -> int:
     """Starts the service's ranks and waits for their end.
 
     Args:
-        config: of the service; world_size says how many.
+        config: Of the service; world_size says how many.
 
     Returns:
         0 when all ranks ended well; 1 when one failed, which is logged with rank, pid and cause.

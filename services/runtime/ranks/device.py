@@ -11,7 +11,7 @@ def rank_device() -> torch.device:
     """The GPU of this rank, counted among those that the service sees; without GPUs the CPU.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: There are fewer GPUs than ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

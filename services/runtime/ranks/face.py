@@ -61,9 +61,9 @@ class Face:
         """Prepares.
 
         Args:
-            role: of the service.
-            peers: channels to ranks 1, 2, ...
-            on_divergence: told why the ranks can no longer work together.
+            role: Of the service.
+            peers: Channels to ranks 1, 2, ...
+            on_divergence: Told why the ranks can no longer work together.
         """
         self._role = role
         self._peers = tuple(peers)
@@ -80,9 +80,9 @@ class Face:
         """Has every rank do the work of a request.
 
         Args:
-            request: passed on as it is.
-            work: this rank's own part.
-            on_event: is handed what the other ranks tell ahead of their answers; what it raises
+            request: Passed on as it is.
+            work: This rank's own part.
+            on_event: Is handed what the other ranks tell ahead of their answers; what it raises
                 fails the call.
 
         The work goes on when the caller's deadline has passed: were each rank to end at a moment of
@@ -92,7 +92,7 @@ class Face:
             The answers by rank.
 
         Raises:
-            RolemeshError: of the first rank that failed; a peer's names the rank.
+            RolemeshError: Of the first rank that failed; a peer's names the rank.
             UnavailableError: RANKS_DIVERGED: since an earlier call the ranks do not fit together.
         """
         async with self._turn:
@@ -126,12 +126,12 @@ class Face:
         """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
 
         Args:
-            path: full name of the method.
-            request: the same for each.
+            path: Full name of the method.
+            request: The same for each.
             timeout_s: None takes the method's deadline.
 
         Raises:
-            RolemeshError: of the first rank that failed; names the rank.
+            RolemeshError: Of the first rank that failed; names the rank.
         """
         return list(
             await asyncio.gather(
@@ -146,7 +146,7 @@ class Face:
         """Has every other rank give up its work and forget the run, as the face itself does.
 
         Raises:
-            RolemeshError: a rank cannot, which is a divergence.
+            RolemeshError: A rank cannot, which is a divergence.
         """
         try:
             with _without_deadline():

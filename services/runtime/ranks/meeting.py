@@ -35,9 +35,9 @@ class Meeting:
         """Joins.
 
         Args:
-            path: file that all ranks were given.
-            rank: this one.
-            world_size: how many there are.
+            path: File that all ranks were given.
+            rank: This one.
+            world_size: How many there are.
         """
         self._rank = rank
         self._world_size = world_size
@@ -54,7 +54,7 @@ class Meeting:
             host:port by rank.
 
         Raises:
-            RuntimeError: a rank did not come within MEET_TIMEOUT_S.
+            RuntimeError: A rank did not come within MEET_TIMEOUT_S.
         """
         self._store.set(f"address/{self._rank}", address)
         return [self._store.get(f"address/{rank}").decode() for rank in range(self._world_size)]

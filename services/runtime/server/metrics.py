@@ -77,9 +77,9 @@ class ServiceMetrics:
         """Counts a request to an outside reward; from any thread.
 
         Args:
-            name: of the reward.
+            name: Of the reward.
             outcome: "ok", or the class of the error.
-            seconds: since it was sent.
+            seconds: Since it was sent.
         """
         labels = {**self._labels, "reward": name, "outcome": outcome}
         self._reward_seconds.labels(**labels).observe(seconds)

@@ -76,7 +76,7 @@ class Operation:
         Each caller gets every event once and in order, whether it came first or long after.
 
         Args:
-            interval_s: after a silence of this long, None: a sign of life is due.
+            interval_s: After a silence of this long, None: a sign of life is due.
         """
         task, sent = task_of(self), 0
         while True:
@@ -106,7 +106,7 @@ def identity_of(key: operation_pb2.OperationKey) -> Identity:
     """The identity of a key.
 
     Raises:
-        InvalidRequestError: a field of the key is out of range.
+        InvalidRequestError: A field of the key is out of range.
     """
     problem = None
     if not 1 <= len(key.run_id) <= MAX_RUN_ID_CHARACTERS:
@@ -146,7 +146,7 @@ class OperationLedger:
         """Refuses a key of an older coordinator; remembers a newer one.
 
         Raises:
-            InvalidRequestError: the key itself is malformed.
+            InvalidRequestError: The key itself is malformed.
             PreconditionError: STALE_EPOCH.
         """
         identity = identity_of(key)
@@ -181,9 +181,9 @@ class OperationLedger:
         """The running or answered operation of that identity.
 
         Args:
-            identity: of the key.
-            method: full method name.
-            request: what is asked for.
+            identity: Of the key.
+            method: Full method name.
+            request: What is asked for.
             payload: bytes that came with the request.
 
         Raises:

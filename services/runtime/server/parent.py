@@ -24,9 +24,9 @@ def follow_parent(parent_pid: int, grace_s: float, before_exit: Callable[[], Non
     while the loop is blocked.
 
     Args:
-        parent_pid: process to follow; already gone counts as gone.
-        grace_s: how long the drain may take.
-        before_exit: frees what must not be left behind when the drain took too long.
+        parent_pid: Process to follow; already gone counts as gone.
+        grace_s: How long the drain may take.
+        before_exit: Frees what must not be left behind when the drain took too long.
     """
 
     def watch() -> None:

@@ -35,9 +35,9 @@ def completion(kind: Kind, draw: random.Random, *, held_out: bool) -> str:
     """Draws a completion of the kind.
 
     Args:
-        kind: which of KINDS.
-        draw: decides whatever the kind leaves open.
-        held_out: draw from words and numbers that are never drawn otherwise.
+        kind: Which of KINDS.
+        draw: Decides whatever the kind leaves open.
+        held_out: Draw from words and numbers that are never drawn otherwise.
 
     Returns:
         Text to follow a prompt that ends with an equals sign.

@@ -101,20 +101,20 @@ def write_judge(
     The same arguments give the same weights on one machine, for one number of threads.
 
     Args:
-        directory: target; left alone when it holds a judge already.
-        model: folder of the language model whose first layers the judge starts from.
-        seed: of the head's first weights and of every draw.
+        directory: Target; left alone when it holds a judge already.
+        model: Folder of the language model whose first layers the judge starts from.
+        seed: Of the head's first weights and of every draw.
         training: None takes the tested setting.
-        report: gets a line of text now and then.
+        report: Gets a line of text now and then.
 
     Returns:
         Share of held-out completions judged right, by kind; None when the folder was there.
 
     Raises:
-        ModelFolderError: the model's folder is missing or not whole.
-        ValueError: the model has fewer layers, or some kind is judged worse than
+        ModelFolderError: The model's folder is missing or not whole.
+        ValueError: The model has fewer layers, or some kind is judged worse than
             training.min_accuracy; nothing is written.
-        FolderExistsError: the target exists and holds something else.
+        FolderExistsError: The target exists and holds something else.
     """
     directory, model = Path(directory), Path(model)
     training = training or JudgeTraining()
@@ -222,10 +222,10 @@ def accuracy_by_kind(
     """Examines a judge on completions with words and numbers that it was not trained on.
 
     Args:
-        classifier: the judge.
-        prompts: rendered prompts to put before the completions.
-        draws: completions of each kind.
-        seed: of the draws.
+        classifier: The judge.
+        prompts: Rendered prompts to put before the completions.
+        draws: Completions of each kind.
+        seed: Of the draws.
 
     Returns:
         Share of completions on the right side of THRESHOLD, by kind.

@@ -48,14 +48,14 @@ def write_smollm2(directory: Path) -> bool:
     """Dequantizes the packaged model into a folder.
 
     Args:
-        directory: target; left alone when it holds the model already.
+        directory: Target; left alone when it holds the model already.
 
     Returns:
         True when the folder was written, False when it was there.
 
     Raises:
-        ModelPackageMissingError: the package is not installed.
-        FolderExistsError: the target exists and holds something else.
+        ModelPackageMissingError: The package is not installed.
+        FolderExistsError: The target exists and holds something else.
     """
     directory = Path(directory)
     if is_written(directory):

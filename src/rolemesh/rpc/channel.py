@@ -145,11 +145,11 @@ def open_channel(
 
     Args:
         address: "host:port".
-        traffic: counters to add to, e.g. one for all channels of a process; None makes fresh ones.
-        retries: whether gRPC repeats idempotent calls by itself; not where the caller does.
+        traffic: Counters to add to, e.g. one for all channels of a process; None makes fresh ones.
+        retries: Whether gRPC repeats idempotent calls by itself; not where the caller does.
 
     Raises:
-        ValueError: the address is not "host:port".
+        ValueError: The address is not "host:port".
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:

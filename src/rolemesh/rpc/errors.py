@@ -215,8 +215,8 @@ def to_status(error: RolemeshError, metadata: Mapping[str, str] | None = None) -
     """The wire form: google.rpc.Status with an ErrorInfo, and a DebugInfo with the traceback.
 
     Args:
-        error: what to send.
-        metadata: more dynamic values, e.g. the sender's role and rank; they win over the error's.
+        error: What to send.
+        metadata: More dynamic values, e.g. the sender's role and rank; they win over the error's.
     """
     message = error.message
     if len(message) > MAX_MESSAGE_CHARACTERS:
@@ -268,9 +268,9 @@ def from_rpc_error(
     """The RolemeshError behind whatever a call raised.
 
     Args:
-        error: a grpc.RpcError, or a RolemeshError, which is returned as it is.
-        address: the peer, for the message.
-        method: full name of the method, for the message.
+        error: A grpc.RpcError, or a RolemeshError, which is returned as it is.
+        address: The peer, for the message.
+        method: Full name of the method, for the message.
     """
     if isinstance(error, RolemeshError):
         return error

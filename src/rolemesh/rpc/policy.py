@@ -42,10 +42,10 @@ def method_policy(full_method: str) -> Policy:
     """The policy of a rolemesh method.
 
     Args:
-        full_method: as gRPC spells it, e.g. "/rolemesh.v1.WorkerService/GetStatus".
+        full_method: As gRPC spells it, e.g. "/rolemesh.v1.WorkerService/GetStatus".
 
     Raises:
-        ValueError: no such method, or its proto lacks a policy.
+        ValueError: No such method, or its proto lacks a policy.
     """
     policy = method_policies().get(full_method)
     if policy is None:

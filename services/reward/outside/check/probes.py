@@ -68,11 +68,11 @@ class Prober:
         """Sends nothing yet.
 
         Args:
-            reward: to try; it must not try again by itself, nor remember.
-            rows: to send, at least one.
-            at_once: requests that it has to bear at once.
-            malformed: sends what is no request; None: there is no such thing here.
-            is_keyed: requests have keys by rows and step, by which a service may know them again:
+            reward: To try; it must not try again by itself, nor remember.
+            rows: To send, at least one.
+            at_once: Requests that it has to bear at once.
+            malformed: Sends what is no request; None: there is no such thing here.
+            is_keyed: Requests have keys by rows and step, by which a service may know them again:
                 each call then is of a step of its own.
         """
         self._reward = reward

@@ -58,7 +58,7 @@ def read_rows(path: Path) -> list[RewardRow]:
     """Rows of a JSONL file: prompt and completion as text, maybe answer; the rest is metadata.
 
     Raises:
-        CheckInputError: it cannot be read; names the line.
+        CheckInputError: It cannot be read; names the line.
     """
     try:
         lines = path.read_text().splitlines()

@@ -25,13 +25,13 @@ def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[
     """The list of numbers that a value is.
 
     Args:
-        value: a list or tuple, or a tensor or array of one dimension; its numbers may be 0-d.
-        num_rows: how many there must be.
-        what: in messages, e.g. "the function's list".
-        may_be_none: whether None (does not apply to this row) is allowed.
+        value: A list or tuple, or a tensor or array of one dimension; its numbers may be 0-d.
+        num_rows: How many there must be.
+        what: In messages, e.g. "the function's list".
+        may_be_none: Whether None (does not apply to this row) is allowed.
 
     Raises:
-        FunctionFaultError: it is no such list, names row and value.
+        FunctionFaultError: It is no such list, names row and value.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -86,7 +86,7 @@ def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, f
     needed, each a list or tensor; older files give the rewards alone. Metrics are means over rows.
 
     Raises:
-        FunctionFaultError: it is something else.
+        FunctionFaultError: It is something else.
     """
     if not isinstance(value, Mapping):
         return numbers(value, num_rows, "what the function gave", may_be_none=False), {}

@@ -172,7 +172,7 @@ def form_of(function: Any, form: str) -> Form:
     """The form of a function: the one that is asked for, or "auto" by its parameters' names.
 
     Raises:
-        FunctionFaultError: it cannot be called, or the names do not tell.
+        FunctionFaultError: It cannot be called, or the names do not tell.
     """
     if not callable(function):
         raise FunctionFaultError(f"a {type(function).__name__}", "name a function")

@@ -24,7 +24,7 @@ def encode(message: dict[str, Any], max_bytes: int) -> bytes:
     """The message as a frame.
 
     Raises:
-        ValueError: it takes more than `max_bytes`, or holds what JSON cannot, such as NaN.
+        ValueError: It takes more than `max_bytes`, or holds what JSON cannot, such as NaN.
     """
     try:
         body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
@@ -47,7 +47,7 @@ def decode(body: bytes) -> dict[str, Any]:
     """The object of a frame.
 
     Raises:
-        ValueError: it is no JSON object, or holds NaN or an infinity.
+        ValueError: It is no JSON object, or holds NaN or an infinity.
     """
     try:
         message = json.loads(body, parse_constant=_refuse_constant)

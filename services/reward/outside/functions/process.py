@@ -127,7 +127,7 @@ class FunctionProcess:
             the form in which the function is called: "trl" or "openrlhf".
 
         Raises:
-            FunctionFailedError: it cannot be imported or called.
+            FunctionFailedError: It cannot be imported or called.
         """
         ours, printed = self._spawn()
         self._output = asyncio.create_task(self._read_output(printed))
@@ -152,7 +152,7 @@ class FunctionProcess:
         """Judges rows, each with prompt, completion, completion_ids, answer and metadata.
 
         Raises:
-            FunctionFailedError: the function gave no rewards.
+            FunctionFailedError: The function gave no rewards.
         """
         message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s}
         self._printed, self._tail = 0, b""

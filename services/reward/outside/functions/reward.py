@@ -40,9 +40,9 @@ class FunctionReward(OutsideReward):
         """Starts nothing yet.
 
         Args:
-            name: of the reward, for metrics.
-            spec: which function, and what it may use.
-            observer: is told of each call.
+            name: Of the reward, for metrics.
+            spec: Which function, and what it may use.
+            observer: Is told of each call.
         """
         self._name = name
         self._spec = spec

@@ -78,8 +78,8 @@ def load(name: str, form: str) -> forms.Form:
     neighbours and shadows nothing.
 
     Raises:
-        UserCodeError: it cannot be imported.
-        FunctionFaultError: it cannot be called.
+        UserCodeError: It cannot be imported.
+        FunctionFaultError: It cannot be called.
     """
     place, _, _ = name.rpartition(":")
     if place.endswith(".py"):
