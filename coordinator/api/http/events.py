@@ -1,7 +1,7 @@
 """The events of a run as server-sent events (WHATWG HTML, section 9.2).
 
-An event's `id` is that of the store, so whoever comes back with the last one misses none and gets
-none twice, whichever coordinator answers.
+The `id` of an event is that of the store. A reader that comes back with its last id therefore gets
+every later event once, from any coordinator on the store.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MAX_STREAMS = 100
 """Streams that are open at once; one more is refused."""
 
 FIRST_ANSWER_S = 0.5
-"""How long a stream waits for its first event, which may be an error, before it begins."""
+"""How long a stream waits for its first event before it begins: the first may be an error."""
 
 END_S = 4.0
-"""How long it waits so where the run has ended: its end, with events or without, is to come."""
+"""The same for a run that has ended: the end of its stream is about to come."""
 
 RETRY_MS = 1000
-"""What a browser is told to wait before it comes back."""
+"""Pause that a browser is told to make before it connects again."""
 
 EVENT_STREAM_TYPE = "text/event-stream"
 
@@ -87,15 +87,15 @@ class EventStreams:
         *,
         has_ended: bool,
     ) -> Response:
-        """The answer that sends events; 204 when there will be none, so that nobody comes back.
+        """The answer that sends events; 204 if there will be none, so that the reader stays away.
 
         Args:
-            events: What to send.
-            request_id: Of the request.
-            has_ended: Whether the run has.
+            events: The events to send.
+            request_id: Id of the request.
+            has_ended: Whether the run has ended.
 
         Raises:
-            RolemeshError: What the first event turned out to be.
+            RolemeshError: Reading the first event failed with it.
         """
         if self._num_open >= MAX_STREAMS:
             raise CapacityError(
@@ -118,7 +118,7 @@ class EventStreams:
         return Response(status_code=204)
 
     async def send(self, reading: _Reading, request_id: str, receive: Receive, send: Send) -> None:
-        """Sends the body of a stream until its end, the reader's, or the coordinator's."""
+        """Sends the body of a stream until the stream, the reader or the coordinator ends."""
         sending = asyncio.create_task(self._send_events(reading, request_id, send))
         ends = (
             sending,
@@ -136,7 +136,7 @@ class EventStreams:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def release(self, reading: _Reading) -> None:
-        """Closes what a stream read from, and makes room for another one."""
+        """Closes the source of a stream, and makes room for another stream."""
         self._num_open -= 1
         self._metrics.event_streams.set(self._num_open)
         await reading.close()

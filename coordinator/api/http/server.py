@@ -17,7 +17,7 @@ STOP_S = 5.0
 """How long requests in progress may take when the server stops."""
 
 STUCK_READER_S = 60.0
-"""After that, a connection whose other end takes nothing is given up."""
+"""A connection whose other end reads nothing for this long is closed."""
 
 
 class _Server(uvicorn.Server):
@@ -43,7 +43,7 @@ class HttpServer:
         self._streams.close()
         self._server.should_exit = True
         await self._serving
-        # Those that never took their answer would keep their sockets until the process ends.
+        # Clients that never read their answer would keep their sockets until the process ends.
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
@@ -54,10 +54,10 @@ async def serve_http(
     """Starts serving an app of make_app on the running loop.
 
     Args:
-        app: Of make_app.
+        app: An app made by make_app.
         host: Name or address to bind; of loopback, when the app asks for no token.
         port: Port to bind; 0 takes a free one.
-        stuck_reader_s: After that, a connection whose other end takes nothing is given up.
+        stuck_reader_s: A connection whose other end reads nothing for this long is closed.
 
     Returns:
         The started server, and its port.
@@ -70,7 +70,7 @@ async def serve_http(
     server = _Server(
         uvicorn.Config(
             app,
-            # Whichever else is installed, the same bytes are answered.
+            # The answer must not depend on which other packages are installed.
             http="h11",
             ws="none",
             lifespan="off",
@@ -104,8 +104,8 @@ def _bind(host: str, port: int, stuck_reader_s: float, *, needs_loopback: bool) 
             )
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit both from the socket that they are accepted on: a peer that is gone
-        # or reads nothing ends like one that hung up, and with it all that it held here.
+        # Connections inherit both settings from the listening socket. The connection of a peer that
+        # is gone, or reads nothing, then ends, and all that it held here is freed.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(
