@@ -40,7 +40,7 @@ from rolemesh.v1 import (
 )
 
 EPOCH = 2
-"""Of the suite's run: there is an older one to be refused."""
+"""Epoch of the suite's run. It is not the first one, so that an older one can be refused."""
 
 RUN_SEED = 7
 
@@ -50,15 +50,15 @@ SAMPLING = rollout_pb2.Sampling(
 NUM_PROMPTS = 3
 
 MAX_MESSAGES = 2_000
-"""No stream of the suite's own calls has so many: one that has does not end."""
+"""Most messages of one stream. A stream with more counts as endless."""
 
 INITIALIZE_PATIENCE = 10
-"""Initialize loads models: it may take so many times longer than another call."""
+"""Factor on the deadline of Initialize, which loads models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refusal that the contract names, and the one that came."""
+    """A refusal that the contract names, and the one that the server gave."""
 
     sent: str
     reason: str
@@ -84,24 +84,24 @@ class Subject:
         self.role = role
         self.run_id = run_id
         self.spec = spec
-        """Of Initialize."""
+        """Spec for Initialize."""
         self.producer = producer
         self.timeout_s = timeout_s
         self.capabilities: worker_pb2.GetCapabilitiesResponse | None = None
         """None where the server has no WorkerService."""
         self.capabilities_error: RolemeshError | None = None
-        """Why there are none, where it has WorkerService and failed."""
+        """Why there are none, if the server has WorkerService but failed."""
         self.is_held = False
         """Whether the suite's run may hold the server."""
         self.refusals: list[Refusal] = []
-        """What was refused as it should be; whether it was said why is judged at the end."""
+        """Requests that were refused as they should be; their reasons are judged at the end."""
         self._sequence = 0
         self._usual: list[Any] = []
         self._ordinary: experience_pb2.ExperienceRef | None = None
         self.initialize_key = self.key("compliance.initialize", step=0)
         self.initialized: worker_pb2.InitializeResult | None = None
         self.channel: MeshChannel = open_channel(address, traffic=ChannelTraffic())
-        # Without our rules: a call can go out without a deadline, and a payload as raw bytes.
+        # A plain channel without our rules: calls may have no deadline, and payloads are raw bytes.
         self.bare = grpc.aio.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.experience = experience_pb2_grpc.ExperienceServiceStub(self.channel)
@@ -113,7 +113,7 @@ class Subject:
         self.weights = weights_pb2_grpc.WeightsServiceStub(self.channel)
 
     async def close(self) -> None:
-        """Lets the channels go."""
+        """Closes the channels."""
         await self.channel.close()
         await self.bare.close()
 
@@ -129,14 +129,14 @@ class Subject:
         return "costs" if self.role == "cost" else "rewards"
 
     def serves(self, service: str) -> bool:
-        """Whether it says so, e.g. "LogprobService"."""
+        """Whether the server says that it serves this, e.g. "LogprobService"."""
         known = self.capabilities
         return known is not None and f"rolemesh.v1.{service}" in known.services
 
     def key(
         self, operation: str = "compliance.call", *, step: int = 1, epoch: int = EPOCH
     ) -> operation_pb2.OperationKey:
-        """A key that was not used before."""
+        """Makes a key that was not used before."""
         self._sequence += 1
         return operation_pb2.OperationKey(
             run_id=self.run_id,
@@ -152,7 +152,7 @@ class Subject:
         key: operation_pb2.OperationKey | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Initialize with the spec, and some more fields."""
+        """Calls Initialize with the spec and further fields."""
         request = worker_pb2.InitializeRequest(
             key=self.initialize_key if key is None else key,
             spec=json_format.ParseDict({**self.spec, **(more or {})}, struct_pb2.Struct()),
@@ -172,10 +172,10 @@ class Subject:
         """ComputeReward, ComputeLogprobs, ComputeValues or Generate.
 
         Args:
-            key: Of the operation.
-            samples: What to judge; None: the ordinary ones.
-            experience: The same by reference, for a service that pulls; None: the samples are
-                served.
+            key: Key of the operation.
+            samples: Trajectories to judge; None: the ordinary ones.
+            experience: The same by reference, for a service that pulls; None: the suite serves the
+                samples.
         """
         if self.role in ("rollout", "actor"):
             return self.generate(key)
@@ -198,7 +198,7 @@ class Subject:
         return self.logprobs(key, ref)
 
     def _reference(self, samples: Sequence[Sample] | None) -> experience_pb2.ExperienceRef:
-        """Samples by reference; the ordinary ones by the same each time, as a repeat needs it."""
+        """Samples by reference. The ordinary ones keep one reference, since a repeat needs it."""
         if samples is not None:
             return self.producer.serve(samples, self.run_id)
         if self._ordinary is None:
@@ -213,7 +213,7 @@ class Subject:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> Any:
-        """ComputeLogprobs into the column "scores"."""
+        """Calls ComputeLogprobs with "scores" as the name of the column."""
         request = logprob_pb2.ComputeLogprobsRequest(
             key=key,
             experience=ref,
@@ -233,7 +233,7 @@ class Subject:
         block_rows: int = 0,
         **sampling: Any,
     ) -> Any:
-        """Generate, with some fields of the sampling changed."""
+        """Calls Generate with some fields of the sampling changed."""
         chosen = rollout_pb2.Sampling()
         chosen.CopyFrom(SAMPLING)
         for name, value in sampling.items():
@@ -269,14 +269,14 @@ class Subject:
         """Returns the refusal that a call has to get.
 
         Args:
-            answer: Of the call; events_of a stream.
-            sent: What was asked, for people.
-            codes: Status codes of which one has to come.
-            reason: Of the ErrorInfo, judged at the end by one check.
+            answer: Answer of the call; events_of for a stream.
+            sent: The request, described for people.
+            codes: Status codes, of which the refusal must have one.
+            reason: Reason of the ErrorInfo, which one check judges at the end.
             why: What the server has to do, for people.
 
         Raises:
-            BrokenContractError: It was answered, or refused with another code.
+            BrokenContractError: The server answered, or refused with another code.
         """
         try:
             came = await answer
@@ -294,7 +294,7 @@ class Subject:
         )
 
     async def rows(self, ref: experience_pb2.ExperienceRef, columns: Sequence[str] = ()) -> Columns:
-        """Columns of a reference, fetched from whoever holds them; none means all."""
+        """Fetches columns of a reference from their holders; without names, all columns."""
         return await self.producer.fetch(ref, columns, self.timeout_s)
 
     def schema(self) -> Mapping[str, Any]:
@@ -323,7 +323,7 @@ async def events_of(call: Any) -> list[Any]:
 
 
 def result_in(events: Sequence[Any], sent: str) -> Message:
-    """The result among the messages of a stream, wherever it stands.
+    """Returns the result among the messages of a stream, at any place.
 
     Raises:
         BrokenContractError: There is none.
@@ -356,13 +356,13 @@ def experience_in(result: Message, sent: str) -> experience_pb2.ExperienceRef:
 
 
 def need(service: str, subject: Subject) -> None:
-    """Skips the check where the server has no such service."""
+    """Skips the check if the server has no such service."""
     if not subject.serves(service):
         raise NotApplicableError(f"the server has no {service}")
 
 
 def expect(holds: bool, *, sent: str, came: Callable[[], str] | str, remedy: str) -> None:
-    """Raises BrokenContractError unless it holds; `came` may be costly to say."""
+    """Raises BrokenContractError unless it holds. `came` is called only then: it may be costly."""
     if not holds:
         raise BrokenContractError(
             sent=sent, came=came if isinstance(came, str) else came(), remedy=remedy

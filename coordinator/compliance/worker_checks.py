@@ -57,7 +57,7 @@ def _known(subject: Subject) -> worker_pb2.GetCapabilitiesResponse:
     phase=Phase.BEFORE,
 )
 async def served(subject: Subject) -> None:
-    """Without it the coordinator cannot give the server its part of a run."""
+    """Without WorkerService the coordinator cannot give the server its part of a run."""
     if subject.capabilities_error is not None:
         raise subject.capabilities_error
     if subject.role in REWARD_ROLES:
@@ -77,7 +77,7 @@ async def served(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def role(subject: Subject) -> None:
-    """The coordinator refuses another one."""
+    """The coordinator refuses a server of another role."""
     known = _known(subject)
     expect(
         known.role == subject.role,
@@ -94,7 +94,7 @@ async def role(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def services(subject: Subject) -> None:
-    """The same list that the coordinator goes by."""
+    """The coordinator uses this list of services."""
     known = _known(subject)
     missing = sorted(set(REQUIRED_SERVICES[subject.role]) - set(known.services))
     expect(
@@ -113,7 +113,7 @@ async def services(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def capabilities(subject: Subject) -> None:
-    """Numbers that callers reckon with."""
+    """Callers rely on these numbers."""
     known = _known(subject)
     problems = []
     if known.world_size < 1 or not 0 <= known.rank < known.world_size:
@@ -165,9 +165,9 @@ async def references(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def idle(subject: Subject) -> None:
-    """Before Initialize."""
+    """Looks at the state before Initialize."""
     status = await _status(subject)
-    # After an Initialize that failed before the suite came, a service may still say so.
+    # A service may still report an Initialize that failed before the suite came.
     fine = (worker_pb2.WORKER_STATE_IDLE, worker_pb2.WORKER_STATE_FAILED)
     expect(
         status.state in fine and not status.run_id,
@@ -189,7 +189,7 @@ def _told(status: worker_pb2.GetStatusResponse) -> str:
     serves=Serves.RUNS,
 )
 async def not_initialized(subject: Subject) -> None:
-    """Work of a run that the service does not hold."""
+    """Asks for work of a run that the service does not hold."""
     await subject.refused(
         events_of(subject.work(subject.key())),
         "work before Initialize",
@@ -208,7 +208,7 @@ async def not_initialized(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def spec_invalid(subject: Subject) -> None:
-    """A recipe with a typing error ends with the field's name, not with a model half loaded."""
+    """A misspelt field of a recipe gives an error with its name, not a half-loaded model."""
     if not subject.schema():
         raise NotApplicableError("the server takes no spec: spec_schema_json is empty")
     sent = f"Initialize with the unknown field {UNKNOWN_FIELD!r}"
@@ -238,7 +238,7 @@ async def spec_invalid(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def initialize(subject: Subject) -> None:
-    """The run takes the service. What follows needs it."""
+    """The suite's run takes the service. All later checks need it."""
     given = "the spec of --spec" if subject.spec else "an empty spec, since there is no --spec"
     try:
         events = await events_of(subject.initialize())
@@ -280,7 +280,7 @@ async def initialize_replay(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def ready(subject: Subject) -> None:
-    """After Initialize."""
+    """Looks at the state after Initialize."""
     status = await _status(subject)
     expect(
         status.state == worker_pb2.WORKER_STATE_READY and status.run_id == subject.run_id,
@@ -298,7 +298,7 @@ async def ready(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def stale_epoch(subject: Subject) -> None:
-    """Two coordinators of one run must not both be heard."""
+    """Of two coordinators of one run, the service must refuse the older."""
     await subject.refused(
         events_of(subject.work(subject.key(epoch=EPOCH - 1))),
         f"work of epoch {EPOCH - 1} after epoch {EPOCH} has spoken",
@@ -316,7 +316,7 @@ async def stale_epoch(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def held(subject: Subject) -> None:
-    """One service, one run."""
+    """A service takes part in one run at a time."""
     key = operation_pb2.OperationKey(
         run_id=f"{subject.run_id}-other", fencing_epoch=1, operation="compliance.initialize"
     )
@@ -337,7 +337,7 @@ async def held(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def sleep(subject: Subject) -> None:
-    """Asked only of roles that share a device."""
+    """Only roles that share a device are asked to sleep."""
     key = subject.key("compliance.sleep")
     await subject.worker.Sleep(worker_pb2.SleepRequest(key=key), timeout=subject.timeout_s)
     try:
@@ -363,7 +363,7 @@ async def sleep(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def drain_of_others(subject: Subject) -> None:
-    """Nobody else ends the hold of a run."""
+    """Only the run itself can end its hold of the service."""
     for run_id, epoch, reason in (
         (subject.run_id, EPOCH - 1, "STALE_EPOCH"),
         (f"{subject.run_id}-other", 1, "RUN_MISMATCH"),
