@@ -1,4 +1,4 @@
-"""A loop beside that of the service, on which outside rewards are asked."""
+"""An event loop for outside rewards, beside the loop of the service."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 JOIN_S = 5.0
-"""What is cancelled when the loop closes may take so long to end."""
+"""Longest wait for cancelled tasks when the loop closes."""
 
 
 class LoopThread:
-    """Runs coroutines on a loop and a thread of its own.
+    """Runs coroutines on its own loop in its own thread.
 
-    Encoding and decoding the texts of a batch there keeps them off the service's loop, which has to
-    answer. The thread is a daemon, and begins with the first coroutine.
+    Texts of a batch are encoded and decoded there, so that the service's loop stays free to answer.
+    The thread is a daemon, and begins with the first coroutine.
 
     Invariant: after `close` none of its tasks runs.
     """
