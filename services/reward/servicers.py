@@ -108,7 +108,7 @@ class RewardRole(ModelRole):
         )
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
-        """Serves rewards, training, weights and data; all but rewards refuse if it has no trainer."""
+        """Serves rewards, training, weights and data; without a trainer only rewards are served."""
         self._observer = runtime.metrics
         reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(

@@ -1,7 +1,7 @@
-"""Settings of one service process: where it listens, what it holds, whom it follows.
+"""Settings of one service process: address, layout, limits, and the process that it follows.
 
-Precedence: defaults < ROLEMESH_SERVICE__<FIELD> < command line flags. What a role computes is not
-set here but comes with Initialize.
+Precedence: defaults < ROLEMESH_SERVICE__<FIELD> < command line flags. Initialize, and not these
+settings, says what a role computes.
 """
 
 from __future__ import annotations

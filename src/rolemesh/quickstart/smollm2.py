@@ -48,7 +48,7 @@ def write_smollm2(directory: Path) -> bool:
     """Dequantizes the packaged model into a folder.
 
     Args:
-        directory: Target; left alone when it holds the model already.
+        directory: Target; not changed if it holds the model already.
 
     Returns:
         True when the folder was written, False when it was there.
@@ -61,7 +61,8 @@ def write_smollm2(directory: Path) -> bool:
     if is_written(directory):
         return False
     source = find_gguf()
-    # Not before: containers ask at each start whether the model is there, and this takes seconds.
+    # Imported late: containers check at each start whether the model is there, and these imports
+    # take seconds.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

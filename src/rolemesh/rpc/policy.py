@@ -1,6 +1,6 @@
 """Deadline and idempotency of every method, read from the descriptors.
 
-The protos are the one table: `option (rolemesh.v1.policy)` on each RPC. Nothing is repeated here.
+The protos are the only table: `option (rolemesh.v1.policy)` on each RPC.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Idempotency(enum.Enum):
     """Whether and how a call may be repeated."""
 
     IDEMPOTENT = operation_pb2.IDEMPOTENCY_IDEMPOTENT
-    """Reads, or sets to a value: repeat at will."""
+    """The call reads, or sets a value: it may be repeated at any time."""
     KEYED = operation_pb2.IDEMPOTENCY_KEYED
     """A repeat with the same OperationKey returns the first answer."""
 
