@@ -75,9 +75,9 @@ def check_exposure(host: str, token: str | None) -> None:
     """
     if token is None and not is_loopback(host):
         raise ValueError(
-            f"host is {host!r}, which others can reach, and there is no token: whoever can reach a "
-            f"coordinator can start programs here. Set {TOKEN_VARIABLE} or give a token file, or "
-            "listen on 127.0.0.1"
+            f"host is {host!r}, which others can reach, and there is no token: a machine that can "
+            f"reach a coordinator can start programs here. Set {TOKEN_VARIABLE}, or give a token "
+            "file, or listen on 127.0.0.1"
         )
 
 

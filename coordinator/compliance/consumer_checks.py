@@ -82,7 +82,7 @@ async def peer_unreachable(subject: Subject) -> None:
             shard.address = NOBODY
     await subject.refused(
         events_of(consume(subject, ref)),
-        f"an experience at {NOBODY}, where nobody listens",
+        f"an experience at {NOBODY}, where no server listens",
         (grpc.StatusCode.UNAVAILABLE,),
         "PEER_UNREACHABLE",
         "pass the failure of the fetch on",

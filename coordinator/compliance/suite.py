@@ -169,7 +169,7 @@ async def _meet(subject: Subject) -> None:
             await subject.channel.channel_ready()
     except TimeoutError as error:
         raise SuiteInputError(
-            f"nobody answers at {subject.address} within {subject.timeout_s:g} s: start the "
+            f"no server answers at {subject.address} within {subject.timeout_s:g} s: start the "
             "server, or correct the address"
         ) from error
     request = worker_pb2.GetCapabilitiesRequest()

@@ -269,7 +269,7 @@ async def initialize_replay(subject: Subject) -> None:
         again == first,
         sent="Initialize again, with the same key and spec",
         came=f"{shorten(again)} instead of {shorten(first)}",
-        remedy="keep the answer of each key, and return it to whoever repeats it",
+        remedy="keep the answer of each key, and return it to every repeat",
     )
 
 

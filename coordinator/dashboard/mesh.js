@@ -113,5 +113,5 @@ function fillRow(line, row) {
   const isHeld = row.left > 0;
   setText(lease, isHeld ? leaseOf(row.left) : "lost");
   lease.className = isHeld ? "lease held" : "lease lost";
-  lease.title = isHeld ? "healthy: the lease holds for that long unless it is renewed" : "nobody has renewed the lease";
+  lease.title = isHeld ? "healthy: the lease holds for that long unless it is renewed" : "the lease was not renewed";
 }

@@ -247,7 +247,7 @@ class StateStore(ABC):
     """Everything that outlives a call, a step, or the coordinator.
 
     Invariant: after `next_epoch` returned n, every write with an epoch below n is refused with
-    StaleEpochError, whoever makes it. Entry ids are opaque, and "" stands for the beginning.
+    StaleEpochError, from every caller. Entry ids are opaque, and "" stands for the beginning.
 
     Owner: one asyncio loop; methods may be called concurrently on it.
     """

@@ -54,7 +54,7 @@ _DESCRIPTIONS: Mapping[int, str] = {
     410: "Events after that one are no longer kept: read the run and begin anew.",
     413: "The body is larger than 1 MiB.",
     429: "As many are at work as there may be: try again later.",
-    500: "The coordinator failed in a way that nobody foresaw: its log has the request id.",
+    500: "The coordinator failed unexpectedly: its log has the request id.",
     503: "The store does not answer: try again later.",
 }
 

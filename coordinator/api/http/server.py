@@ -99,8 +99,8 @@ def _bind(host: str, port: int, stuck_reader_s: float, *, needs_loopback: bool) 
         )[0]
         if needs_loopback and not is_loopback(str(address[0])):
             raise ValueError(
-                f"host {host} can be reached from elsewhere, and without a token everybody could "
-                "start and stop runs: configure a token, or bind to 127.0.0.1"
+                f"host {host} can be reached from elsewhere, and without a token other "
+                "machines could start and stop runs: configure a token, or bind to 127.0.0.1"
             )
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

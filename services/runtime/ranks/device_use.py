@@ -129,7 +129,8 @@ class ServiceDevices:
     """The devices of all ranks of a service, for its face.
 
     A rank that computes may answer slowly, but the face must answer at once. So the face answers
-    with the last known use of the other ranks, and asks them in the background for the next answer. Owner: the loop.
+    with the last known use of the other ranks, and asks them in the background for the next time.
+    Owner: the loop.
     """
 
     def __init__(self, rank: int) -> None:

@@ -20,8 +20,8 @@ MEET_TIMEOUT_S = 300.0
 """Longest wait for a rank to start. It imports torch and vLLM first."""
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest wait inside one collective operation: another rank may be in a long forward pass. The agent
-notices the death of a rank much sooner."""
+"""Longest wait inside one collective operation: another rank may be in a long forward pass. The
+agent notices the death of a rank much sooner."""
 
 
 class Meeting:

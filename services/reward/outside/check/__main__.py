@@ -242,7 +242,7 @@ def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewar
     if not isinstance(spec, OutsideRewardSpec):
         raise CheckInputError(
             f"SOURCE {shown(text)} is a reward that the reward service computes itself: there is "
-            "nobody to call"
+            "no server or function to call"
         )
     changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
     if isinstance(spec, PythonRewardSpec):
