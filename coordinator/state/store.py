@@ -244,7 +244,7 @@ class StreamEntry:
 
 
 class StateStore(ABC):
-    """Everything that outlives a call, a step, or the coordinator.
+    """Keeps everything that outlives a call, a step, or the coordinator.
 
     Invariant: after `next_epoch` returned n, every write with an epoch below n is refused with
     StaleEpochError, from every caller. Entry ids are opaque, and "" stands for the beginning.
@@ -253,7 +253,7 @@ class StateStore(ABC):
     """
 
     url: str
-    """Where the store is, for messages to people."""
+    """URL of the store, for messages to people."""
 
     @abstractmethod
     async def ping(self) -> None:
@@ -261,7 +261,7 @@ class StateStore(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets connections go."""
+        """Closes the connections."""
 
     # --- registry ---
 
@@ -271,7 +271,7 @@ class StateStore(ABC):
 
     @abstractmethod
     async def remove_service(self, role: str, address: str) -> None:
-        """Takes a service out. An unknown one is ignored."""
+        """Removes a service. An unknown one is ignored."""
 
     @abstractmethod
     async def list_services(self) -> list[ServiceLease]:

@@ -21,7 +21,7 @@ from rolemesh.rpc.errors import CapacityError, RolemeshError
 from rolemesh.v1 import coordinator_pb2
 
 MAX_STREAMS = 100
-"""Streams that are open at once; one more is refused."""
+"""Most streams that are open at once; one more is refused."""
 
 FIRST_ANSWER_S = 0.5
 """How long a stream waits for its first event before it begins: the first may be an error."""
@@ -65,8 +65,8 @@ class EventStreams:
     """The open streams of an app.
 
     Owner: one asyncio loop. At most MAX_STREAMS are open; `close` ends them all, and none opens
-    afterwards. A reader that is gone, or whose stream is as old as it may get, leaves nothing
-    behind: the iterator of its events is closed before its request ends.
+    afterwards. When a reader is gone, or its stream has reached its lifetime, the iterator of its
+    events is closed before its request ends.
     """
 
     def __init__(self, metrics: RequestMetrics, *, heartbeat_s: float, lifetime_s: float) -> None:
@@ -77,7 +77,7 @@ class EventStreams:
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """Ends all streams; readers come back to the coordinator that follows."""
+        """Ends all streams; readers come back to the next coordinator."""
         self._closing.set()
 
     async def open(
@@ -150,7 +150,7 @@ class EventStreams:
             try:
                 event = reading.peek()
             except RolemeshError as error:
-                # The status is sent already.
+                # The status has been sent already.
                 await send(_body(_frame("problem", to_problem(error, request_id))))
                 return
             if event is None:
@@ -171,7 +171,7 @@ class _Reading:
         self._next = asyncio.ensure_future(anext(self._events, None))
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether the next event, the end or an error is there."""
+        """Waits at most so long; returns whether the next event, the end or an error has come."""
         done, _ = await asyncio.wait((self._next,), timeout=timeout_s)
         return bool(done)
 
