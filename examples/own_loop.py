@@ -43,7 +43,7 @@ def train(mesh: Mesh, num_steps: int) -> list[float]:
         curve.append(float(rewards.mean()))
         norm = update.report.metrics["grad_norm"]
         print(f"step {mesh.step}: reward {curve[-1]:.3f}, gradient {norm:.3f}")
-        mesh.release()  # services hold experience until they are told
+        mesh.release()  # services hold experience until this call
         mesh.begin_step()
     return curve
 

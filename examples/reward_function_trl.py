@@ -22,6 +22,6 @@ def accuracy(completions, answer, log_metric, **kwargs):
 
 
 async def brevity(completion_ids, trainer_state, **kwargs):
-    """1 for nothing said, less for every token; asks somebody else in the meantime."""
+    """1 for an empty completion, less for every token; it waits as if it asked another server."""
     await asyncio.sleep(0)
     return [1.0 / (1.0 + len(ids)) for ids in completion_ids]

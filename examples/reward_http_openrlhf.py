@@ -18,7 +18,7 @@ class RewardHandler(BaseHTTPRequestHandler):
     """POST {"query": [...], "prompts": [...], "labels": [...]} -> {"rewards": [...], ...}."""
 
     protocol_version = "HTTP/1.1"  # keeps connections open
-    disable_nagle_algorithm = True  # header and body leave at once, though written apart
+    disable_nagle_algorithm = True  # header and body are sent at once
 
     def do_POST(self):
         """Judges a batch."""

@@ -1,4 +1,4 @@
-"""Which function makes a step, and which roles it asks for."""
+"""Registry of algorithms: the function that makes a step, and the roles that it needs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the coordinator serves to others."""
+"""Interfaces of the coordinator for others: gRPC, REST and alerts."""

@@ -1,4 +1,4 @@
-"""What deserves an operator's attention, in plain words, from what a run has told so far.
+"""Alerts: rules that find, in what a run has reported, what an operator should look at.
 
 Pure functions over records, executed graphs and device use. A threshold is a named constant with
 its reason; a run that goes well gives no alert.
@@ -19,17 +19,17 @@ from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.v1 import coordinator_pb2
 
 RECENT_STEPS = 10
-"""Steps that a judgement of now stands on: one step's metrics are noise of one batch."""
+"""Newest steps that a rule looks at. One step alone would be the noise of one batch."""
 
 EARLIER_STEPS = 20
-"""Steps before those, which they are compared with."""
+"""Steps before the recent ones, with which a rule compares them."""
 
 RECENT_GRAPHS = 5
-"""Graphs that waiting is judged by: lengths of completions differ from step to step."""
+"""Newest graphs from which waiting is judged: completion lengths differ from step to step."""
 
 WAIT_SHARE = 0.5
-"""Share of time that a pool does nothing because of another role, from which on it is said: more
-than half of what the pool has is not used."""
+"""Share of time that a pool waits for another role, above which there is an alert: more than half
+of what the pool has is then unused."""
 
 KL_PER_TOKEN = 2.0
 """Nats. The policy's tokens are then exp(2), seven times, as likely as under the reference. Small
@@ -39,14 +39,15 @@ KL_GROWTH = 3.0
 """Factor over the steps before. A policy that has learned its task changes little in 20 steps."""
 
 KL_GROWTH_FROM = 0.5
-"""Nats a token: below, a factor of 3 is what every run does when it begins to learn."""
+"""Nats for each token. Below this, every run that begins to learn grows by a factor of 3."""
 
 ENTROPY_FLOOR = 0.01
 """Nats a token: the likeliest token has then more than 99.8 %, so that samples of a prompt are
 alike. Healthy runs with one-word answers end near 0.06."""
 
 ENTROPY_LEFT = 0.05
-"""Share of the entropy of the first steps: a policy that was born certain did not collapse."""
+"""Share of the entropy of the first steps. A policy with little entropy from the start did not
+collapse, so its entropy must also have fallen below this share."""
 
 REWARD_SPREAD = 1e-6
 """Deviation of rewards in a batch from which on they count as equal: rounding of float32 at 1."""
@@ -63,7 +64,7 @@ GRADIENT_GROWTH = 10.0
 """Factor over the median of the steps before; batches of healthy runs differ by less than 3."""
 
 CUT_SHARE = 0.3
-"""Share of completions that reach the length limit: their answers are judged half-said."""
+"""Share of completions that reach the length limit, so that incomplete answers are judged."""
 
 SAMPLER_DIFFERENCE = 0.1
 """Nats: mean distance of a token's log-prob under the weights that train from that under those that
@@ -73,16 +74,16 @@ IDLE_SHARE = 0.1
 """Share of time that an accelerator computes, below which it is called idle."""
 
 IDLE_SECONDS = 300.0
-"""Time that an accelerator is looked at before it is called idle: longer than a phase of a step."""
+"""Time over which an accelerator must be idle: longer than a phase of a step."""
 
 MEMORY_SHARE = 0.97
 """Of a device's memory. Samplers take 0.9 by design; above, the next longer batch fails."""
 
 SLOW_FACTOR = 2.0
-"""Of the median step before: lengths of completions alone seldom double a step."""
+"""Multiple of the median step before. Longer completions alone seldom double a step."""
 
 SLOW_STEPS = 3
-"""Steps in a row that must be slow: one is a checkpoint or an evaluation."""
+"""Steps in a row that must be slow: a single one may be a checkpoint or an evaluation."""
 
 HELD_OUT_ERRORS = 2.0
 """Standard errors of the difference by which a held-out score must have fallen: by chance alone one
@@ -116,7 +117,7 @@ class _Run:
         return statistics.fmean(values) if len(values) == EARLIER_STEPS else None
 
     def named(self, pattern: str) -> list[tuple[str, str]]:
-        """Metrics of the recent steps whose names match, with what the pattern's group took."""
+        """Names of recent metrics that match the pattern, each with the text of its group."""
         names = dict.fromkeys(name for record in self.records[-RECENT_STEPS:] for name in record)
         return [(name, m.group(1)) for name in names if (m := re.fullmatch(pattern, name))]
 
@@ -126,7 +127,7 @@ def alerts_of(
     graphs: Sequence[Sequence[Node]],
     devices: coordinator_pb2.GetDeviceUseResponse,
 ) -> list[coordinator_pb2.Alert]:
-    """Everything that deserves attention, the most pressing first.
+    """Returns all alerts, the most pressing first.
 
     Args:
         records: Lines of metrics.jsonl, newest last; 30 of them are enough for every rule but that
@@ -378,7 +379,7 @@ def _is_accelerator(device: str) -> bool:
 
 
 def _roles_wait(run: _Run) -> Iterator[coordinator_pb2.Alert]:
-    """Pools that do nothing while the critical path is with a role elsewhere."""
+    """Alerts of pools that wait while the critical path is with a role of another pool."""
     with_accelerator = {d.service for d in run.devices.devices if _is_accelerator(d.device)}
     total = 0.0
     waits: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -388,7 +389,7 @@ def _roles_wait(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         total += span_seconds(nodes)
         for node in nodes:
             roles[node.pool][role_of(node.role)] = None
-            # A reward function on a processor holds nothing that others could use.
+            # A reward function on a CPU holds no device that other roles could use.
             is_judge = role_of(node.role) in ("reward", "cost") and node.kind is not NodeKind.UPDATE
             is_worth[node.pool] |= not is_judge or node.role in with_accelerator
         for pool in {node.pool for node in nodes}:

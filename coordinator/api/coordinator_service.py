@@ -228,7 +228,7 @@ async def _refuse(context: _Context, error: RolemeshError) -> NoReturn:
 
 
 async def _answered(context: _Context, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
-    """The answer, or the status of the catalogue for what went wrong."""
+    """Returns the answer of the work; ends the call with a status of the catalogue if it fails."""
     try:
         _check_deadline(context)
         return await work()
@@ -237,7 +237,7 @@ async def _answered(context: _Context, work: Callable[[], Awaitable[_Answer]]) -
 
 
 def _described(error: Exception) -> RolemeshError:
-    """The error of the catalogue; what nobody foresaw is for the log alone, as over REST."""
+    """The error as one of the catalogue. Details of an unexpected one go to the log only."""
     if isinstance(error, RolemeshError):
         return error
     logger.error("a call failed", exc_info=error)
@@ -250,7 +250,7 @@ async def serve_coordinator(
     """Starts CoordinatorService, health and reflection on the running loop.
 
     Args:
-        operations: What it translates.
+        operations: The operations that it serves.
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
         token: What callers of CoordinatorService have to show; None asks for none.

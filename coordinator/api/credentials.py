@@ -1,4 +1,4 @@
-"""The token that lets somebody use a coordinator: where it comes from, and who has to show it."""
+"""The token of a coordinator: where it is read from, and which callers have to show it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rolemesh.rpc.errors import RolemeshError, to_status
 TOKEN_VARIABLE = "ROLEMESH_API_TOKEN"
 
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""Methods that begin so tell nothing of a run, and are asked by what knows no token."""
+"""Beginnings of methods without a token: they reveal nothing of a run, and their callers (health
+checks) know no token."""
 
 
 class UnauthenticatedError(RolemeshError):
@@ -30,8 +31,8 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
     """The token of this coordinator; None where it has none.
 
     Args:
-        token_file: File that holds it; goes before the variable.
-        environment: Of this process; TOKEN_VARIABLE may hold it.
+        token_file: File that holds the token; it takes precedence over the variable.
+        environment: Environment of this process; its TOKEN_VARIABLE may hold the token.
 
     Raises:
         ValueError: The file cannot be read, or what it holds cannot be a token.
@@ -57,7 +58,7 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Whether a server on this host can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -67,25 +68,25 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """Refuses to listen where others can ask without having to show who they are.
+    """Refuses to listen on a host that other machines can reach when there is no token.
 
     Raises:
         ValueError: The host is not of the loopback interface, and there is no token.
     """
     if token is None and not is_loopback(host):
         raise ValueError(
-            f"host is {host!r}, which others can reach, and there is no token: whoever can reach a "
-            f"coordinator can start programs here. Set {TOKEN_VARIABLE} or give a token file, or "
-            "listen on 127.0.0.1"
+            f"host is {host!r}, which others can reach, and there is no token: a machine that can "
+            f"reach a coordinator can start programs here. Set {TOKEN_VARIABLE}, or give a token "
+            "file, or listen on 127.0.0.1"
         )
 
 
 def refusal(sent: str | None, token: str) -> UnauthenticatedError | None:
-    """Why a caller is not let in; None when the token is right.
+    """Returns the error for a caller without the right token; None when the token is right.
 
     Args:
         sent: Value of the caller's header "authorization", None where there is none.
-        token: Of this coordinator.
+        token: Token of this coordinator.
     """
     if sent is None:
         return UnauthenticatedError(

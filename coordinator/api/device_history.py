@@ -1,4 +1,4 @@
-"""How busy the devices of a run were, read from the store once and kept in columns."""
+"""History of the use of a run's devices, read from the store once and kept in columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NANOS = 10**9
 
 @dataclass(slots=True)
 class _Device:
-    """One value a look; a fifth of what the messages take."""
+    """Columns with one value for each look. They take a fifth of the memory of the messages."""
 
     times: array[int] = field(default_factory=lambda: array("q"))
     """Nanoseconds since 1970, ascending."""
@@ -33,7 +33,7 @@ class _Device:
 
 
 class DeviceHistory:
-    """Device use of one run; `refresh` reads what has come since.
+    """Device use of one run; `refresh` reads the looks that came since the last time.
 
     A page asks every few seconds for the newest looks: reading all of them anew would take the
     loop for longer than the answer. Owner: one asyncio loop.
@@ -43,7 +43,7 @@ class DeviceHistory:
         self._store = store
         self._run_id = run_id
         self._begin()
-        # What two callers read at once would count twice.
+        # Two callers that read at the same time would count a look twice.
         self._turn = asyncio.Lock()
 
     def _begin(self) -> None:
@@ -58,7 +58,7 @@ class DeviceHistory:
             try:
                 entries = await self._read()
             except EntryExpiredError:
-                # Nobody has asked for longer than looks are kept.
+                # The last request was so long ago that the store has dropped looks since.
                 self._begin()
                 entries = await self._read()
             for entry in entries:
@@ -87,7 +87,7 @@ class DeviceHistory:
         self._looks.append(min(use.times[0].ToNanoseconds() for use in look.devices))
 
     def since(self, time: float) -> coordinator_pb2.GetDeviceUseResponse:
-        """One series a device that has any, ordered by service, rank and device.
+        """Returns one series for each device that has looks, by service, rank and device.
 
         Args:
             time: Unix time in seconds; earlier looks are left out.
@@ -113,5 +113,5 @@ class DeviceHistory:
 
 
 def _seconds(nanos: int) -> float:
-    # Rounds as to_seconds does, so that a time that was sent comes back with what has it.
+    # Rounds as to_seconds does: a client that sends back a time that it got finds its look.
     return nanos // _NANOS + nanos % _NANOS * 1e-9

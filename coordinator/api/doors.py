@@ -12,17 +12,17 @@ from rolemesh.coordinator.api.operations import Operations
 
 _GRACE_S = 1.0
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where this machine reaches what listens everywhere."""
+"""Address at which this machine reaches a server that listens on all addresses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doors:
-    """Where a coordinator can be reached from this machine."""
+    """Addresses of a coordinator, as seen from this machine."""
 
     address: str
     """"host:port" of CoordinatorService."""
     url: str | None
-    """Of REST and the dashboard; None where they are not served."""
+    """URL of REST and the dashboard; None where they are not served."""
 
 
 @asynccontextmanager
@@ -34,14 +34,14 @@ async def open_doors(
     http_port: int | None,
     token: str | None,
 ) -> AsyncIterator[Doors]:
-    """Serves both until the end of the block.
+    """Serves gRPC and REST until the end of the block.
 
     Args:
-        operations: What they translate.
+        operations: The operations that both serve.
         host: Address to bind.
-        grpc_port: Of CoordinatorService; 0 takes a free one.
-        http_port: Of REST and the dashboard; 0 takes a free one, None serves none.
-        token: What callers have to show; None lets everybody of this machine in.
+        grpc_port: Port of CoordinatorService; 0 takes a free one.
+        http_port: Port of REST and the dashboard; 0 takes a free one, None serves neither.
+        token: Token that callers have to show; None lets every user of this machine in.
 
     Raises:
         ValueError: A port is in use, or others could ask without a token.

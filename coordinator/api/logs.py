@@ -30,7 +30,7 @@ def log_piece(
     """
     folder = Path(record.directory) / "logs"
     logs = sorted(path.stem for path in folder.glob("*.log"))
-    # Only what the folder lists: a name is no path.
+    # Only names that the folder lists: a name must not be used as a path.
     if log not in logs:
         raise NotFoundError(
             f"run {record.run_id!r} has no log {log[:200]!r} in {folder}: there are "
@@ -44,7 +44,7 @@ def log_piece(
         file.seek(start)
         data = file.read(max_bytes)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    # A character that is cut at the end comes with the next piece, where there is one.
+    # If the end cuts a character, the next piece, if there is one, has it whole.
     is_whole = start + len(data) >= size or len(data) < _LONGEST_CHARACTER_BYTES
     text = decoder.decode(data, final=is_whole)
     num_pending = len(decoder.getstate()[0])

@@ -21,7 +21,7 @@ _STATES = {
 }
 
 FINAL_STATES = frozenset(number for state, number in _STATES.items() if state.is_final)
-"""Nothing follows these."""
+"""States that no other state follows."""
 
 
 def to_timestamp(seconds: float) -> timestamp_pb2.Timestamp:
@@ -38,9 +38,9 @@ def to_seconds(timestamp: timestamp_pb2.Timestamp) -> float:
 def to_state(
     state: RunState, *, is_stop_wanted: bool = False, is_pause_wanted: bool = False
 ) -> coordinator_pb2.RunState.ValueType:
-    """A state as it is shown: with what somebody wants and does not have yet.
+    """The state that is shown: a wish that is not fulfilled yet changes it, e.g. to stopping.
 
-    A wish to stop goes before one to pause.
+    A wish to stop takes precedence over one to pause.
     """
     if is_stop_wanted and not state.is_final:
         return coordinator_pb2.RUN_STATE_STOPPING
@@ -50,7 +50,7 @@ def to_state(
 
 
 def to_run(record: RunRecord) -> coordinator_pb2.Run:
-    """A record as it travels."""
+    """A run's record as a message."""
     return coordinator_pb2.Run(
         run_id=record.run_id,
         name=record.name,
@@ -72,7 +72,7 @@ def to_run(record: RunRecord) -> coordinator_pb2.Run:
 
 
 def to_registered_service(lease: ServiceLease) -> coordinator_pb2.RegisteredService:
-    """A lease as it travels."""
+    """A lease as a message."""
     return coordinator_pb2.RegisteredService(
         role=lease.role,
         address=lease.address,
@@ -95,7 +95,7 @@ _NODE_STATES = {
 def to_dataflow(
     step: int, nodes: Sequence[Node], *, is_made: bool
 ) -> coordinator_pb2.GetDataflowResponse:
-    """A graph as it travels: times count from when the first of its calls was asked for."""
+    """A graph as a message: times count from the moment when its first call was requested."""
     began = min((node.queued_at for node in nodes), default=0.0)
     critical = {part.node.node_id for part in critical_path(nodes)}
     names = {node.node_id: _shown_name(node) for node in nodes}
@@ -127,7 +127,7 @@ def to_dataflow(
 
 
 def _shown_name(node: Node) -> str:
-    """Tells calls of one name apart: blocks by their number, others by how often it was called."""
+    """A name that is unique in the graph: with the block's number, or with a count of the calls."""
     if node.block is not None:
         return f"{node.name}[{node.block}]"
     return node.name if node.sequence == 0 else f"{node.name}#{node.sequence + 1}"

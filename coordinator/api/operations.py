@@ -1,4 +1,4 @@
-"""What the coordinator tells and takes from outside, whatever it travels on.
+"""Operations of the coordinator for others, the same over every protocol.
 
 CoordinatorService (gRPC) and the REST routes are thin translations of this one class, so that both
 say the same. Results are the messages of coordinator.proto.
@@ -38,7 +38,7 @@ class Operations(Protocol):
         """Asks it to make no further step until it is resumed."""
 
     async def resume_run(self, run_id: str) -> coordinator_pb2.Run:
-        """Takes the wish to pause back."""
+        """Cancels the wish to pause."""
 
     async def checkpoint_run(self, run_id: str, request_id: str) -> coordinator_pb2.Run:
         """Asks it to save a checkpoint after the step in progress."""
@@ -46,7 +46,7 @@ class Operations(Protocol):
     def watch_run(
         self, run_id: str, after_event_id: str = ""
     ) -> AsyncIterator[coordinator_pb2.RunEvent]:
-        """Events after the given one, those that were and those that come, to the run's end."""
+        """Past and future events after the given one, to the end of the run."""
 
     async def get_metrics(
         self,
@@ -71,7 +71,7 @@ class Operations(Protocol):
         """How busy devices were since a Unix time in seconds."""
 
     async def list_alerts(self, run_id: str) -> coordinator_pb2.ListAlertsResponse:
-        """What deserves attention, the most pressing first."""
+        """Alerts, the most pressing first."""
 
     async def read_log(
         self, run_id: str, log: str, offset: int = 0, max_bytes: int = 0
@@ -82,4 +82,4 @@ class Operations(Protocol):
         """Services whose lease holds."""
 
     async def attach_run(self, run_id: str) -> coordinator_pb2.AttachRunResponse:
-        """Gives a run of algorithm "external" to the caller, who fences off whoever had it."""
+        """Gives a run of algorithm "external" to the caller, and fences off its earlier driver."""

@@ -1,4 +1,4 @@
-"""What the steps of a run left in the store, read once and kept: records in columns, and graphs."""
+"""Metrics and graphs of a run's steps, read from the store once and kept in memory."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _NEWEST_RECORDS = 1000
 
 
 class RunHistory:
-    """Records and graphs of one run; `refresh` reads what has come since.
+    """Records and graphs of one run; `refresh` reads those that came since the last time.
 
-    A step that was made twice counts as it was made last. Owner: one asyncio loop.
+    Of a step that was made twice, the last record counts. Owner: one asyncio loop.
     """
 
     def __init__(self, store: StateStore, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
         self.steps: list[int] = []
-        """Ascending."""
+        """Steps with a record, ascending."""
         self.columns: dict[str, array[float]] = {}
         """One value a step by name of the metric; NaN where a step has none."""
         self.graphs: dict[int, bytes] = {}
         """Graphs as the store has them, by step, ascending."""
         self.alerts: list[coordinator_pb2.Alert] = []
         self.alerts_of = (0, 0)
-        """Number of steps and newest graph that the alerts stand on."""
+        """Number of steps and newest graph from which the alerts were computed."""
         self.devices = DeviceHistory(store, run_id)
         self._metrics_id = ""
         self._graphs_id = ""
-        # What two callers read at once would count twice.
+        # Two callers that read at the same time would count a record twice.
         self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""What a store refuses, as errors of the catalogue."""
+"""Translation of the store's errors into errors of the catalogue."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The operations of a coordinator, answered from the store and the folders of runs alone.
 
-So it need not be the process that makes the run: a coordinator that was started anew answers as
-the one before.
+The process need not be the one that makes the run: a new coordinator gives the same answers as the
+one before it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunCreator(Protocol):
     """Starts runs."""
 
     async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
-        """Starts a run, or finds that it was started; afterwards the store has it.
+        """Starts a run unless it was started before; afterwards its record is in the store.
 
         Raises:
             RolemeshError: As coordinator.proto says of CreateRun.
@@ -68,8 +68,8 @@ class StoreOperations:
         """Prepares; nothing is read before the first call.
 
         Args:
-            store: What answers come from.
-            creator: Starts runs; None where this coordinator makes one run alone.
+            store: The store that holds the answers.
+            creator: Starts runs; None for a coordinator that makes one run only.
         """
         self._store = store
         self._creator = creator
@@ -128,7 +128,7 @@ class StoreOperations:
         return await self._wish(run_id, pause_requested=True)
 
     async def resume_run(self, run_id: str) -> coordinator_pb2.Run:
-        """Takes the wish to pause back."""
+        """Cancels the wish to pause."""
         await self._going_on(run_id)
         return await self._wish(run_id, pause_requested=False)
 
@@ -148,7 +148,7 @@ class StoreOperations:
         return await self.get_run(run_id)
 
     async def attach_run(self, run_id: str) -> coordinator_pb2.AttachRunResponse:
-        """Gives a run of algorithm "external" to the caller, who fences off whoever had it."""
+        """Gives a run of algorithm "external" to the caller, and fences off its earlier driver."""
         record = await self._going_on(run_id)
         if record.algorithm != EXTERNAL:
             raise PreconditionError(
@@ -180,12 +180,12 @@ class StoreOperations:
     async def watch_run(
         self, run_id: str, after_event_id: str = ""
     ) -> AsyncIterator[coordinator_pb2.RunEvent]:
-        """Events after the given one, those that were and those that come, to the run's end."""
+        """Past and future events after the given one, to the end of the run."""
         async for event in self._watches.follow(run_id, after_event_id):
             yield event
 
     async def watches_end(self, timeout_s: float) -> None:
-        """Returns when nobody watches any more, or after that time."""
+        """Returns when all watches have ended, or after timeout_s."""
         await self._watches.end(timeout_s)
 
     async def get_metrics(
@@ -268,14 +268,14 @@ class StoreOperations:
         return devices.since(since)
 
     async def list_alerts(self, run_id: str) -> coordinator_pb2.ListAlertsResponse:
-        """What deserves attention, the most pressing first."""
+        """Alerts, the most pressing first."""
         record = await self._record(run_id)
         history = self._histories.of(run_id)
         with translated():
             await history.refresh()
             await history.refresh_graphs()
         newest = list(history.graphs.values())[-RECENT_GRAPHS:]
-        # However many ask, they are worked out once a step.
+        # They are computed once for each step, for any number of callers.
         told_of = (len(history.steps), max(history.graphs, default=0))
         if history.alerts_of != told_of:
             records = history.records(newest=record.metrics)
@@ -357,6 +357,6 @@ def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
 
 
 def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
-    """Every n-th one, counted from the newest back, and at most so many."""
+    """Every n-th place, counted back from the newest, so that there are at most `most`."""
     every = -(-len(places) // most)
     return places if every <= 1 else places[::-every][::-1]

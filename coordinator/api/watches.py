@@ -1,4 +1,4 @@
-"""Whoever watches runs: each gets every event once, from where it left off to the run's end."""
+"""Watches of runs: each gets every event once, from a given place to the end of the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PAGE = 256
 _PAUSE_S = 0.25
 
 LAST_EVENT_GRACE_S = 2.0
-"""How long the event of a final state may come after the record says that state. A coordinator that
-was killed between the two never sends it."""
+"""How long a watch waits for the last event once the record has a final state. A coordinator that
+was killed in between never sends it."""
 
 
 class Watches:
@@ -31,7 +31,7 @@ class Watches:
     async def follow(
         self, run_id: str, after_event_id: str
     ) -> AsyncIterator[coordinator_pb2.RunEvent]:
-        """Events after the given one, those that were and those that come, to the run's end.
+        """Past and future events after the given one, to the end of the run.
 
         Raises:
             RolemeshError: As coordinator.proto says of WatchRun.
@@ -47,7 +47,7 @@ class Watches:
                 self._are_none.set()
 
     async def end(self, timeout_s: float) -> None:
-        """Returns when nobody watches any more, or after that time."""
+        """Returns when all watches have ended, or after timeout_s."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._are_none.wait(), timeout_s)
 

@@ -37,10 +37,10 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tok/s", "tokens_per_second", "{:.0f}"),
     ("held out", "held_out/score", "{:.3f}"),
 )
-"""Heading, name in a step's record, form. What no step of a run reports is not shown."""
+"""Heading, name in a step's record, form. A metric that no step reports is not shown."""
 
 SOMETIMES = ("held_out/score",)
-"""Reported by some steps of a run alone: always shown, so that headings stay above values."""
+"""Metrics that only some steps report: always shown, so that headings stay above values."""
 
 PHASES: tuple[tuple[str, str], ...] = (
     ("generate", "gen"),
@@ -59,15 +59,15 @@ PHASES: tuple[tuple[str, str], ...] = (
     ("sleep", "sleep"),
     ("wake", "wake"),
 )
-"""Phases of a step in the order of their work, with the word shown for each. Those of several pools
-may overlap, so their sum may exceed the step."""
+"""Phases of a step in the order of their work, with the word that is shown for each. Phases of
+several pools may overlap, so their sum may exceed the step."""
 
 _HEADING_EVERY_STEPS = 20
 _PLAIN_PROGRESS_EVERY_S = 10.0
 
 
 def step_values(record: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Headings and texts of what is shown of a step; a missing metric is not shown as 0."""
+    """Headings and texts that are shown of a step; a missing metric is not shown as 0."""
     return [
         (heading, form.format(record[name]) if name in record else "-")
         for heading, name, form in COLUMNS
@@ -76,7 +76,7 @@ def step_values(record: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def phase_values(record: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Words and seconds of a step's phases, those that the record does not name left out."""
+    """Words and seconds of those phases of a step that the record has."""
     known = [(word, f"time/{name}") for name, word in PHASES]
     listed = [(word, record[key]) for word, key in known if key in record]
     names = {key for _, key in known} | {"time/step"}
@@ -203,10 +203,10 @@ class SturdyConsole(Console):
 
 
 class LoggingObserver:
-    """Hands everything on, and keeps a line of it in the coordinator's log.
+    """Passes everything on, and writes a line of it into the coordinator's log.
 
-    Nobody may be there to see it any more, a closed terminal or an ended `| tee` for one: what
-    cannot be shown is logged alone, for a run must not end because nobody watches it.
+    The output may be gone, e.g. with a closed terminal or an ended `| tee`. Lines then go to the
+    log only, since a run must not end because its output has no reader.
     """
 
     def __init__(self, shown: RunObserver) -> None:
@@ -233,7 +233,7 @@ class LoggingObserver:
         self.show(lambda: self._shown.on_event(text))
 
     def show(self, show: Callable[[], None]) -> None:
-        """Shows something, as long as that works."""
+        """Calls `show` as long as the output works."""
         if not self._is_seen:
             return
         try:
@@ -244,7 +244,7 @@ class LoggingObserver:
 
 
 def print_summary(console: Console, summary: RunSummary) -> None:
-    """What a run came to, and where its files are."""
+    """Prints the result of a run, and where its files are."""
     table = Table(title=_headline(summary), title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("before", justify="right")
@@ -297,7 +297,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
 
 
 def _tensorboard(directory: Path) -> str:
-    """The command as it can be typed here, also where the environment is not activated."""
+    """The command as it can be typed here, even if the environment is not activated."""
     beside = Path(sys.executable).with_name("tensorboard")
     if shutil.which("tensorboard"):
         return f"tensorboard --logdir {directory}"

@@ -136,7 +136,7 @@ async def _serve(
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # Whoever started us may want a signal ignored: nohup, or a shell's background job.
+            # The parent process may want a signal ignored, e.g. nohup or a shell's background job.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, end)
         await hub.adopt()
@@ -151,7 +151,7 @@ async def _serve(
             _say(f"{web} - runs in {directory / 'runs'}", facts, as_json)
             try:
                 await ending.wait()
-                # Its runs are told of, and can be watched, until they have ended.
+                # Its runs can be asked for and watched until they have ended.
                 await hub.close()
             finally:
                 place.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ PYTHON = SpecifierSet(">=3.11,<3.15")
 QUICKSTART_MODEL = Path(".models/SmolLM2-135M-Instruct")
 
 ENOUGH_MEMORY_GIB = 8
-"""Four processes with torch, one of them with vLLM, and three models of 135M parameters."""
+"""Need of four processes with torch, one of them with vLLM, and three models of 135M parameters."""
 ENOUGH_SHM_GIB = 1
 ENOUGH_DISK_GIB = 10
 """Two checkpoints of a small model and its export take about 5 GiB."""
@@ -59,7 +59,7 @@ class Finding:
 
     level: Level
     what: str
-    """e.g. "torch"."""
+    """Its name, e.g. "torch"."""
     text: str
     remedy: str = ""
     """What to do; empty when nothing is."""
@@ -78,7 +78,7 @@ async def diagnose(recipe: Recipe | None = None) -> list[Finding]:
     """Looks at everything.
 
     Args:
-        recipe: Also looked at: its store and its files. None looks at the quickstart's.
+        recipe: A recipe whose store and files are checked, too; None checks the quickstart's.
     """
     installed = installed_versions()
     return [
@@ -108,7 +108,7 @@ def installed_versions() -> dict[str, str]:
     """Versions of all installed packages, by lower-case name."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        # The first of a name counts, as in an import.
+        # The first package of a name counts, as in an import.
         found.setdefault(distribution.name.lower().replace("_", "-"), distribution.version)
     return found
 

@@ -1,4 +1,4 @@
-"""How a command ends that does not end well: an exit code, and one line for people."""
+"""Endings of commands that fail: an exit code, and one line for people."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fail(
 ) -> NoReturn:
     """Ends the command with a code, and says why."""
     with contextlib.suppress(OSError):
-        # Nobody reads it any more; the exit code still tells.
+        # The output has no reader any more. The exit code still reports the end.
         if as_json:
             JsonConsole().write("error", {"text": text, "exit_code": code})
     with contextlib.suppress(OSError):
@@ -33,6 +33,6 @@ def fail(
 
 
 def refuse(text: str) -> NoReturn:
-    """Ends the command for what the user gave it."""
+    """Ends the command because of a wrong input of the user."""
     print(f"error: {text}", file=sys.stderr)
     raise typer.Exit(EXIT_BAD_INPUT)

@@ -1,4 +1,4 @@
-"""`rolemesh export`: this process becomes what writes a checkpoint as a model folder."""
+"""`rolemesh export`: this process becomes the writer of a checkpoint as a model folder."""
 
 from __future__ import annotations
 

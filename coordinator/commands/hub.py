@@ -1,8 +1,8 @@
 """The long-lived coordinator: takes recipes, makes each a run in a process of its own, and ends.
 
-What it knows stands in the store and in the folders of its runs. So another hub on the same data,
-started after this one however it ended, goes on where it was; where the store outlives the hub, so
-do the runs.
+All its state is in the store and in the folders of its runs. A later hub on the same data
+therefore continues where this one ended, in whatever way it ended. If the store outlives the hub,
+the runs do, too.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _RECIPE_FILE = "recipe.yaml"
 _PROCESS_FILE = "process.json"
 _POLL_S = 0.5
 _STORE_PAUSE_S = 5.0
-"""Before a store that did not answer is asked again."""
+"""Pause before a store that did not answer is asked again."""
 _MAX_RUNS_LISTED = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RunProcess:
-    """The process that makes a run. Its time of creation tells it from a later one of its id."""
+    """The process of a run. The time of creation distinguishes it from a later one with its pid."""
 
     pid: int
     created_at: float
 
     @classmethod
     def of(cls, pid: int) -> _RunProcess | None:
-        """The process of that id; None when there is none, or nothing but its exit code."""
+        """The process with that pid; None when there is none, or only its exit code is left."""
         try:
             found = psutil.Process(pid)
             if found.status() == psutil.STATUS_ZOMBIE:
@@ -107,7 +107,7 @@ class Hub:
         max_runs: int,
         token_file: Path | None,
     ) -> None:
-        """Prepares; `adopt` finds what an earlier hub left.
+        """Prepares; `adopt` finds the runs of an earlier hub.
 
         Args:
             store: A Redis or Valkey that other processes reach as well.
@@ -132,7 +132,7 @@ class Hub:
         creation = asyncio.create_task(self._create_run(run_id, recipe, overrides))
         self._creations.add(creation)
         creation.add_done_callback(self._creations.discard)
-        # A caller that hangs up must not leave a run behind that was entered and has no process.
+        # When the caller hangs up, no run may be left in the store without a process.
         await asyncio.shield(creation)
 
     async def _create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
@@ -142,7 +142,7 @@ class Hub:
                 raise UnavailableError("this coordinator is about to end")
             if await self._has_begun(run_id, request):
                 return
-            # Not on the loop: a long recipe takes seconds to read.
+            # In a thread, since a long recipe takes seconds to read.
             resolved = await asyncio.to_thread(self._resolved, run_id, recipe, overrides)
             if len(self._processes) >= self._max_runs:
                 raise CapacityError(
@@ -177,7 +177,7 @@ class Hub:
         folder = self.folder(run_id)
         place = folder / _REQUEST_FILE
         if place.is_file() and json.loads(place.read_text()) == request:
-            # A store that failed in between leaves a run that a repeat has to begin.
+            # When the store failed in between, a repeat has to begin the run.
             return record.state.is_final or (folder / _PROCESS_FILE).is_file()
         raise PreconditionError(
             f"run {run_id!r} exists already, with another recipe: choose another run id",
@@ -186,15 +186,15 @@ class Hub:
         )
 
     def _resolved(self, run_id: str, text: str, overrides: Sequence[str]) -> Recipe:
-        """The recipe as the run's process gets it, with what can be checked here checked."""
+        """The recipe that the run's process gets, checked as far as it can be checked here."""
         try:
             recipe = read_recipe(text, "recipe", overrides=overrides, environment=os.environ)
-            # Those of its own: nobody else is to be told where they are.
+            # The run's own interface and store: clients ask the hub, and need neither address.
             api = ApiSpec(http_port=None, token_file=self._token_file)
             store = RedisStoreSpec(url=self._store.url)
             recipe = recipe.model_copy(update={"api": api, "store": store})
             if not isinstance(recipe.algorithm, CustomSpec):
-                # The code of a custom one is for the run's own process to run.
+                # Only the run's own process may run the code of a custom algorithm.
                 Session(recipe, self.folder(run_id), QuietObserver(), run_id=run_id)
         except (RecipeError, InputError) as error:
             raise InvalidRequestError(str(error), reason="RECIPE_INVALID") from error
@@ -207,18 +207,18 @@ class Hub:
         words = [word for flag, value in flags.items() for word in (flag, value)]
         command = [*program, "train", str(folder / _RECIPE_FILE), *words]
         if not self._outlives:
-            # Without its store it could go nowhere: the kernel tells it when this process ends.
+            # The run cannot go on without its store: the kernel signals it when this process ends.
             wrapper = [sys.executable, "-I", "-S", str(Path(bound_process.__file__))]
             command = [*wrapper, str(os.getpid()), *command]
         with self._log(run_id).open("ab") as stream:
-            # Not asyncio's: that one kills its children when this process ends in order.
+            # Not a subprocess of asyncio, which kills its children when this process ends normally.
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
                 env=_environment(os.environ),
-                # Ctrl-C in a terminal goes to the whole group: this process alone decides.
+                # Ctrl-C in a terminal signals the whole group, but only this process may decide.
                 start_new_session=True,
             )
         process = _RunProcess.of(child.pid)
@@ -238,7 +238,7 @@ class Hub:
         task.add_done_callback(self._watches.discard)
 
     async def _until_gone(self, run_id: str, child: subprocess.Popen[bytes] | None) -> None:
-        """Waits for a run's process, and tells of the run what it could not tell itself."""
+        """Waits for a run's process, and writes the run's end if the process could not."""
         how = "has ended"
         while self._goes_on(run_id, child):  # noqa: ASYNC110 - not every one is a child of ours
             await asyncio.sleep(_POLL_S)
@@ -255,7 +255,7 @@ class Hub:
                 return
             except StateStoreError as error:
                 logger.exception("that run %s has ended could not be written down", run_id)
-                # A store that outlives this process comes back; most likely it ended the run, too.
+                # A store that outlives this process comes back. Its loss probably ended the run.
                 if not (self._outlives and isinstance(error, StoreUnavailableError)):
                     return
             await asyncio.sleep(_STORE_PAUSE_S)
@@ -263,11 +263,11 @@ class Hub:
     def _goes_on(self, run_id: str, child: subprocess.Popen[bytes] | None) -> bool:
         if child is not None:
             return child.poll() is None
-        # It is no child of ours, but of a coordinator before this one.
+        # The process is a child of an earlier coordinator, not of this one.
         return self._processes[run_id].is_alive
 
     async def _abandoned(self, run_id: str, cause: str) -> None:
-        """Ends a run that nobody makes any more, unless it has told its end itself."""
+        """Ends a run whose process is gone, unless the run has written its end itself."""
         log = self._log(run_id)
         lines = [f"  | {line}" for line in await asyncio.to_thread(last_lines, log)]
         said = "\n".join((f"the end of its log, {log}:", *lines)) if lines else "without a word"
@@ -293,7 +293,7 @@ class Hub:
                 await self._abandoned(record.run_id, "its process is gone")
 
     def hurry(self) -> None:
-        """Has runs that are ending end at once."""
+        """Makes runs that are ending end at once."""
         if not self._outlives:
             self._terminate()
 
@@ -304,7 +304,7 @@ class Hub:
                 os.kill(process.pid, signal.SIGTERM)
 
     async def close(self) -> None:
-        """Ends the runs where the store ends with this process, else leaves them as they are."""
+        """Ends the runs if the store ends with this process; otherwise leaves them running."""
         async with self._creating:
             self._is_closing = True
         if self._outlives:
@@ -316,7 +316,10 @@ class Hub:
 
 
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a run's process: those that set fields of a recipe have had their effect."""
+    """Environment of a run's process, without variables that set fields of a recipe.
+
+    Those have had their effect on the recipe already.
+    """
     fields = [
         name
         for name in environment

@@ -90,6 +90,6 @@ def _of_recipe(files: list[Path]) -> list[str]:
     if not found:
         refuse(
             f"{', '.join(map(str, files))}: no reward in here is from outside, so that there is "
-            "nobody to call"
+            "no server or function to call"
         )
     return found

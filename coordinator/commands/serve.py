@@ -42,7 +42,7 @@ def serve(
         refuse(str(error))
     # The current directory must not shadow a package.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # As for the services of a run: launch.py says why.
+    # The same settings as for the services of a run; launch.py gives the reasons.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.stdout.flush()

@@ -115,7 +115,7 @@ def _train(recipe: Recipe, directory: Path, run_id: str | None, *, as_json: bool
             raise
     finally:
         with contextlib.suppress(OSError):
-            # On a terminal that is gone; whatever could not be shown is in the log.
+            # The terminal may be gone. The log has everything that could not be shown.
             shown.close()
     observer.show(lambda: _show_summary(summary, shown, console))
     if session.is_interrupted:
@@ -145,14 +145,14 @@ def _log_to(path: Path) -> None:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, RunAbortedError):
         return EXIT_INTERRUPTED
-    # A service refused what the recipe says of it.
+    # A service refused its section of the recipe.
     is_refusal = isinstance(error, InvalidRequestError)
     is_refusal |= isinstance(error.__cause__, InvalidRequestError)
     return EXIT_BAD_INPUT if is_refusal else EXIT_FAILED
 
 
 def _let_go_of_dead_streams() -> None:
-    """Python flushes once more at its end, and would turn what is left into an exit code of 120."""
+    """Drops unwritten output: at its end Python would try to flush it, and exit with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""What every call that carries a key does: streams in order, one effect a key, honest refusals."""
+"""Checks of every call with a key: order of the stream, one effect for a key, clear refusals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def cancelled_call(subject: Subject) -> None:
     "returns that first answer and changes nothing.",
 )
 async def replay(subject: Subject) -> None:
-    """One effect, however often a call is repeated."""
+    """A call that is repeated with the same key has its effect once."""
     key = subject.key()
     first = _answer(result_in(await events_of(subject.work(key)), "a call"))
     again = _answer(result_in(await events_of(subject.work(key)), "the same call again"))
@@ -89,7 +89,7 @@ async def side_by_side(subject: Subject) -> None:
 
 
 def _answer(result: Message) -> Message | list[float]:
-    """What of a result has to be the same for each repeat."""
+    """The part of a result that has to be equal in every repeat."""
     if isinstance(result, reward_pb2.Rewards):
         return list(result.rewards)
     return result.experience if isinstance(result, experience_pb2.ExperienceResult) else result
@@ -98,7 +98,7 @@ def _answer(result: Message) -> Message | list[float]:
 def _same(first: Message | list[float], again: Message | list[float], sent: str) -> None:
     is_same = first == again
     if isinstance(first, list) and isinstance(again, list):
-        # NaN is another check's business.
+        # Another check looks for NaN.
         is_same = list(map(repr, first)) == list(map(repr, again))
     expect(
         is_same,
@@ -115,7 +115,7 @@ def _same(first: Message | list[float], again: Message | list[float], sent: str)
     "refused, and is not carried out.",
 )
 async def reused(subject: Subject) -> None:
-    """Shows whether there is a ledger at all, though answers may be equal by chance."""
+    """Shows whether the server keeps keys at all: equal answers alone may be chance."""
     key = subject.key()
     first = _answer(result_in(await events_of(subject.work(key)), "a call"))
     other = (
@@ -136,7 +136,7 @@ async def reused(subject: Subject) -> None:
     "OperationKey: run_id has 1 to 128 characters, fencing_epoch is >= 1.",
 )
 async def invalid_key(subject: Subject) -> None:
-    """A key that names nothing cannot be kept."""
+    """A key with empty parts cannot identify an operation."""
     await subject.refused(
         events_of(subject.work(operation_pb2.OperationKey())),
         "a call with an empty key",
@@ -152,7 +152,7 @@ async def invalid_key(subject: Subject) -> None:
     "CallReport.metrics: non-finite values are refused by the producer, never sent.",
 )
 async def metrics_finite(subject: Subject) -> None:
-    """Of the report, or of Rewards.metrics."""
+    """Looks at the metrics of the report, or at Rewards.metrics."""
     result = await subject.usual_result()
     metrics = dict(
         result.metrics
@@ -176,7 +176,7 @@ async def metrics_finite(subject: Subject) -> None:
     phase=Phase.AFTER,
 )
 async def reasons(subject: Subject) -> None:
-    """All refusals that other checks have seen."""
+    """Judges all refusals that other checks have seen."""
     wrong = [
         f"{one.sent}: {one.error.reason} instead of {one.reason}"
         for one in subject.refusals

@@ -1,4 +1,4 @@
-"""What a check is, what it finds, and the list of all of them."""
+"""Definition of a check and of its finding, and the list of all checks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rolemesh.coordinator.compliance.contract import ALL_ROLES, Level, Outcome, 
 from rolemesh.coordinator.compliance.subject import Subject
 
 CheckFunction = Callable[[Subject], Awaitable[None]]
-"""Returns when the contract holds; raises one of the two errors of
-`contract`, or what the call raised."""
+"""Returns when the contract holds. Otherwise it raises one of the two errors of `contract`, or the
+error of the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,37 +19,37 @@ class Check:
     """One sentence of the contract and the function that holds a server to it."""
 
     check_id: str
-    """Stable, "group.name"."""
+    """Id that does not change, as "group.name"."""
     level: Level
     contract: str
-    """What the proto says."""
+    """The sentence of the proto."""
     roles: Sequence[str]
     phase: Phase
     serves: Serves
     run: CheckFunction
 
     def is_named(self, names: Sequence[str]) -> bool:
-        """Whether one of the names is its id or its group; no names name all."""
+        """Whether one of the names is its id or its group. Without names, all checks are meant."""
         group = self.check_id.partition(".")[0]
         return not names or self.check_id in names or group in names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check came to."""
+    """The result of one check."""
 
     check: Check
     outcome: Outcome
     seconds: float
     sent: str = ""
-    """What the server was asked, where it broke the contract."""
+    """The request with which the server broke the contract."""
     came: str = ""
-    """What it answered; of a check that was skipped, why."""
+    """Its answer; for a skipped check the reason."""
     remedy: str = ""
 
     @property
     def is_failure(self) -> bool:
-        """Whether a MUST does not hold, or could not be seen to hold."""
+        """Whether a MUST does not hold, or could not be checked."""
         fails = self.outcome in (Outcome.BROKEN, Outcome.NOT_RUN)
         return fails and self.check.level is Level.MUST
 

@@ -1,4 +1,4 @@
-"""How a service pulls experience by reference, and what it says when it cannot."""
+"""Checks of how a service pulls experience by reference, and of its errors when it cannot."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def consume(subject: Subject, ref: experience_pb2.ExperienceRef) -> Any:
     serves=Serves.RUNS,
 )
 async def column_missing(subject: Subject) -> None:
-    """A reference says which columns there are: nothing need be fetched to know."""
+    """A reference names its columns, so a missing one is known without a fetch."""
     without = ("completion_text", "tokens") if subject.role in REWARD_ROLES else ("prompt_lengths",)
     ref = subject.producer.serve(ordinary_samples(), subject.run_id, without=without)
     sent = f"an experience without {' and '.join(without)}"
@@ -75,14 +75,14 @@ async def column_missing(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def peer_unreachable(subject: Subject) -> None:
-    """A dead producer ends the call soon, and not the service."""
+    """A dead producer ends the call soon, but it does not end the service."""
     ref = subject.producer.serve(ordinary_samples(), subject.run_id)
     for group in ref.groups:
         for shard in group.shards:
             shard.address = NOBODY
     await subject.refused(
         events_of(consume(subject, ref)),
-        f"an experience at {NOBODY}, where nobody listens",
+        f"an experience at {NOBODY}, where no server listens",
         (grpc.StatusCode.UNAVAILABLE,),
         "PEER_UNREACHABLE",
         "pass the failure of the fetch on",
@@ -97,7 +97,7 @@ async def peer_unreachable(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def gone(subject: Subject) -> None:
-    """The producer says so, and the consumer passes it on."""
+    """The producer reports that rows are gone, and the consumer passes this on."""
     ref = subject.producer.serve(ordinary_samples(), subject.run_id)
     ref.groups[0].shards[0].experience_id = "compliance-released"
     await subject.refused(
@@ -118,7 +118,7 @@ async def gone(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def torn(subject: Subject) -> None:
-    """The last byte never comes."""
+    """The producer ends its stream before the last byte."""
     ref = subject.producer.serve(ordinary_samples(), subject.run_id, is_torn=True)
     sent = "an experience whose payload ends one byte early"
     try:
@@ -148,7 +148,7 @@ async def torn(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def shards(subject: Subject) -> None:
-    """Producers of several ranks share a batch by length, not by order."""
+    """A producer of several ranks spreads a batch over its ranks by length, not by order."""
     samples = ordinary_samples()
     spread = ([1, 3, 4], [0, 2, 5, 6])
     ref = subject.producer.serve(samples, subject.run_id, shards=spread)

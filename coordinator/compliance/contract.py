@@ -8,7 +8,7 @@ REWARD_ROLES = ("reward", "cost")
 SAMPLING_ROLES = ("rollout", "actor")
 LOGPROB_ROLES = ("reference", "actor")
 MODEL_ROLES = ("reference", "critic", "actor", "rollout")
-"""Roles that cannot do without WorkerService."""
+"""Roles that need WorkerService."""
 ALL_ROLES = (*REWARD_ROLES, "reference", "critic", *SAMPLING_ROLES)
 
 
@@ -18,18 +18,18 @@ class Level(enum.StrEnum):
     MUST = "MUST"
     """A run with a server that breaks it fails, or learns from wrong numbers."""
     SHOULD = "SHOULD"
-    """Nothing breaks, but people and programs are told less than they could be."""
+    """Without it nothing breaks, but people and programs learn less than they could."""
 
 
 class Outcome(enum.StrEnum):
-    """What a check came to."""
+    """How a check ended."""
 
     HOLDS = "holds"
     BROKEN = "broken"
     SKIPPED = "skipped"
-    """It says nothing about this server."""
+    """The check does not apply to this server."""
     NOT_RUN = "not run"
-    """The server was gone before."""
+    """The server had stopped before."""
 
 
 class Phase(enum.IntEnum):
@@ -44,11 +44,11 @@ class Phase(enum.IntEnum):
     DRAIN = 3
     """The run gives it back."""
     AFTER = 4
-    """Nothing is called any more: what came before is judged."""
+    """Nothing is called any more. The answers of earlier phases are judged."""
 
 
 class Serves(enum.StrEnum):
-    """What a server has to serve for a check to say anything about it."""
+    """The services that a server needs for a check to apply to it."""
 
     ANYTHING = "anything"
     RUNS = "runs"
@@ -68,4 +68,4 @@ class BrokenContractError(Exception):
 
 
 class NotApplicableError(Exception):
-    """The check says nothing about this server; the text says why."""
+    """The check does not apply to this server; the text says why."""

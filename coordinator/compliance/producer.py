@@ -25,11 +25,11 @@ SERVICE_NAME = "rolemesh.v1.ExperienceService"
 
 
 class ServeAddressError(ValueError):
-    """The suite cannot serve experience where it was told to."""
+    """The suite cannot serve experience at the given address."""
 
 
 def columns_of(samples: Sequence[Sample]) -> Columns:
-    """The columns that generation makes, as far as judges and models read them."""
+    """Those columns of generation that rewards and models read."""
     return Columns(
         {
             "tokens": ColumnData.sequence(
@@ -51,7 +51,7 @@ class _Held:
 
 
 class Producer:
-    """An ExperienceService with made-up rows, and a consumer of other ones. Owner: the loop."""
+    """Serves made-up rows by ExperienceService, and pulls rows of others. Owner: the loop."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -64,7 +64,7 @@ class Producer:
         """Listens at "host:port"; port 0 takes a free one.
 
         Raises:
-            ServeAddressError: it cannot.
+            ServeAddressError: It cannot listen there.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
         fetch = grpc.unary_stream_rpc_method_handler(
@@ -86,7 +86,7 @@ class Producer:
         self.address = f"{address.rpartition(':')[0]}:{port}"
 
     async def close(self) -> None:
-        """Ends the server and lets the channels go."""
+        """Ends the server and closes the channels."""
         for channel in self._channels.values():
             await channel.close()
         if self._server is not None:
@@ -102,15 +102,15 @@ class Producer:
         shards: Sequence[Sequence[int]] = (),
         is_torn: bool = False,
     ) -> experience_pb2.ExperienceRef:
-        """Holds rows from now on, and names them.
+        """Holds rows from now on, and returns their reference.
 
         Args:
-            samples: the rows.
-            run_id: that they belong to.
-            more: columns to add.
-            without: columns to leave out.
-            shards: rows of each shard, ascending; none: one shard has all.
-            is_torn: whether a fetch ends before all bytes of the payload were sent.
+            samples: The rows.
+            run_id: Run to which they belong.
+            more: Columns to add.
+            without: Columns to leave out.
+            shards: Rows of each shard, ascending; without shards, one shard has all.
+            is_torn: Whether a fetch ends before all bytes of the payload were sent.
         """
         whole = columns_of(samples) | (more or {})
         kept = Columns({name: whole[name] for name in whole if name not in without})
@@ -140,11 +140,11 @@ class Producer:
     async def fetch(
         self, ref: experience_pb2.ExperienceRef, columns: Sequence[str], timeout_s: float
     ) -> Columns:
-        """Columns of a reference from whoever holds them; none means all.
+        """Fetches columns of a reference from their holders; without names, all columns.
 
         Raises:
-            RolemeshError: the holder refuses, does not answer, or sends what does not fit.
-            TimeoutError: it takes longer than timeout_s seconds.
+            RolemeshError: The holder refuses, does not answer, or sends what does not fit.
+            TimeoutError: It takes longer than timeout_s seconds.
         """
         async with asyncio.timeout(timeout_s):
             return await fetch_columns(self._channel, ref, columns)

@@ -38,7 +38,7 @@ async def _made(subject: Subject) -> experience_pb2.ExperienceRef:
 
 
 async def _shard(subject: Subject) -> tuple[experience_pb2.Shard, list[str]]:
-    """A shard of what the service made, and the names of its columns."""
+    """A shard of experience that the service made, and the names of its columns."""
     ref = await _made(subject)
     if not ref.groups or not ref.groups[0].shards:
         raise NotApplicableError("the result names no shard: see experience.reference")
@@ -79,7 +79,7 @@ def _columns_in(parts: list[Any], sent: str) -> Columns:
     serves=Serves.RUNS,
 )
 async def reference(subject: Subject) -> None:
-    """Of what an ordinary call made."""
+    """Looks at the reference of an ordinary call."""
     ref = await _made(subject)
     problems = []
     if ref.run_id != subject.run_id:
@@ -114,7 +114,7 @@ async def reference(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def fetch(subject: Subject) -> None:
-    """The columns that were asked for, in that order."""
+    """A fetch returns the requested columns in the requested order."""
     shard, names = await _shard(subject)
     wanted = list(reversed(names))
     sent = f"Fetch of {wanted}, {shard.num_rows} rows"
@@ -157,7 +157,7 @@ async def fetch(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def rows(subject: Subject) -> None:
-    """The same values as in the whole."""
+    """A fetch of rows returns the same values as a fetch of all rows."""
     shard, names = await _shard(subject)
     if shard.num_rows < 3:
         raise NotApplicableError(f"the shard has {shard.num_rows} rows, too few to tell")
@@ -192,7 +192,7 @@ async def rows(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def refusals(subject: Subject) -> None:
-    """What is not there is not made up."""
+    """The service refuses to fetch what it does not hold."""
     shard, names = await _shard(subject)
     unknown = experience_pb2.Shard(experience_id="compliance-unknown", num_rows=1)
     beyond = {"row_start": 0, "row_stop": shard.num_rows + 1}
@@ -237,7 +237,7 @@ async def refusals(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def release(subject: Subject) -> None:
-    """By id."""
+    """Releases experience by id."""
     made = result_in(await events_of(subject.work(subject.key())), "a call")
     shard = experience_in(made, "a call").groups[0].shards[0]
 
@@ -276,7 +276,7 @@ async def release(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def forgotten(subject: Subject) -> None:
-    """The usual call's experience was never released."""
+    """Uses experience of the usual call, which was never released."""
     shard, _ = await _shard(subject)
     try:
         await _fetch(subject, _request(shard, []))

@@ -17,7 +17,7 @@ from rolemesh.v1 import tensor_pb2, weights_pb2
 SERVICE_NAME = "rolemesh.v1.WeightsService"
 
 SPREAD = 0.05
-"""Standard deviation of made-up matrices: the next token is neither certain nor evenly drawn."""
+"""Standard deviation of made-up matrices: no token is certain, and not all are equally likely."""
 
 _BFLOAT16 = tensor_pb2.DATA_TYPE_BFLOAT16
 _NUMPY: dict[tensor_pb2.DataType.ValueType, np.dtype[Any]] = {
@@ -27,10 +27,10 @@ _NUMPY: dict[tensor_pb2.DataType.ValueType, np.dtype[Any]] = {
 
 
 def made_up(parameter: weights_pb2.ParameterSpec) -> npt.NDArray[Any]:
-    """Values of a parameter, the same each time: bfloat16 as the upper halves of float32.
+    """Makes values of a parameter, the same in every call. bfloat16 is the upper half of float32.
 
     Raises:
-        ValueError: an element type that weights do not have.
+        ValueError: The element type is none that weights have.
     """
     shape = tuple(parameter.shape)
     if parameter.dtype != _BFLOAT16 and parameter.dtype not in _NUMPY:
@@ -40,7 +40,7 @@ def made_up(parameter: weights_pb2.ParameterSpec) -> npt.NDArray[Any]:
         generator = np.random.default_rng(zlib.crc32(parameter.name.encode()))
         values = generator.standard_normal(shape, np.float32) * np.float32(SPREAD)
     else:
-        # Scales of norms, and biases.
+        # A vector is the scale of a norm, or a bias.
         values = np.full(shape, 0.0 if parameter.name.endswith("bias") else 1.0, np.float32)
     if parameter.dtype == _BFLOAT16:
         return (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -48,7 +48,7 @@ def made_up(parameter: weights_pb2.ParameterSpec) -> npt.NDArray[Any]:
 
 
 class Publisher:
-    """FetchWeights of the weights that `publish` has named. Owner: the loop."""
+    """Serves FetchWeights for the weights of the last `publish`. Owner: the loop."""
 
     def __init__(self) -> None:
         self._parameters: dict[str, weights_pb2.ParameterSpec] = {}
@@ -60,7 +60,7 @@ class Publisher:
         address: str,
         policy_version: int,
     ) -> weights_pb2.WeightsRef:
-        """Names made-up weights of the parameters of a manifest, whole on one rank."""
+        """Publishes made-up weights for the parameters of a manifest, all on one rank."""
         self._parameters = {one.name: one for one in manifest.parameters}
         return weights_pb2.WeightsRef(
             run_id=run_id,

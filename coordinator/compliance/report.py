@@ -17,7 +17,7 @@ _COLOURS = {Outcome.HOLDS: "green", Outcome.BROKEN: "red"}
 
 
 def print_findings(console: Console, findings: Sequence[Finding], address: str, role: str) -> None:
-    """A row a check that ran, and beneath it all that is known of the others."""
+    """Prints a table with a row for each check that ran, then details of the broken ones."""
     table = Table(title=f"{role} at {address}", title_justify="left", box=box.SIMPLE)
     for heading in ("check", "level", "outcome", "s"):
         table.add_column(heading, justify="right" if heading == "s" else "left", no_wrap=True)
@@ -53,7 +53,7 @@ def print_findings(console: Console, findings: Sequence[Finding], address: str, 
 
 
 def summarise(findings: Sequence[Finding]) -> str:
-    """One line: how many of which level came to what."""
+    """One line with the number of checks by level and outcome."""
     counts = Counter((finding.check.level, finding.outcome) for finding in findings)
     parts = []
     for level in Level:
@@ -68,7 +68,7 @@ def summarise(findings: Sequence[Finding]) -> str:
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
-    """What there is to check."""
+    """Prints all checks."""
     table = Table(box=box.SIMPLE)
     for heading in ("check", "level", "contract"):
         table.add_column(heading, no_wrap=heading != "contract")

@@ -35,7 +35,7 @@ from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc, tensor_pb2
 
 LARGE_BATCH_ROWS = 512
 LARGE_BATCH_BYTES = 7_000
-"""Of each completion: together they stay just below the 4 MiB of one message."""
+"""Bytes of each completion. Together they stay just below the 4 MiB of one message."""
 
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 
@@ -77,7 +77,7 @@ def _expect_finite(rewards: Sequence[float], samples: Sequence[Sample], what: st
 
 @check("reward.one-each", Level.MUST, "One finite number a trajectory.", roles=REWARD_ROLES)
 async def one_each(subject: Subject) -> None:
-    """As many as were sent."""
+    """There are as many rewards as trajectories."""
     samples = ordinary_samples()
     _expect_one_each(await judge(subject, samples), samples, "trajectories")
     _expect_one_each(await judge(subject, samples[:1]), samples[:1], "trajectory")
@@ -97,7 +97,7 @@ async def finite(subject: Subject) -> None:
     roles=REWARD_ROLES,
 )
 async def order(subject: Subject) -> None:
-    """The same trajectories, moved round by one: the rewards have to move with them."""
+    """Sends the same trajectories rotated by one: the rewards have to rotate with them."""
     samples = ordinary_samples()
     first = await judge(subject, samples)
     again = await judge(subject, samples)
@@ -132,7 +132,7 @@ async def order(subject: Subject) -> None:
     roles=REWARD_ROLES,
 )
 async def texts(subject: Subject) -> None:
-    """Other scripts, controls, markup and a long one."""
+    """Sends texts in other scripts, with control characters, with markup, and a long one."""
     samples = odd_samples()
     rewards = await judge(subject, samples)
     _expect_one_each(rewards, samples, "odd texts")
@@ -146,7 +146,7 @@ async def texts(subject: Subject) -> None:
     roles=REWARD_ROLES,
 )
 async def empty_completion(subject: Subject) -> None:
-    """Its only token is the one that ends it."""
+    """The only token of the completion is the end token."""
     samples = [make_sample(1, ""), make_sample(2, "12"), make_sample(3, "")]
     rewards = await judge(subject, samples)
     _expect_one_each(rewards, samples, "trajectories of which two are empty")
@@ -160,7 +160,7 @@ async def empty_completion(subject: Subject) -> None:
     roles=REWARD_ROLES,
 )
 async def large_batch(subject: Subject) -> None:
-    """As large as a message may be."""
+    """Sends a batch that is as large as a message may be."""
     samples = [make_sample(seed, "x" * LARGE_BATCH_BYTES) for seed in range(LARGE_BATCH_ROWS)]
     try:
         rewards = await judge(subject, samples)
@@ -180,7 +180,7 @@ async def large_batch(subject: Subject) -> None:
     roles=REWARD_ROLES,
 )
 async def nothing_to_judge(subject: Subject) -> None:
-    """Two ways of asking for nothing."""
+    """Two ways to send a request without a trajectory."""
     stub = reward_pb2_grpc.RewardServiceStub(subject.channel)
     for sent, request in (
         ("ComputeReward without input", reward_pb2.ComputeRewardRequest(key=subject.key())),
@@ -207,7 +207,7 @@ async def nothing_to_judge(subject: Subject) -> None:
     roles=REWARD_ROLES,
 )
 async def pass_at(subject: Subject) -> None:
-    """Trajectories do not say which are of one prompt."""
+    """Inline trajectories do not say which of them belong to one prompt."""
     batch = reward_pb2.TrajectoryBatch(trajectories=[one.inline() for one in ordinary_samples()])
     request = reward_pb2.ComputeRewardRequest(key=subject.key(), trajectories=batch, pass_at=[1])
     stub = reward_pb2_grpc.RewardServiceStub(subject.channel)
@@ -228,7 +228,7 @@ async def pass_at(subject: Subject) -> None:
     serves=Serves.TRAJECTORIES,
 )
 async def reference_refused(subject: Subject) -> None:
-    """Of a server that pulls nothing."""
+    """Sends a reference to a server that does not pull."""
     ref = experience_pb2.ExperienceRef(run_id=subject.run_id, step=1, num_rows=1)
     await subject.refused(
         events_of(subject.client.compute_reward(subject.key(), ref)),
@@ -248,7 +248,7 @@ async def reference_refused(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def column(subject: Subject) -> None:
-    """Over the rows that it was given."""
+    """The column has exactly the rows of the request."""
     ref = experience_in(await subject.usual_result(), "an experience")
     schemas = [schema for group in ref.groups for schema in group.columns]
     wanted = experience_pb2.ColumnSchema(

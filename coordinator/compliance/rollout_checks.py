@@ -36,7 +36,7 @@ NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
 SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} samples each"
 
 WEIGHTS_VERSION = 1
-"""Of the made-up weights that a rollout service gets."""
+"""Version of the made-up weights that a rollout service gets."""
 
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 
@@ -63,7 +63,7 @@ COLUMNS = {
     "answer": (_TEXT, _UINT8),
     "metadata": (_TEXT, _UINT8),
 }
-"""What rollout.proto promises, as (kind, dtype)."""
+"""Columns that rollout.proto promises, as (kind, dtype)."""
 
 
 async def _sample(subject: Subject, *, step: int = 1, **options: Any) -> Columns:
@@ -87,7 +87,7 @@ async def _usual(subject: Subject) -> Columns:
     phase=Phase.INITIALIZE,
 )
 async def no_weights(subject: Subject) -> None:
-    """Nothing is sampled with weights that nobody has sent."""
+    """A rollout service without weights must not sample."""
     await subject.refused(
         events_of(subject.generate(subject.key())),
         "Generate before UpdateWeights",
@@ -106,7 +106,7 @@ async def no_weights(subject: Subject) -> None:
     phase=Phase.INITIALIZE,
 )
 async def update_weights(subject: Subject) -> None:
-    """Weights of the server's own manifest, made up and served by the suite."""
+    """The suite makes up and serves weights that fit the server's own manifest."""
     need("WeightsService", subject)
     manifest = await subject.client.get_manifest()
     sent = f"UpdateWeights of {len(manifest.parameters)} made-up parameters"
@@ -139,7 +139,7 @@ async def update_weights(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def columns(subject: Subject) -> None:
-    """More are welcome."""
+    """Further columns are allowed."""
     ref = experience_in(await subject.usual_result(), SENT)
     came = {
         schema.name: (schema.kind, schema.dtype) for group in ref.groups for schema in group.columns
@@ -162,7 +162,7 @@ async def columns(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def rows(subject: Subject) -> None:
-    """prompt_ids in runs, sample_indexes from 0 in each."""
+    """Equal prompt_ids are neighbours, and sample_indexes begin at 0 in each group."""
     batch = await _usual(subject)
     number = SAMPLING.samples_per_prompt
     prompts = batch["prompt_ids"].values.reshape(-1, number) if batch.num_rows == NUM_ROWS else None
@@ -188,7 +188,7 @@ async def rows(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def lengths(subject: Subject) -> None:
-    """The columns agree with each other, and with what was asked."""
+    """The columns agree with each other, and with the request."""
     batch = await _usual(subject)
     completion = batch["tokens"].lengths() - batch["prompt_lengths"].values
     problems = [
@@ -196,7 +196,7 @@ async def lengths(subject: Subject) -> None:
         for name in ("logprobs", "loss_mask", "policy_versions")
         if batch[name].lengths().tolist() != completion.tolist()
     ]
-    # An episode holds the environment's words besides.
+    # An episode also holds the words of the environment.
     is_episode = "environment_rewards" in batch
     if completion.min() < 1 or (completion.max() > SAMPLING.max_new_tokens and not is_episode):
         problems.append("completions out of bounds")
@@ -221,7 +221,7 @@ async def lengths(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def logprobs(subject: Subject) -> None:
-    """Finite, at most 0, and of one version where no weights came meanwhile."""
+    """Log-probs are finite and at most 0. They have one version if no new weights came."""
     batch = await _usual(subject)
     values, mask = batch["logprobs"].values, batch["loss_mask"].values
     versions = sorted(set(batch["policy_versions"].values[mask].tolist()))
@@ -267,7 +267,7 @@ def _same_tokens(first: Columns, second: Columns) -> bool:
     roles=SAMPLING_ROLES,
 )
 async def seeds(subject: Subject) -> None:
-    """Under another key of the same step."""
+    """Asks again under another key of the same step: the seeds are the same."""
     first, again = [await _sample(subject) for _ in range(2)]
     expect(
         _same_tokens(first, again),
@@ -292,7 +292,7 @@ async def seeds(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def slices(subject: Subject) -> None:
-    """The last prompts alone."""
+    """Asks for the last prompts only."""
     whole = await _sample(subject)
     part = await _sample(subject, start=1, count=NUM_PROMPTS - 1)
     rows_of_part = range(SAMPLING.samples_per_prompt, NUM_ROWS)
@@ -311,7 +311,7 @@ async def slices(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def greedy(subject: Subject) -> None:
-    """In two steps the same tokens, and in both samples of a prompt."""
+    """Both samples of a prompt have the same tokens, in two steps."""
     first, again = [await _sample(subject, step=step, greedy=True) for step in (1, 2)]
     if "environment_rewards" in first:
         raise NotApplicableError("an environment may answer differently each time")
@@ -333,7 +333,7 @@ async def greedy(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def blocks(subject: Subject) -> None:
-    """What blocks hold is what the result holds."""
+    """The blocks hold the same rows as the result."""
     size = SAMPLING.samples_per_prompt
     events = await events_of(subject.generate(subject.key("compliance.blocks"), block_rows=size))
     sent = f"{SENT}, block_rows {size}"
@@ -365,7 +365,7 @@ async def blocks(subject: Subject) -> None:
     roles=SAMPLING_ROLES,
 )
 async def refusals(subject: Subject) -> None:
-    """Each of them names what is wrong."""
+    """Each wrong request is refused with a text that names the fault."""
     for sent, reason, options in (
         ("temperature 0", "SAMPLING_INVALID", {"temperature": 0.0}),
         ("top_p 2", "SAMPLING_INVALID", {"top_p": 2.0}),

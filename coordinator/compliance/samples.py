@@ -11,7 +11,7 @@ FIRST_TOKEN = 5
 """Smaller ids are special tokens in most vocabularies."""
 
 NUM_TOKENS = 200
-"""Every vocabulary has that many ids behind FIRST_TOKEN."""
+"""Ids from FIRST_TOKEN on that are used; every vocabulary has so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Sample:
     metadata_json: str = "{}"
 
     def inline(self) -> reward_pb2.Trajectory:
-        """As it is sent to a reward that pulls nothing."""
+        """The trajectory as a message, for a reward that does not pull."""
         return reward_pb2.Trajectory(
             prompt=self.prompt,
             completion=self.completion,
@@ -57,7 +57,7 @@ def make_sample(seed: int, completion: str, answer: str = "12") -> Sample:
 
 
 def ordinary_samples() -> Sequence[Sample]:
-    """A few that a reward should tell apart: right, wrong, long, short."""
+    """A few trajectories that a reward should distinguish: right, wrong, long, short."""
     completions = (
         "12",
         "no idea",
@@ -71,7 +71,7 @@ def ordinary_samples() -> Sequence[Sample]:
 
 
 def odd_samples() -> Sequence[Sample]:
-    """Texts that break what was only tried with plain ones."""
+    """Unusual texts, which break a server that was only tried with plain ones."""
     completions = (
         "caf\u00e9 na\u00efve \u6570\u5b66 \u0645\u0631\u062d\u0628\u0627 \U0001f600",
         "e\u0301 \u200d zero width \u202e turned round",

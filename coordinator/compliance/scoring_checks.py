@@ -1,7 +1,7 @@
 """LogprobService and ValueService: one number for each completion token, of the right token.
 
-The oracles need no model: what a causal model may depend on, and what a temperature does, holds
-for all of them.
+The checks need no model of their own: they use what is true of every causal model, and what a
+temperature does to all of them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rolemesh.v1 import experience_pb2, tensor_pb2
 SCORING_ROLES = ("reference", "critic", "actor")
 
 TOLERANCE_OF_SPREAD = 0.1
-"""Two computations of one number differ by less than this part of the numbers' standard deviation,
-also in bfloat16; a number of another token differs by about as much as they are spread."""
+"""Largest difference between two computations of one number, as a part of the standard deviation of
+all numbers. bfloat16 stays below it; the number of another token differs by about the deviation."""
 
 ABOVE_ZERO = 1e-3
-"""Rounding may lift the log of a probability of one so far."""
+"""Rounding may raise the log of a probability of 1 by this much above 0."""
 
 HOT = 1e6
-"""At this temperature every distribution is even."""
+"""A temperature at which all tokens are equally likely."""
 
 EVEN = 0.01
-"""How far log-probs at HOT may lie apart: logits move them by 1e-4, bfloat16 by more."""
+"""Largest spread of log-probs at HOT: logits cause 1e-4 of it, bfloat16 more."""
 
 Scores = list[np.ndarray[Any, Any]]
 
@@ -81,10 +81,10 @@ async def scores_of(
     """Log-probs or values of each row's completion tokens, under a new key.
 
     Args:
-        subject: the server.
-        samples: the rows.
-        ref: of the same rows; None: they are served as one shard.
-        **options: of Subject.logprobs.
+        subject: The server.
+        samples: The rows.
+        ref: Reference to the same rows; None: the suite serves them as one shard.
+        **options: Options of Subject.logprobs.
     """
     columns = await _score(subject, samples, ref, **options)
     name = "values" if subject.role == "critic" else "scores"
@@ -120,7 +120,7 @@ def _expect_close(first: Scores, second: Scores, *, sent: str, remedy: str) -> N
     roles=SCORING_ROLES,
 )
 async def column(subject: Subject) -> None:
-    """Name, kind and dtype, over the rows that it was given."""
+    """The column has the right name, kind and dtype, and the rows of the request."""
     samples = ordinary_samples()
     scored = await _scored(subject, samples)
     wanted = experience_pb2.ColumnSchema(
@@ -144,7 +144,7 @@ async def column(subject: Subject) -> None:
     roles=SCORING_ROLES,
 )
 async def lengths(subject: Subject) -> None:
-    """prompt_lengths says where the completion begins in tokens."""
+    """There is one number for each completion token; prompt_lengths says where those begin."""
     samples = ordinary_samples()
     came = [len(row) for row in await scores_of(subject, samples)]
     wanted = [len(sample.completion_tokens) for sample in samples]
@@ -175,7 +175,7 @@ async def finite(subject: Subject) -> None:
     roles=LOGPROB_ROLES,
 )
 async def not_positive(subject: Subject) -> None:
-    """Logits are none."""
+    """Log-probs are at most 0, which logits are not."""
     worst = float(np.concatenate(await scores_of(subject, ordinary_samples())).max())
     expect(
         not worst > ABOVE_ZERO,
@@ -192,7 +192,7 @@ async def not_positive(subject: Subject) -> None:
     roles=SCORING_ROLES,
 )
 async def deterministic(subject: Subject) -> None:
-    """Under two keys: dropout, for one, is off."""
+    """Two keys give the same numbers, so dropout, for example, is off."""
     samples = ordinary_samples()
     first, again = [await scores_of(subject, samples) for _ in range(2)]
     _expect_close(
@@ -211,7 +211,7 @@ async def deterministic(subject: Subject) -> None:
     roles=SCORING_ROLES,
 )
 async def causal(subject: Subject) -> None:
-    """Another last token must not move what comes before it; of values, nothing at all."""
+    """Another last token must not change earlier log-probs, nor any value."""
     samples = ordinary_samples()
     changed = [
         replace(one, completion_tokens=(*one.completion_tokens[:-1], *token_ids(seed + 77, 1)))
@@ -236,7 +236,7 @@ async def causal(subject: Subject) -> None:
     roles=SCORING_ROLES,
 )
 async def cut(subject: Subject) -> None:
-    """With the cut one token later, the first number of each row is gone and the rest stays."""
+    """If the prompt is one token longer, only the first number of each row is gone."""
     samples = ordinary_samples()
     later = [
         replace(
@@ -262,7 +262,7 @@ async def cut(subject: Subject) -> None:
     roles=SCORING_ROLES,
 )
 async def independent(subject: Subject) -> None:
-    """Together, then each alone."""
+    """Scores rows together, then each alone: the numbers are the same."""
     samples = ordinary_samples()
     together = await scores_of(subject, samples)
     alone = [(await scores_of(subject, [sample]))[0] for sample in samples]
@@ -282,7 +282,7 @@ async def independent(subject: Subject) -> None:
     roles=LOGPROB_ROLES,
 )
 async def temperature(subject: Subject) -> None:
-    """Hot enough, every token is as likely as the others, and the entropy tells their number."""
+    """At a very high temperature all tokens are equally likely."""
     columns = await _score(subject, ordinary_samples(), temperature=HOT, with_entropy=True)
     expect(
         {"scores", "scores_entropy"} == set(columns),

@@ -25,7 +25,7 @@ from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, worker_pb2
 
 EPOCH = 2
-"""Of the suite's run: there is an older one to be refused."""
+"""Epoch of the suite's run. It is not the first one, so that an older one can be refused."""
 
 RUN_SEED = 7
 
@@ -35,15 +35,15 @@ SAMPLING = rollout_pb2.Sampling(
 NUM_PROMPTS = 3
 
 MAX_MESSAGES = 2_000
-"""No stream of the suite's own calls has so many: one that has does not end."""
+"""Most messages of one stream. A stream with more counts as endless."""
 
 INITIALIZE_PATIENCE = 10
-"""Initialize loads models: it may take so many times longer than another call."""
+"""Factor on the deadline of Initialize, which loads models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refusal that the contract names, and the one that came."""
+    """A refusal that the contract names, and the one that the server gave."""
 
     sent: str
     reason: str
@@ -69,29 +69,29 @@ class Subject:
         self.role = role
         self.run_id = run_id
         self.spec = spec
-        """Of Initialize."""
+        """Spec for Initialize."""
         self.producer = producer
         self.timeout_s = timeout_s
         self.capabilities: worker_pb2.GetCapabilitiesResponse | None = None
         """None where the server has no WorkerService."""
         self.capabilities_error: RolemeshError | None = None
-        """Why there are none, where it has WorkerService and failed."""
+        """Why there are none, if the server has WorkerService but failed."""
         self.is_held = False
         """Whether the suite's run may hold the server."""
         self.refusals: list[Refusal] = []
-        """What was refused as it should be; whether it was said why is judged at the end."""
+        """Requests that were refused as they should be; their reasons are judged at the end."""
         self._sequence = 0
         self._usual: list[Any] = []
         self._ordinary: experience_pb2.ExperienceRef | None = None
         self.initialize_key = self.key("compliance.initialize", step=0)
         self.initialized: worker_pb2.InitializeResult | None = None
         self.channel: MeshChannel = open_channel(address, traffic=ChannelTraffic())
-        # Without our rules: a call can go out without a deadline, and a payload as raw bytes.
+        # A plain channel without our rules: calls may have no deadline, and payloads are raw bytes.
         self.bare = grpc.aio.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
         self.client = ServiceClient(self.channel, timeout_s)
 
     async def close(self) -> None:
-        """Lets the channels go."""
+        """Closes the channels."""
         await self.channel.close()
         await self.bare.close()
 
@@ -107,14 +107,14 @@ class Subject:
         return "costs" if self.role == "cost" else "rewards"
 
     def serves(self, service: str) -> bool:
-        """Whether it says so, e.g. "LogprobService"."""
+        """Whether the server says that it serves this, e.g. "LogprobService"."""
         known = self.capabilities
         return known is not None and f"rolemesh.v1.{service}" in known.services
 
     def key(
         self, operation: str = "compliance.call", *, step: int = 1, epoch: int = EPOCH
     ) -> operation_pb2.OperationKey:
-        """A key that was not used before."""
+        """Makes a key that was not used before."""
         self._sequence += 1
         return operation_pb2.OperationKey(
             run_id=self.run_id,
@@ -130,7 +130,7 @@ class Subject:
         key: operation_pb2.OperationKey | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> ResultCall[worker_pb2.InitializeResult]:
-        """Initialize with the spec, and some more fields."""
+        """Calls Initialize with the spec and further fields."""
         self.is_held = True
         return self.client.within(INITIALIZE_PATIENCE * self.timeout_s).initialize(
             self.initialize_key if key is None else key,
@@ -149,10 +149,10 @@ class Subject:
         """ComputeReward, ComputeLogprobs, ComputeValues or Generate.
 
         Args:
-            key: of the operation.
-            samples: what to judge; None: the ordinary ones.
-            experience: the same by reference, for a service that pulls; None: the samples are
-                served.
+            key: Key of the operation.
+            samples: Trajectories to judge; None: the ordinary ones.
+            experience: The same by reference, for a service that pulls; None: the suite serves the
+                samples.
         """
         if self.role in ("rollout", "actor"):
             return self.generate(key)
@@ -167,7 +167,7 @@ class Subject:
         return self.logprobs(key, ref)
 
     def _reference(self, samples: Sequence[Sample] | None) -> experience_pb2.ExperienceRef:
-        """Samples by reference; the ordinary ones by the same each time, as a repeat needs it."""
+        """Samples by reference. The ordinary ones keep one reference, since a repeat needs it."""
         if samples is not None:
             return self.producer.serve(samples, self.run_id)
         if self._ordinary is None:
@@ -182,7 +182,7 @@ class Subject:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> ResultCall[experience_pb2.ExperienceResult]:
-        """ComputeLogprobs into the column "scores"."""
+        """Calls ComputeLogprobs with "scores" as the name of the column."""
         return self.client.compute_logprobs(
             key, ref, "scores", temperature=temperature, with_entropy=with_entropy
         )
@@ -197,7 +197,7 @@ class Subject:
         block_rows: int = 0,
         **sampling: Any,
     ) -> ResultCall[experience_pb2.ExperienceResult]:
-        """Generate, with some fields of the sampling changed."""
+        """Calls Generate with some fields of the sampling changed."""
         chosen = rollout_pb2.Sampling()
         chosen.CopyFrom(SAMPLING)
         for name, value in sampling.items():
@@ -228,14 +228,14 @@ class Subject:
         """Returns the refusal that a call has to get.
 
         Args:
-            answer: of the call; events_of a stream.
-            sent: what was asked, for people.
-            codes: status codes of which one has to come.
-            reason: of the ErrorInfo, judged at the end by one check.
-            why: what the server has to do, for people.
+            answer: Answer of the call; events_of for a stream.
+            sent: The request, described for people.
+            codes: Status codes, of which the refusal must have one.
+            reason: Reason of the ErrorInfo, which one check judges at the end.
+            why: What the server has to do, for people.
 
         Raises:
-            BrokenContractError: it was answered, or refused with another code.
+            BrokenContractError: The server answered, or refused with another code.
         """
         try:
             came = await answer
@@ -253,7 +253,7 @@ class Subject:
         )
 
     async def rows(self, ref: experience_pb2.ExperienceRef, columns: Sequence[str] = ()) -> Columns:
-        """Columns of a reference, fetched from whoever holds them; none means all."""
+        """Fetches columns of a reference from their holders; without names, all columns."""
         return await self.producer.fetch(ref, columns, self.timeout_s)
 
     def schema(self) -> Mapping[str, Any]:
@@ -267,7 +267,7 @@ async def events_of(call: Any) -> list[Any]:
     """All messages of a stream.
 
     Raises:
-        BrokenContractError: it sends more than MAX_MESSAGES.
+        BrokenContractError: It sends more than MAX_MESSAGES.
     """
     events = []
     async for message in call:
@@ -282,10 +282,10 @@ async def events_of(call: Any) -> list[Any]:
 
 
 def result_in(events: Sequence[Any], sent: str) -> Message:
-    """The result among the messages of a stream, wherever it stands.
+    """Returns the result among the messages of a stream, at any place.
 
     Raises:
-        BrokenContractError: there is none.
+        BrokenContractError: There is none.
     """
     for event in events:
         field = event.WhichOneof("event")
@@ -303,7 +303,7 @@ def experience_in(result: Message, sent: str) -> experience_pb2.ExperienceRef:
     """The reference in a result.
 
     Raises:
-        BrokenContractError: the result is of another kind.
+        BrokenContractError: The result is of another kind.
     """
     if isinstance(result, experience_pb2.ExperienceResult):
         return result.experience
@@ -315,13 +315,13 @@ def experience_in(result: Message, sent: str) -> experience_pb2.ExperienceRef:
 
 
 def need(service: str, subject: Subject) -> None:
-    """Skips the check where the server has no such service."""
+    """Skips the check if the server has no such service."""
     if not subject.serves(service):
         raise NotApplicableError(f"the server has no {service}")
 
 
 def expect(holds: bool, *, sent: str, came: Callable[[], str] | str, remedy: str) -> None:
-    """Raises BrokenContractError unless it holds; `came` may be costly to say."""
+    """Raises BrokenContractError unless it holds. `came` is called only then: it may be costly."""
     if not holds:
         raise BrokenContractError(
             sent=sent, came=came if isinstance(came, str) else came(), remedy=remedy

@@ -59,30 +59,30 @@ LOCAL_SERVE_ADDRESS = "127.0.0.1:0"
 ANYWHERE = ("", "0.0.0.0", "[::]")
 
 SETS_UP = ("worker.initialize", "rollout.update-weights")
-"""Checks without which none of the later phases means anything."""
+"""Checks that must pass before later phases have a meaning."""
 
 ALWAYS = (*SETS_UP, "worker.drain")
-"""Checks that run whenever one of a later phase than BEFORE does."""
+"""Checks that run whenever a check of a later phase than BEFORE runs."""
 
 PATIENCE = 20
-"""A check makes at most about so many calls, each with a deadline of its own."""
+"""Factor on a call's deadline for a whole check, which makes at most about so many calls."""
 
 OnFinding = Callable[[Finding], None]
 
 
 class SuiteInputError(ValueError):
-    """The suite cannot run as it was asked to; the text says what to change."""
+    """The suite cannot run with these inputs; the text says what to change."""
 
 
 def checks_of(role: str, names: Sequence[str] = ()) -> list[Check]:
     """The checks of a role in the order in which they run.
 
     Args:
-        role: of the server.
-        names: ids or groups wanted; none means all.
+        role: Role of the server.
+        names: Ids or groups of checks; empty for all.
 
     Raises:
-        SuiteInputError: a name is no check of this role.
+        SuiteInputError: A name is not a check of this role.
     """
     of_role = [one for one in CHECKS if role in one.roles]
     for name in names:
@@ -117,17 +117,17 @@ async def run_suite(
 
     Args:
         url: "grpc://host:port" or "host:port".
-        role: that the server plays.
-        spec: the role's section of a recipe, for servers that take one.
-        names: ids or groups of checks wanted; none means all.
-        timeout_s: deadline of each call.
+        role: That the server plays.
+        spec: The role's section of a recipe, for servers that take one.
+        names: Ids or groups of checks; empty for all.
+        timeout_s: Deadline of each call.
         serve_address: "host:port" at which the suite serves experience to the server; None:
             loopback, for a server on this machine.
-        on_finding: told each finding as it comes.
+        on_finding: Called with each finding as it comes.
 
     Raises:
-        SuiteInputError: the address or a name is wrong, nobody answers, a run holds the server, or
-            it could not reach the suite.
+        SuiteInputError: The address or a name is wrong, no server answers, a run holds the server,
+            or it could not reach the suite.
     """
     chosen = checks_of(role, names)
     address = plain_address(url)
@@ -162,13 +162,13 @@ async def run_suite(
 
 
 async def _meet(subject: Subject) -> None:
-    """Connects, and learns what the server is."""
+    """Connects, and asks what the server is."""
     try:
         async with asyncio.timeout(subject.timeout_s):
             await subject.channel.channel_ready()
     except TimeoutError as error:
         raise SuiteInputError(
-            f"nobody answers at {subject.address} within {subject.timeout_s:g} s: start the "
+            f"no server answers at {subject.address} within {subject.timeout_s:g} s: start the "
             "server, or correct the address"
         ) from error
     try:
@@ -190,7 +190,7 @@ async def _meet(subject: Subject) -> None:
 
 
 async def _give_back(subject: Subject) -> None:
-    """Has the server forget the suite's run, however the suite ended."""
+    """Makes the server forget the suite's run, however the suite ended."""
     if subject.is_held:
         with contextlib.suppress(RolemeshError):  # it is gone, or worker.drain has told
             await subject.client.drain(subject.run_id, EPOCH)
@@ -201,7 +201,7 @@ class _Suite:
         self._subject = subject
         self._on_finding = on_finding
         self._lost = ""
-        """Why nothing more can be asked; empty while it can."""
+        """Why the server cannot be called any more; empty while it can."""
 
     async def run(self, chosen: Sequence[Check]) -> list[Finding]:
         needs_run = any(one.phase > Phase.BEFORE for one in chosen)
@@ -255,7 +255,7 @@ class _Suite:
                 remedy="answer, or end the call with an error; --timeout gives it longer",
             )
         except Exception as error:
-            # What a server sends may break a check in a way that nobody foresaw.
+            # An answer of a server may break a check in an unexpected way.
             logger.exception("%s", one.check_id)
             finding = found(
                 Outcome.BROKEN,

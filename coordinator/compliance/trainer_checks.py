@@ -67,7 +67,7 @@ async def _checksums(subject: Subject) -> dict[str, str]:
     roles=TRAINED_ROLES,
 )
 async def no_gradient(subject: Subject) -> None:
-    """A step of nothing would still decay weights."""
+    """An optimizer step without a gradient would still decay weights, so it is refused."""
     await subject.refused(
         _step(subject, subject.key(), await _version(subject)),
         "OptimStep without ForwardBackward",
@@ -85,7 +85,7 @@ async def no_gradient(subject: Subject) -> None:
     roles=TRAINED_ROLES,
 )
 async def loss_invalid(subject: Subject) -> None:
-    """Of a loss that nobody has."""
+    """Asks for a loss that does not exist."""
     await subject.refused(
         events_of(_backward(subject, "compliance_no_such_loss")),
         "ForwardBackward with an unknown loss",
@@ -103,7 +103,7 @@ async def loss_invalid(subject: Subject) -> None:
     roles=TRAINED_ROLES,
 )
 async def steps(subject: Subject) -> None:
-    """Two calls, of which the second one alone moves weights, once."""
+    """Makes two calls, of which only the second one changes the weights, once."""
     before, version = await _checksums(subject), await _version(subject)
     sent = f"ForwardBackward with the loss {LOSSES[subject.role]}"
     result = result_in(await events_of(_backward(subject, LOSSES[subject.role])), sent)
@@ -145,7 +145,7 @@ async def steps(subject: Subject) -> None:
     roles=TRAINED_ROLES,
 )
 async def version_mismatch(subject: Subject) -> None:
-    """A coordinator that has missed a step must hear of it."""
+    """A coordinator that has missed a step must get an error."""
     version = await _version(subject)
     await events_of(_backward(subject, LOSSES[subject.role]))
     await subject.refused(

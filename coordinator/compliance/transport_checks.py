@@ -1,4 +1,4 @@
-"""What every gRPC server of the mesh does, whatever its role."""
+"""Checks that every gRPC server of the mesh must pass, for any role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.v1 import operation_pb2, worker_pb2
 
 BEYOND_THE_CAP = 5 << 20
-"""Bytes of a message that is larger than the 4 MiB which messages of the mesh keep to."""
+"""Size of a message above 4 MiB, the limit of all messages of the mesh."""
 
 
 async def _is_healthy(subject: Subject) -> None:
@@ -51,7 +51,7 @@ async def health(subject: Subject) -> None:
 
 @check("transport.reward-health", Level.SHOULD, _HEALTH, roles=REWARD_ROLES, phase=Phase.BEFORE)
 async def reward_health(subject: Subject) -> None:
-    """A reward may leave every other service alone, but operators probe it."""
+    """A reward may leave out every other service, but operators probe its health."""
     await _is_healthy(subject)
 
 
@@ -62,7 +62,7 @@ async def reward_health(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def reflection(subject: Subject) -> None:
-    """What `grpcurl list` shows."""
+    """Asks for the list of services, as `grpcurl list` does."""
     listed = await _listed_services(subject)
     claimed = (
         ["rolemesh.v1.RewardService"]
@@ -95,8 +95,8 @@ async def _listed_services(subject: Subject) -> set[str]:
     phase=Phase.BEFORE,
 )
 async def no_deadline(subject: Subject) -> None:
-    """Refused as the contract says; an answer is harmless too, a silence is not."""
-    # An empty message of either request.
+    """The contract demands a refusal. An answer is harmless, too, but silence is not."""
+    # Zero bytes are an empty message of either request type.
     method = (
         "WorkerService/GetCapabilities"
         if subject.capabilities is not None
@@ -133,7 +133,7 @@ async def no_deadline(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def unknown_method(subject: Subject) -> None:
-    """How peers tell another version from a fault."""
+    """By this status a peer can distinguish another version from a fault."""
     service = "WorkerService" if subject.capabilities is not None else "RewardService"
     method = f"/rolemesh.v1.{service}/NoSuchMethod"
     call = subject.channel.unary_unary(method)(b"", timeout=subject.timeout_s)
@@ -164,7 +164,7 @@ async def large_message(subject: Subject) -> None:
         if subject.capabilities is not None
         else ("RewardService", "ComputeReward")
     )
-    # Field 1 of both requests is the key, whose run_id is far too long anyway.
+    # Field 1 of both requests is the key. Its run_id is far too long here.
     request = worker_pb2.SleepRequest(key=padding)
     call = subject.channel.unary_stream(
         f"/rolemesh.v1.{service}/{method}",
@@ -182,7 +182,7 @@ async def large_message(subject: Subject) -> None:
             came=describe_error(error),
             remedy="refuse it with RESOURCE_EXHAUSTED and keep the connection",
         )
-    # Whatever it said: it is still there.
+    # With any answer, the server must still be there.
     await _answers(subject, f"GetCapabilities or ComputeReward after {sent}")
 
 
@@ -221,7 +221,8 @@ async def claimed_services(subject: Subject) -> None:
 async def _is_served(subject: Subject, service: str) -> bool:
     methods = [name for name in rolemesh_methods() if name.split("/")[1] == service]
     for method in methods:
-        # No message of any method: a server that has the method cannot read it, and does nothing.
+        # These bytes are no message of any method. A server that has the method cannot read
+        # them, and does nothing.
         call = subject.channel.unary_stream(method)(_UNREADABLE, timeout=subject.timeout_s)
         try:
             async for _ in call:
@@ -235,4 +236,4 @@ async def _is_served(subject: Subject, service: str) -> bool:
 
 
 _UNREADABLE = b"\xff\xff\xff\xff"
-"""No protobuf message: its first tag has no end."""
+"""Bytes that are no protobuf message: the first tag has no end."""

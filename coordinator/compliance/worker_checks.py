@@ -54,7 +54,7 @@ def _known(subject: Subject) -> worker_pb2.GetCapabilitiesResponse:
     phase=Phase.BEFORE,
 )
 async def served(subject: Subject) -> None:
-    """Without it the coordinator cannot give the server its part of a run."""
+    """Without WorkerService the coordinator cannot give the server its part of a run."""
     if subject.capabilities_error is not None:
         raise subject.capabilities_error
     if subject.role in REWARD_ROLES:
@@ -74,7 +74,7 @@ async def served(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def role(subject: Subject) -> None:
-    """The coordinator refuses another one."""
+    """The coordinator refuses a server of another role."""
     known = _known(subject)
     expect(
         known.role == subject.role,
@@ -91,7 +91,7 @@ async def role(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def services(subject: Subject) -> None:
-    """The same list that the coordinator goes by."""
+    """The coordinator uses this list of services."""
     known = _known(subject)
     missing = sorted(set(REQUIRED_SERVICES[subject.role]) - set(known.services))
     expect(
@@ -110,7 +110,7 @@ async def services(subject: Subject) -> None:
     phase=Phase.BEFORE,
 )
 async def capabilities(subject: Subject) -> None:
-    """Numbers that callers reckon with."""
+    """Callers rely on these numbers."""
     known = _known(subject)
     problems = []
     if known.world_size < 1 or not 0 <= known.rank < known.world_size:
@@ -162,9 +162,9 @@ async def references(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def idle(subject: Subject) -> None:
-    """Before Initialize."""
+    """Looks at the state before Initialize."""
     status = await _status(subject)
-    # After an Initialize that failed before the suite came, a service may still say so.
+    # A service may still report an Initialize that failed before the suite came.
     fine = (worker_pb2.WORKER_STATE_IDLE, worker_pb2.WORKER_STATE_FAILED)
     expect(
         status.state in fine and not status.run_id,
@@ -186,7 +186,7 @@ def _told(status: worker_pb2.GetStatusResponse) -> str:
     serves=Serves.RUNS,
 )
 async def not_initialized(subject: Subject) -> None:
-    """Work of a run that the service does not hold."""
+    """Asks for work of a run that the service does not hold."""
     await subject.refused(
         events_of(subject.work(subject.key())),
         "work before Initialize",
@@ -205,7 +205,7 @@ async def not_initialized(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def spec_invalid(subject: Subject) -> None:
-    """A recipe with a typing error ends with the field's name, not with a model half loaded."""
+    """A misspelt field of a recipe gives an error with its name, not a half-loaded model."""
     if not subject.schema():
         raise NotApplicableError("the server takes no spec: spec_schema_json is empty")
     sent = f"Initialize with the unknown field {UNKNOWN_FIELD!r}"
@@ -235,7 +235,7 @@ async def spec_invalid(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def initialize(subject: Subject) -> None:
-    """The run takes the service. What follows needs it."""
+    """The suite's run takes the service. All later checks need it."""
     given = "the spec of --spec" if subject.spec else "an empty spec, since there is no --spec"
     try:
         events = await events_of(subject.initialize())
@@ -266,7 +266,7 @@ async def initialize_replay(subject: Subject) -> None:
         again == first,
         sent="Initialize again, with the same key and spec",
         came=f"{shorten(again)} instead of {shorten(first)}",
-        remedy="keep the answer of each key, and return it to whoever repeats it",
+        remedy="keep the answer of each key, and return it to every repeat",
     )
 
 
@@ -277,7 +277,7 @@ async def initialize_replay(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def ready(subject: Subject) -> None:
-    """After Initialize."""
+    """Looks at the state after Initialize."""
     status = await _status(subject)
     expect(
         status.state == worker_pb2.WORKER_STATE_READY and status.run_id == subject.run_id,
@@ -295,7 +295,7 @@ async def ready(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def stale_epoch(subject: Subject) -> None:
-    """Two coordinators of one run must not both be heard."""
+    """Of two coordinators of one run, the service must refuse the older."""
     await subject.refused(
         events_of(subject.work(subject.key(epoch=EPOCH - 1))),
         f"work of epoch {EPOCH - 1} after epoch {EPOCH} has spoken",
@@ -313,7 +313,7 @@ async def stale_epoch(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def held(subject: Subject) -> None:
-    """One service, one run."""
+    """A service takes part in one run at a time."""
     key = operation_pb2.OperationKey(
         run_id=f"{subject.run_id}-other", fencing_epoch=1, operation="compliance.initialize"
     )
@@ -334,7 +334,7 @@ async def held(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def sleep(subject: Subject) -> None:
-    """Asked only of roles that share a device."""
+    """Only roles that share a device are asked to sleep."""
     await subject.client.sleep(subject.key("compliance.sleep"))
     try:
         await subject.refused(
@@ -358,7 +358,7 @@ async def sleep(subject: Subject) -> None:
     serves=Serves.RUNS,
 )
 async def drain_of_others(subject: Subject) -> None:
-    """Nobody else ends the hold of a run."""
+    """Only the run itself can end its hold of the service."""
     for run_id, epoch, reason in (
         (subject.run_id, EPOCH - 1, "STALE_EPOCH"),
         (f"{subject.run_id}-other", 1, "RUN_MISMATCH"),

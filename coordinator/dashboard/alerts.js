@@ -1,4 +1,4 @@
-// What deserves attention, with what to do about it, on top of the page.
+// Alerts with their remedies, on top of the page.
 
 import { byId, el, keyed, setText } from "./dom.js";
 

@@ -2,7 +2,7 @@
 
 const TOKEN_KEY = "rolemesh.token";
 const base = new URL("api/v1/", document.baseURI);
-const SILENCE_MS = 45000; // Three heartbeats: a connection that says nothing for longer is dead.
+const SILENCE_MS = 45000; // Three heartbeats: a connection that is silent for longer is dead.
 const NEWEST_RUNS = 50;
 let askForToken = null;
 let asking = null;

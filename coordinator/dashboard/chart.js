@@ -74,7 +74,7 @@ export class Chart {
     context.rect(left, 0, width - left, bottom + 1);
     context.clip();
     if (this.spec.stacked) this.drawStack(context, toX, toY);
-    // The first one, which is of the chosen run, lies on top.
+    // The first line, that of the chosen run, lies on top.
     else for (const line of [...this.lines].reverse()) drawLine(context, line, toX, toY);
     context.restore();
     this.describe();
@@ -89,7 +89,7 @@ export class Chart {
       : extent(this.lines.flatMap((line) => [line.raw, line.low ?? [], line.high ?? []]));
     if (this.spec.zero && low > 0) low = 0;
     if (low > high || (this.spec.zero && high === 0)) [low, high] = [0, 1];
-    // A line that stays where it is: in the middle, or, from zero on, high up.
+    // A constant line: in the middle of the plot, or near its top if the axis begins at zero.
     if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 10, high + (Math.abs(high) || 1) / 10];
     const room = (high - low) * 0.04;
     return { first, last, low: low === 0 ? 0 : low - room, high: high + room };
@@ -123,7 +123,7 @@ export class Chart {
   }
 
   drawStack(context, toX, toY) {
-    // Steps of which nothing is known, e.g. the evaluation before the first, leave a gap.
+    // Steps without a value, e.g. the evaluation before the first step, leave a gap.
     const isKnown = this.lines[0].raw.map((_, row) => this.lines.some((line) => !Number.isNaN(line.raw[row])));
     const below = isKnown.map((known) => (known ? 0 : NaN));
     for (const line of this.lines) {
@@ -141,7 +141,7 @@ export class Chart {
   /** Shows the values at an x, or, without one, the newest. */
   setCursor(x) {
     for (const line of this.lines) {
-      // Where a step has none, e.g. between two evaluations, the one before holds.
+      // A step without a value, e.g. between two evaluations, takes the value before it.
       const last = x === null ? line.raw.length - 1 : nearest(line.xs, x);
       const row = line.raw.findLastIndex((value, place) => place <= last && !Number.isNaN(value));
       const value = row < 0 ? NaN : line.raw[row];
@@ -242,12 +242,12 @@ function drawLine(context, line, toX, toY) {
     context.fillStyle = faded(line.color, 0.14);
     context.fill();
   }
-  context.lineJoin = "bevel"; // Of a noisy line, miters would be spikes beyond its values.
+  context.lineJoin = "bevel"; // Miters of a noisy line would be spikes beyond its values.
   if (line.shown !== line.raw) stroke(context, thinned(line.xs, line.raw, toX, toY), faded(line.color, 0.28), 1, []);
   const points = thinned(line.xs, line.shown, toX, toY);
   stroke(context, points, colour(line.color), 1.6, line.dash ? [5, 3] : []);
   if (points.length > 24) return;
-  // Few points, e.g. held-out scores: each is shown.
+  // With few points, e.g. held-out scores, each is shown as a dot.
   context.fillStyle = colour(line.color);
   for (const [x, y] of points) {
     context.beginPath();

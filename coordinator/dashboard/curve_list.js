@@ -1,4 +1,4 @@
-// Which curves are shown, in which order, and from which metrics.
+// The list of curves in their order, with the metrics of each.
 
 import { percent, seconds } from "./format.js";
 

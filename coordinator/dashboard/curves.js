@@ -118,7 +118,7 @@ export class Curves {
         onChoose: (row) => this.onChooseStep(this.runs[0].history.steps[row]),
       });
       charts.set(spec.title, chart);
-      // In the order of the list, whenever a metric first appears.
+      // In the order of the list, also for a metric that appears later.
       const order = CURVES.map((curve) => curve.title);
       const next = [...charts.values()].find((other) =>
         order.indexOf(other.spec.title) > order.indexOf(spec.title));

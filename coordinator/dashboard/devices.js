@@ -1,4 +1,4 @@
-// How busy devices were: a heat map, rows are devices, columns are time.
+// A heat map of how busy devices were: rows are devices, columns are time.
 
 import { byId, el, emptyState, prepared } from "./dom.js";
 import { bytes, clock, percent } from "./format.js";
@@ -6,12 +6,12 @@ import { canvasFont, colour, faded, onThemeChange } from "./theme.js";
 import { hideTip, showTip } from "./tip.js";
 
 const [ROW, LOW_ROW, MANY] = [22, 14, 24]; // Rows of more devices than that are lower.
-const CELL = 4; // Pixels: narrower columns are mixed, not seen.
+const CELL = 4; // Pixels; narrower columns could not be seen, so they are merged.
 const AXIS = 18;
 const SPANS = [[5, "5 minutes"], [15, "15 minutes"], [60, "1 hour"]];
 const MARKS_S = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800];
 const KEPT_MS = 3600e3;
-const GAP_MS = 15e3; // Between two looks; further apart, nobody looked.
+const GAP_MS = 15e3; // Longest time between two looks; a longer one is shown as a gap.
 
 export class Devices {
   constructor() {
@@ -93,7 +93,7 @@ export class Devices {
     const width = this.plot.clientWidth;
     if (rows.length === 0 || width === 0) return;
     const last = Math.max(...rows.map((device) => device.times.at(-1) ?? 0));
-    // A run that is younger than the span fills the width all the same, from half a minute on.
+    // A run that is younger than the span still fills the width, from half a minute on.
     const first = Math.max(last - this.minutes * 60e3, Math.min(...rows.map((device) => device.times[0]), last - 30e3));
     const columns = Math.max(1, Math.floor(width / CELL));
     this.rowHeight = rows.length > MANY ? LOW_ROW : ROW;
@@ -117,14 +117,14 @@ export class Devices {
     return this.shows === "busy" ? device.busy[place] : device.memory[place] / device.total;
   }
 
-  /** Means by column; NaN where nobody looked. */
+  /** Means by column; NaN where there was no look. */
   binned(device, first, last, columns) {
     const sums = new Array(columns).fill(0);
     const counts = new Array(columns).fill(0);
     const columnOf = (time) => Math.min(columns - 1, Math.floor(((time - first) / (last - first || 1)) * columns));
     device.times.forEach((time, place) => {
       if (time < first) return;
-      // What is told is of the time since the look before.
+      // A value is about the time since the look before.
       const before = device.times[place - 1];
       const from = before !== undefined && time - before < GAP_MS ? Math.max(0, columnOf(before) + 1) : columnOf(time);
       for (let column = Math.min(from, columnOf(time)); column <= columnOf(time); column += 1) {

@@ -1,5 +1,5 @@
-// What happened in the run, newest first: states, checkpoints and notes. Steps and evaluations are
-// in the curves; of the latter there is a note as well.
+// Events of the run, newest first: states, checkpoints and notes. Steps and evaluations are in the
+// curves; an evaluation also has a note.
 
 import { byId, el } from "./dom.js";
 import { clock, count, dateAndTime } from "./format.js";

@@ -112,7 +112,7 @@ export class Flow {
 
   renderBars(lanes, calls, now, end) {
     const taken = [];
-    // What waits for its inputs has no place in time yet; its row is there already.
+    // A call that waits for its inputs has no place in time yet, but its row is shown already.
     const begun = calls.filter((node) => isTime(node.started_s) || isTime(node.ready_s));
     const placed = begun.sort((a, b) => startOf(a) - startOf(b)).map((node) => {
       const stop = isTime(node.started_s) ? node.ended_s ?? now : now;

@@ -1,4 +1,4 @@
-// The head of the page: which run, how far it is, what it may be told, and whether we hear it.
+// The head of the page: the run, its progress, its buttons, and the state of the connection.
 
 import { api } from "./api.js";
 import { byId, el, setText } from "./dom.js";
@@ -6,7 +6,7 @@ import { confirmed } from "./dialogs.js";
 import { count } from "./format.js";
 import { isFinal } from "./live.js";
 
-const MOST_COMPARED = 7; // As many as lines have colours, less the chosen run's.
+const MOST_COMPARED = 7; // The number of line colours, less the one of the chosen run.
 
 export class Header {
   /** onRun(id): another run is chosen. onCompare(ids): those beside it. onError(error). */
@@ -100,7 +100,7 @@ export class Header {
   renderStatus() {
     const live = byId("live");
     live.dataset.status = this.status.name;
-    // Without the seconds that count down, which would be read aloud one by one.
+    // Without the countdown of seconds, which a screen reader would read one by one.
     setText(byId("live-said"), this.status.name);
     if (this.status.name === "disconnected") {
       const left = Math.max(0, Math.ceil((this.status.retryAt - Date.now()) / 1000));

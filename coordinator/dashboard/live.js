@@ -1,4 +1,4 @@
-// Watches a run without end: after a cut it goes on behind the last event that arrived.
+// Watches a run without end: after a broken connection it continues after the last event.
 
 import { ApiError, events } from "./api.js";
 
@@ -55,7 +55,7 @@ export class Watch {
         }
         problem = error.message;
       }
-      // Full jitter: many open pages do not come back to a restarted coordinator all at once.
+      // Full jitter, so that many open pages do not return to a restarted coordinator all at once.
       const most = Math.min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** failures);
       const wait = most * (0.5 + 0.5 * Math.random());
       failures += 1;

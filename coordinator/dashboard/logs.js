@@ -46,7 +46,7 @@ export class Logs {
       } else if (this.text === "") this.render();
     } catch (error) {
       if (run !== this.run || log !== this.log) return;
-      // Of some runs, e.g. of other hosts, there are none: the panel says so.
+      // Some runs, e.g. of other hosts, have no logs here: the panel says so.
       if (!(error instanceof ApiError) || error.status !== 404) throw error;
       this.isMissing = true;
       setText(this.body, error.message);

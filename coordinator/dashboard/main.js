@@ -1,4 +1,4 @@
-// Brings panels, coordinator and operator together; keeps which run and which step are looked at.
+// Connects panels, coordinator and operator; holds the chosen run and step.
 
 import { showAlerts } from "./alerts.js";
 import { ApiError, api, onTokenWanted } from "./api.js";
@@ -69,7 +69,7 @@ async function attempt(read) {
     const isAway = error instanceof TypeError || (error instanceof ApiError && error.status === 503);
     if (run !== page.chosen) return;
     if (!isAway) showError(error);
-    // The coordinator of a single run leaves with it: then all is well.
+    // The coordinator of a single run ends with the run. This is not an error.
     else if (page.status.name === "ended") header.setStatus({ name: "gone", problem: error.message });
     else if (header.status.name !== "disconnected") header.setStatus({ name: "unreachable", problem: error.message });
   }
@@ -106,7 +106,7 @@ async function refreshFlow() {
     flow.show(graph, step === 0, step > 0 ? `The graph of step ${step} is not kept.` : "");
     if (graph === null) return;
     mesh.learn(graph);
-    // A step in progress does not tell yet which weights there are; the one before does.
+    // A step in progress has no version of weights yet; the step before has one.
     if (page.knowsVersions || graph.is_made || graph.step < 2) return;
     page.knowsVersions = true;
     attempt(() => learnVersions(graph.step - 1));
@@ -144,13 +144,13 @@ async function choose(id, comparedIds = []) {
   header.choose(page.runs, id, comparedIds);
   const first = page.runs.find((run) => run.run_id === id);
   if (first) show(first);
-  // What cannot be read now is read again later, and must not keep the page from watching the run.
+  // A read that fails is repeated later, and must not keep the page from watching the run.
   await Promise.all([
     refreshMetrics, refreshFlow, refreshServices, refreshDevices, refreshSamples, refreshAlerts,
     () => logs.setRun(id), () => compare(comparedIds),
   ].map(attempt));
   if (page.chosen !== id) return;
-  // Two frames: the first one draws what was asked for in this one.
+  // After two frames: the first one draws the changes of this call.
   requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("rolemesh:drawn", { detail: id })));
   watch();
 }
@@ -159,7 +159,7 @@ async function choose(id, comparedIds = []) {
 function watch() {
   page.watch = new Watch(page.chosen, "", {
     onEvent, onStatus,
-    // Away for longer than events are kept: what was missed is in the metrics.
+    // The page was away for longer than events are kept. The metrics have the missed steps.
     onExpired: () => {
       page.toldStep = 0;
       events.clear();
@@ -185,7 +185,7 @@ function onEvent(event) {
     if (told.step <= page.toldStep) page.history.dropFrom(told.step);
     page.toldStep = told.step;
   }
-  // Those that were before the page was opened are drawn already.
+  // Events from before the page was opened are drawn already.
   if (told.step < (page.history.steps.at(-1) ?? 0)) return;
   page.history.add(told.step, told[kind].metrics);
   soon(showHistory);

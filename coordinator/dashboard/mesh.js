@@ -1,4 +1,4 @@
-// The mesh: who is there, with which devices and weights, and what each does.
+// The mesh: its services, their devices and weights, and what each does.
 
 import { byId, el, emptyState, keyed, setText } from "./dom.js";
 import { bytes, count, counted, percent } from "./format.js";
@@ -98,7 +98,7 @@ function fillRow(line, row) {
   setText(head.lastChild, row.address);
   head.title = row.pid ? `process ${row.pid}` : "";
   setText(pool, row.pool || "\u2013");
-  // Of many ranks, one small square each; the devices panel has their names.
+  // Many ranks are shown as small squares; the devices panel has their names.
   ranks.className = row.devices.length > NAMED_RANKS ? "many" : "";
   keyed(ranks, row.devices, (device) => `${device.rank} ${device.device}`, () => {
     const meter = el("i", { class: "meter" }, el("i"));
@@ -113,5 +113,5 @@ function fillRow(line, row) {
   const isHeld = row.left > 0;
   setText(lease, isHeld ? leaseOf(row.left) : "lost");
   lease.className = isHeld ? "lease held" : "lease lost";
-  lease.title = isHeld ? "healthy: the lease holds for that long unless it is renewed" : "nobody has renewed the lease";
+  lease.title = isHeld ? "healthy: the lease holds for that long unless it is renewed" : "the lease was not renewed";
 }

@@ -1,4 +1,4 @@
-// The newest values of what an operator looks at first, with where each comes from.
+// The newest values of the main metrics, compared with earlier ones.
 
 import { byId, el, keyed, setText } from "./dom.js";
 import { number, percent, seconds } from "./format.js";
@@ -37,7 +37,7 @@ function changeOf(now, before) {
   const by = now - mean;
   const share = Math.abs(by / mean);
   if (by === 0 || share < 0.005) return `as in the last ${before.length}`;
-  // Of numbers around zero, a share says nothing.
+  // For numbers around zero, a share says nothing.
   const isShare = share < 1 && before.every((value) => value > 0);
   return `${by > 0 ? "+" : "\u2212"}${isShare ? percent(share) : number(Math.abs(by))} to the last ${before.length}`;
 }

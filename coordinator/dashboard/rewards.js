@@ -1,4 +1,4 @@
-// Health of reward services that are asked from outside, by what each step reported of them.
+// Health of outside reward services, from the metrics of each step.
 
 import { byId, el, emptyState } from "./dom.js";
 import { count, number, seconds } from "./format.js";

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it; and the page's colours for canvases.
+// The theme (light, dark, or that of the system), and the page's colours for canvases.
 
 const KEY = "rolemesh.theme";
 const CHOICES = ["auto", "light", "dark"];

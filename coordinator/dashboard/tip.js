@@ -1,4 +1,4 @@
-// One small window with numbers beside what the pointer or the focus is on.
+// One small window with numbers beside the element under the pointer or with the focus.
 
 import { byId, el } from "./dom.js";
 

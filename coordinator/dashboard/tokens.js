@@ -5,7 +5,7 @@ import { brief, number, percent } from "./format.js";
 import { giveTip } from "./tip.js";
 
 const SHOWN = 1024;
-// Lower ends of probability classes: from what surprised the policy to what it was sure of.
+// Lower ends of probability classes, from unlikely tokens to certain ones.
 const PROBABILITIES = [0, 0.01, 0.1, 0.3, 0.6, 0.9];
 
 /** Cells of a sample, coloured by "logprob" or "advantage". */

@@ -1,4 +1,4 @@
-"""How a run ends when it does not end well: one error, one message for people."""
+"""The error that ends a run, with one message for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for a call before it is answered: its node's record, and futures of what it gives."""
+"""Futures of role calls: the record of a call's node, and futures of its results."""
 
 from __future__ import annotations
 

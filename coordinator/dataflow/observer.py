@@ -1,4 +1,4 @@
-"""Who is told how a run goes."""
+"""Observers of a run: they are told of its phases, steps and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every role's handle does: name the operation, run it as a node, record the answer."""
+"""Base of the role handles: it names an operation, runs it as a node and records the answer."""
 
 from __future__ import annotations
 

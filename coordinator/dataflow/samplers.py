@@ -1,4 +1,4 @@
-"""Who samples a step's trajectories, and when: the schedules behind `actor.generate`.
+"""Samplers of a step's trajectories: the schedules behind `actor.generate`.
 
 The actor samples by itself, or rollout services do. These take the weights that the actor
 publishes. How far they may be ahead of training is the schedule's; which prompts belong to which

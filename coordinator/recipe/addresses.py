@@ -1,4 +1,4 @@
-"""How people write where a service is."""
+"""Addresses of services, as people write them."""
 
 from __future__ import annotations
 

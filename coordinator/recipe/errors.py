@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, said to a person: field, value, reason, remedy."""
+"""Errors of a recipe for people: field, value, reason, remedy."""
 
 from __future__ import annotations
 

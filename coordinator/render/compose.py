@@ -1,7 +1,7 @@
 """A file of Docker Compose to add to docker-compose.yml: one recipe on the GPUs of one host.
 
-It holds what depends on the recipe: each role's GPUs, as a list with one for each rank, its layout,
-the shared memory, and the command of the coordinator.
+It holds all that depends on the recipe: the GPUs of each role (a list with one for each rank), the
+layouts, the shared memory, and the command of the coordinator.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
 
 _OPTIONAL_ROLES = ("cost", "rollout")
-"""Roles that docker-compose.yml starts with a profile alone."""
+"""Roles that docker-compose.yml starts only with a profile."""
 
 _GPU_ENVIRONMENT = {
-    # Which of the driver's libraries come in: CUDA, and NVML for memory and load.
+    # Libraries of the driver that the container gets: CUDA, and NVML for memory and load.
     "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
     "NCCL_DEBUG": "${NCCL_DEBUG:-WARN}",
 }
 
 _GPU_CONTAINER: dict[str, Any] = {
-    # With it Docker's filter of system calls lets NCCL and vLLM bind buffers to NUMA nodes.
+    # With this right, Docker's filter of system calls allows NCCL and vLLM to bind buffers to
+    # NUMA nodes.
     "cap_add": ["SYS_NICE"],
-    # NCCL and CUDA lock host buffers; compilers of kernels want deep stacks.
+    # NCCL and CUDA lock host buffers, and compilers of kernels need deep stacks.
     "ulimits": {"memlock": -1, "stack": 64 << 20},
 }
 
 
 class _Reset:
-    """Takes a key of the file below away."""
+    """Marks a key of docker-compose.yml that this file removes."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Plain data, without references to parts that stand twice."""
+    """Writes plain data, without YAML references to equal parts."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -49,17 +50,17 @@ _Dumper.add_representer(_Reset, lambda dumper, _: dumper.represent_sequence("!re
 def compose_file(
     recipe: Recipe, command: Sequence[str], devices: Sequence[str] | None, header: str
 ) -> str:
-    """The file's text.
+    """Returns the text of the file.
 
     Args:
-        recipe: With its pools on GPUs, or on the CPU.
-        command: Of the coordinator: "train", the recipe's files and the settings.
-        devices: What "cuda:0", "cuda:1", ... of the pools are on the host, as nvidia-smi counts
-            them or by UUID; None: "0", "1", ...
+        recipe: The recipe, with its pools on GPUs or on the CPU.
+        command: Command of the coordinator: "train", the recipe's files and the settings.
+        devices: Devices of the host that "cuda:0", "cuda:1", ... of the pools mean: indexes of
+            nvidia-smi or UUIDs; None: "0", "1", ...
         header: Comment at the top, without "# ".
 
     Raises:
-        RecipeError: A role has several services, or a pool names a device that there is not.
+        RecipeError: A role has several services, or a pool names a device that does not exist.
     """
     for role in recipe.roles:
         if len(recipe.services_of(role)) > 1:
@@ -97,7 +98,7 @@ def _add_gpus(service: dict[str, Any], ids: Sequence[str]) -> None:
 
 
 def _device_ids(recipe: Recipe, role: str, devices: Sequence[str] | None) -> list[str]:
-    """One GPU for each rank of a role: the first ones of its pool."""
+    """One GPU for each rank of a role: the first GPUs of its pool."""
     name, pool = next((n, p) for n, p in recipe.pools.items() if role in p.roles)
     if set(pool.devices) == {"cpu"}:
         return []

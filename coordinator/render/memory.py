@@ -1,4 +1,4 @@
-"""Shared memory that a recipe's services need on their host, from what the recipe says."""
+"""Estimate of the shared memory that a recipe's services need on their host."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadS
 from rolemesh.coordinator.recipe.schema import Recipe
 
 BYTES_PER_TOKEN = 64
-"""What a role holds of one token at most: its number and its policy_version, 8 bytes each, the mask
-1, six float32 columns 24, and about 8 of text; the rest is for alignment."""
+"""Most bytes that a role holds for one token: 8 for its id, 8 for its policy_version, 1 for the
+mask, 24 for six float32 columns, and about 8 of text. The rest is for alignment."""
 
 BYTES_PER_ROW = 8 << 10
-"""For columns with one value a row: what the data says of a prompt (answer, metadata), lengths and
-ids. A row's metadata may have 64 KiB, but seldom has one."""
+"""Bytes for columns with one value in each row: answer, metadata, lengths and ids. The metadata of
+a row may have 64 KiB, but seldom has 1 KiB."""
 
 _UNIT = 64 << 20
 _LEAST_BYTES = 512 << 20
-"""Also where a recipe does not say how long a row may get: the default of docker-compose.yml."""
+"""Least size, also for a recipe without a longest row: the default of docker-compose.yml."""
 
 _BESIDE_BYTES = 1 << 30
-"""For NCCL and torch, which keep buffers of their own in /dev/shm."""
+"""Bytes for NCCL and torch, which keep their own buffers in /dev/shm."""
 
 _PUBLISHED_BYTES = 4
 """Bytes of published weights for each byte of the model's folder: two copies, the newest one and
@@ -29,7 +29,8 @@ the one being fetched, in float32, of a model that lies in bfloat16."""
 def experience_bytes(recipe: Recipe) -> int:
     """Bytes of experience that one rank may have to hold, rounded up.
 
-    All rows of the steps in flight, at full length, on one rank, although rows are dealt out.
+    This counts all rows of the steps in flight at full length on one rank, although ranks share the
+    rows.
     """
     sampler, algorithm = recipe.schedule.sampler, recipe.algorithm
     sampling = getattr(algorithm, "sampling", None)
@@ -52,7 +53,7 @@ def shared_memory_bytes(recipe: Recipe) -> int:
     """Size of the /dev/shm that all services of a recipe share: a limit, not memory in use.
 
     Raises:
-        RecipeError: The actor publishes weights, and its model's folder is not here to be measured.
+        RecipeError: The actor publishes weights, but its model's folder is not on this machine.
     """
     num_ranks = sum(
         recipe.layout(role).world_size * len(recipe.services_of(role)) for role in recipe.roles

@@ -1,4 +1,4 @@
-"""Which GPUs of a host each role of a recipe gets, where the recipe does not say it by itself."""
+"""Placement of roles on the GPUs of a host, where the recipe does not state it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LAYOUTS = {
     "reward": "reward.layout",
     "cost": "cost.layout",
 }
-"""Field that holds a role's layout. Roles get the GPUs that are left over in this order."""
+"""Field that holds a role's layout. Roles get the remaining GPUs in this order."""
 
 
 def needs_gpu(recipe: Recipe, role: str) -> bool:
-    """Whether a role computes with a model. A reward that asks others, or only compares, does not.
+    """Whether a role computes with a model. A reward from outside, or one that compares, does not.
 
     Example: the quickstart's reward, which reads numbers, needs none.
     """
@@ -35,15 +35,15 @@ def names_gpus(recipe: Recipe) -> bool:
 
 
 def spread(recipe: Recipe, num_gpus: int) -> list[str]:
-    """Settings that place a recipe's roles on GPUs so that none is idle, if its layouts allow.
+    """Settings that place a recipe's roles on GPUs so that no GPU is idle, if its layouts allow.
 
-    Each role with a model gets GPUs of its own while there are enough. What is left goes to roles
+    Each role with a model gets its own GPUs while there are enough. The remaining GPUs go to roles
     whose layout is one rank, actor first, as data parallelism: their number of ranks doubles while
-    it fits. Where there are too few GPUs, the actor keeps its own and the others take turns on the
-    last one, or all take turns on the only one.
+    there is room. With too few GPUs, the actor keeps its own and the others take turns on the last
+    one. On a single GPU all roles take turns.
 
     Args:
-        recipe: Of which no pool names a GPU.
+        recipe: A recipe in which no pool names a GPU.
         num_gpus: GPUs of the host.
 
     Returns:
@@ -51,7 +51,7 @@ def spread(recipe: Recipe, num_gpus: int) -> list[str]:
         ...}", "actor.train.dp=2"].
 
     Raises:
-        RecipeError: The layouts of the recipe want more GPUs than there are.
+        RecipeError: The layouts of the recipe need more GPUs than there are.
     """
     models = [role for role in _LAYOUTS if role in recipe.roles and needs_gpu(recipe, role)]
     others = [role for role in recipe.roles if role not in models]
@@ -78,7 +78,7 @@ def spread(recipe: Recipe, num_gpus: int) -> list[str]:
         if len(group) == 1 and sizes[index] == 1 and _may_grow(recipe, group[0])
     ]
     while fits := [index for index in grows if sum(sizes) + sizes[index] <= num_gpus]:
-        # The smallest first, and of equals the first: actor, critic, reference, and again.
+        # The role with the fewest ranks first; of equals the first in order (actor, critic, ...).
         sizes[min(fits, key=lambda index: sizes[index])] *= 2
     pools, first = [], 0
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
@@ -93,10 +93,10 @@ def spread(recipe: Recipe, num_gpus: int) -> list[str]:
 
 
 def _may_grow(recipe: Recipe, role: str) -> bool:
-    """Whether more ranks change nothing but the speed.
+    """Whether more ranks change only the speed.
 
-    A rollout service of several ranks takes new weights when what runs has ended, one of one rank
-    between two tokens.
+    Not for rollout: with one rank, new weights come between two tokens; with several ranks they
+    come after the running completions.
     """
     sampler = recipe.schedule.sampler
     return role != "rollout" or not getattr(sampler, "partial_rollouts", False)

@@ -24,10 +24,10 @@ _FOLDER = re.compile(r"step-(\d{8})")
 
 
 class Checkpoints:
-    """DIR/checkpoints/step-N/<role>, one folder a role, and the marker beside them.
+    """Checkpoints of a run: DIR/checkpoints/step-N/<role>, and the marker beside the roles.
 
-    Invariant: a folder with the marker is complete, for every role; one without is a failed
-    attempt that nothing may load. The newest `keep` complete ones stay.
+    Invariant: a folder with the marker is complete for every role. A folder without it is a failed
+    attempt, which must not be loaded. The newest `keep` complete ones are kept.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Checkpoints:
         if step in self.committed():
             return folder
         if folder.exists():
-            # What an interrupted attempt left.
+            # Remains of an interrupted attempt.
             await asyncio.to_thread(shutil.rmtree, folder)
         folder.mkdir(parents=True)
         connections = self._trained()

@@ -1,4 +1,4 @@
-"""How a run ends before its time: the first reason counts, said with the place that it struck."""
+"""Early end of a run: the first reason counts, and is reported with its place."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rolemesh.rpc.errors import RolemeshError
 
 
 class EarlyEnd:
-    """The first reason to end a run early. May be set before anybody waits."""
+    """The first reason to end a run early. It may be set before a task waits for it."""
 
     def __init__(self) -> None:
         self._error: RunError | None = None
         self._is_set = asyncio.Event()
 
     def set(self, error: RunError) -> None:
-        """Ends the run with this error, unless it ends with another one."""
+        """Ends the run with this error, unless an earlier error has ended it."""
         if self._error is None:
             self._error = error
             self._is_set.set()
@@ -29,14 +29,14 @@ class EarlyEnd:
 
 
 def placed(end: RunError, symptom: BaseException) -> RunError:
-    """The end, with the node that suffered it: it had failed before the loss was known."""
+    """Adds the node that failed because of a lost service to the error of the loss."""
     if isinstance(end, ServiceLostError) and isinstance(symptom, NodeFailedError):
         return ServiceLostError(end.role, end.cause, f"step {symptom.step}, {symptom.node}")
     return end
 
 
 def failed(error: RolemeshError, activity: str) -> RunError:
-    """What went wrong outside of a node, with what the run did then."""
+    """The error of a failure outside of a node, with what the run did at that time."""
     where = error.role or error.metadata.get("address", "a service")
     if error.role and error.rank is not None:
         where = f"{error.role} rank {error.rank}"

@@ -38,7 +38,7 @@ class Evaluation:
         }
 
     def scalars(self) -> dict[str, float]:
-        """For a step's record."""
+        """Returns them by name, for a step's record."""
         return {
             "held_out/score": self.score,
             "held_out/standard_error": self.standard_error,
@@ -49,10 +49,10 @@ class Evaluation:
 async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
     """Judges completions of the first held-out prompts: greedy ones, or several drawn ones each.
 
-    Seeds derive from prompt and sample, so training draws what it would draw without.
+    Seeds derive from prompt and sample, so training draws the same with and without evaluation.
 
     Args:
-        context: With is_evaluation set: nodes and operations get names of their own.
+        context: A context with is_evaluation set, which gives nodes and operations own names.
         spec: How many prompts and samples; at least 1 prompt.
 
     Raises:
@@ -65,7 +65,7 @@ async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
     prompts = PromptBatch(start=0, count=spec.num_prompts, is_held_out=True)
     async with context.dataflow:
         rollouts = context.sampler.generate(context, prompts, sampling)
-        # One call judges all: its mean and pass@k are those of the whole.
+        # One call judges all completions, so its mean and pass@k are those of the whole.
         rewards = RewardRole(context).compute_reward(rollouts.whole(), pass_at=spec.pass_at)
     sampled, (judged,) = rollouts.nodes, rewards.nodes
     return Evaluation(

@@ -1,4 +1,4 @@
-"""What happens in a run, told once: by its own process, in order, to the run's stream of events."""
+"""Events of a run: its own process writes each once, in order, to the run's stream."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rolemesh.v1 import coordinator_pb2
 class EventLog:
     """Collects events and appends them to the store.
 
-    Collecting takes no time and cannot fail, so that a signal handler or an observer may do it;
-    `flush` appends what has come. No event is appended twice: one whose append fails is given up.
+    Collecting takes no time and cannot fail, so a signal handler or an observer may do it. `flush`
+    appends the collected events. No event is appended twice: if its append fails, it is dropped.
 
     Owner: one asyncio loop.
 
@@ -31,14 +31,14 @@ class EventLog:
         """Prepares.
 
         Args:
-            store: Gets the events.
-            run_id: Whose they are.
-            epoch: Under which they are appended.
+            store: Store that gets the events.
+            run_id: Id of the run.
+            epoch: Epoch under which they are appended; see the attribute.
         """
         self.step = 0
         """Steps finished; every event carries them."""
         self.epoch = epoch
-        """None before the run is taken, and where a client holds the newest epoch."""
+        """Epoch of the run; None before the run has one, and when a client holds the newest."""
         self._store = store
         self._run_id = run_id
         self._waiting: deque[coordinator_pb2.RunEvent] = deque()
@@ -72,7 +72,7 @@ class EventLog:
         self._waiting.append(event)
 
     async def flush(self) -> None:
-        """Appends what was collected; raises what the store raises."""
+        """Appends the collected events; raises the errors of the store."""
         async with self._turn:
             while self._waiting:
                 payload = self._waiting.popleft().SerializeToString()
@@ -80,21 +80,21 @@ class EventLog:
 
 
 class NotingObserver:
-    """Hands everything on, and makes an event of every line."""
+    """An observer that passes everything on, and makes an event of every line."""
 
     def __init__(self, shown: RunObserver, events: EventLog) -> None:
         self._shown = shown
         self._events = events
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
-        """Handed on."""
+        """Passes it on."""
         self._shown.on_phase(role, stage, done, total)
 
     def on_step(self, record: Mapping[str, float]) -> None:
-        """Handed on: whoever makes the step tells the event."""
+        """Passes it on. The loop that made the step writes the event."""
         self._shown.on_step(record)
 
     def on_event(self, text: str) -> None:
-        """Handed on, and noted."""
+        """Passes it on, and notes it as an event."""
         self._events.note(text)
         self._shown.on_event(text)

@@ -11,10 +11,10 @@ from rolemesh.v1 import coordinator_pb2
 
 
 class ExternalLoop(RunLoop):
-    """Stands where a TrainingLoop does, and waits until somebody wants the run to stop.
+    """Takes the place of a TrainingLoop, and waits for a wish to stop the run.
 
-    AttachRun raises the run's epoch, which fences off the services' earlier drivers, this
-    coordinator among them; so what it writes of the run carries no epoch.
+    AttachRun raises the epoch of the run. This fences off all earlier drivers of the services, also
+    this coordinator. Its own writes about the run therefore carry no epoch.
 
     Owner: one asyncio loop.
     """

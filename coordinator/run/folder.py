@@ -1,4 +1,4 @@
-"""What a run's folder tells, while the run goes on and afterwards."""
+"""Reader of a run's folder, while the run goes on and afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 RUNS_FOLDER = Path("runs")
-"""Where runs go that name no folder, relative to the current directory."""
+"""Parent of the folders of runs that name none, relative to the current directory."""
 
 LOG_NAMES = (*ROLES, "coordinator")
 
@@ -37,12 +37,12 @@ _FOLLOW_PAUSE_S = 0.2
 
 
 class NoRunError(ValueError):
-    """There is no such run, or it has not what was asked for. The text is for people."""
+    """There is no such run, or it lacks the requested part. The text is for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """How a run stands."""
+    """State of a run."""
 
     directory: str
     state: str
@@ -52,7 +52,7 @@ class RunStatus:
     changed_at: float
     """Unix time, seconds."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the newest step."""
+    """Metrics of the newest step."""
     failure: str = ""
     services: dict[str, str] = field(default_factory=dict)
     """What each service does, by role; only while the run goes on."""
@@ -93,7 +93,7 @@ def _changed_at(directory: Path) -> float:
 
 
 def read_status(directory: Path) -> RunStatus:
-    """How a run stands: from its coordinator while it lives, from its files afterwards.
+    """Reads the state of a run: from its coordinator while that lives, then from its files.
 
     Raises:
         NoRunError: The folder holds no run.
@@ -127,7 +127,7 @@ def read_status(directory: Path) -> RunStatus:
 
 
 def _token(directory: Path) -> str | None:
-    """The token of a run's coordinator, most likely started in an environment like this one."""
+    """The token of a run's coordinator, looked up in this environment: most likely they agree."""
     file = _config(directory).get("api", {}).get("token_file")
     try:
         return read_token(None if file is None else Path(file), os.environ)
@@ -136,7 +136,7 @@ def _token(directory: Path) -> str | None:
 
 
 async def _ask(address: str, run_id: str, token: str | None) -> tuple[str, dict[str, str]]:
-    """State and services of a run that goes on."""
+    """Asks the coordinator of a live run for its state and services."""
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     async with open_channel(address) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
@@ -187,7 +187,7 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
     table = Table()
     for heading in ("run", "state", "step", "reward", "changed"):
         justify: Literal["left", "right"] = "right" if heading in ("step", "reward") else "left"
-        # A folder that is cut off could not be given to other commands.
+        # A shortened folder name could not be given to other commands.
         table.add_column(heading, justify=justify, overflow="fold")
     for one in known:
         reward = one.metrics.get("reward/mean")
@@ -211,7 +211,7 @@ def log_files(directory: Path, role: str | None) -> list[Path]:
 
     Args:
         directory: The run's folder.
-        role: Only this role's, or `coordinator`; None for all.
+        role: Only the logs of this role, or of `coordinator`; None for all.
 
     Raises:
         NoRunError: There is no such log.
@@ -230,7 +230,7 @@ def log_files(directory: Path, role: str | None) -> list[Path]:
 
 
 def print_logs(files: Sequence[Path], *, follow: bool) -> None:
-    """Prints logs; lines get their log's name when there are several.
+    """Prints logs; with several logs, each line begins with the name of its log.
 
     Args:
         files: The logs.
@@ -253,17 +253,17 @@ def print_logs(files: Sequence[Path], *, follow: bool) -> None:
 
 
 def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
-    """The executed graphs of a run, those of a run that goes on up to its newest whole line.
+    """Reads the executed graphs of a run; of a live run up to the newest complete line.
 
     Args:
         directory: The run's folder.
-        step: Only this step's; None for all.
+        step: Only the graph of this step; None for all.
 
     Returns:
         The nodes of each step, in the order of steps.
 
     Raises:
-        NoRunError: There is no such run or step, or a line is none that a run writes.
+        NoRunError: There is no such run or step, or a line is not one that a run writes.
     """
     path = directory / GRAPHS_FILE
     if not path.is_file():

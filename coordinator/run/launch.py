@@ -1,7 +1,7 @@
-"""Starts the services that a recipe gives no address, and sees to it that they end.
+"""Starts the services for which a recipe gives no address, and makes sure that they end.
 
-One process a role, on loopback, each with a log of its own. What a service computes it is told by
-Initialize, not here.
+Each role gets one process on loopback, with its own log. Initialize tells a service what to
+compute; this module does not.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rolemesh.coordinator.state import bound_process
 from rolemesh.rpc.tracing import trace_environment
 
 START_DEADLINE_S = 300.0
-"""Longest wait for a service to announce itself: it imports torch and vLLM before."""
+"""Longest wait for a service to announce itself. It imports torch and vLLM first."""
 
 STOP_GRACE_S = 15.0
 """How long a service may take to drain when a run has ended well."""
 
 QUICK_STOP_GRACE_S = 2.0
-"""The same when a run has failed: nothing that the services still compute is of use."""
+"""The same when a run has failed: the services then compute nothing of use."""
 
 _LAST_GRACE_S = 1.0
-"""Between a second SIGTERM, at which a service leaves at once and frees its shared memory, and
+"""Pause between a second SIGTERM, at which a service frees its shared memory and ends at once, and
 SIGKILL."""
 
 _DRAIN_TIMEOUT_S = 5.0
@@ -50,23 +50,23 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceExit:
-    """A service's process that ended although nobody had asked it to."""
+    """End of a service's process that the coordinator had not asked for."""
 
     role: str
     num_ranks: int
     pid: int
-    """Of the service's only rank, or of the agent that starts its ranks."""
+    """Process id of the service's only rank, or of the agent that starts its ranks."""
     exit_code: int | None
     """None when a signal ended it."""
     signal_number: int | None
     """None when it ended by itself."""
     log: Path
     last_lines: tuple[str, ...]
-    """Of its log, oldest first."""
+    """Last lines of its log, oldest first."""
 
     @property
     def reason(self) -> str:
-        """For people: who ended how, and what the log says of it."""
+        """Text for people: which process ended, how, and the last lines of its log."""
         if self.signal_number is not None:
             name = signal.Signals(self.signal_number).name
             how = f"was killed by signal {self.signal_number} ({name})"
@@ -79,7 +79,7 @@ class ServiceExit:
             if self.last_lines
             else f"its log {self.log} is empty"
         )
-        # With several ranks this process was their agent, whose last words name the rank.
+        # With several ranks this process was their agent. Its last lines name the rank that ended.
         who = "rank 0" if self.num_ranks == 1 else f"with {self.num_ranks} ranks"
         head = f"{self.role} {who} (pid {self.pid}) {how}; {log}"
         return "\n".join((head, *(f"  | {line}" for line in self.last_lines)))
@@ -92,13 +92,13 @@ class ServiceCommand:
     arguments: Sequence[str]
     """Program and its arguments. The service must write its announce file itself."""
     environment: Mapping[str, str]
-    """Variables beside those of this process."""
+    """Environment variables in addition to those of this process."""
     num_ranks: int = 1
     """Ranks that it starts."""
 
 
 MakeCommand = Callable[[str, Path], ServiceCommand]
-"""Gives the command of a service (first argument) that announces itself in a file (second one)."""
+"""Takes the name of a service and the file in which it announces itself; returns its command."""
 
 
 def service_commands(recipe: Recipe) -> MakeCommand:
@@ -117,7 +117,7 @@ def service_commands(recipe: Recipe) -> MakeCommand:
             "--experience-capacity-bytes": str(spec.experience_capacity_mib * 2**20),
         }
         environment = {
-            # Neither the current directory nor the script's may shadow a package.
+            # No file of the current directory or of the script's may shadow a package.
             "PYTHONSAFEPATH": "1",
             # A crash in native code leaves its traceback in the log.
             "PYTHONFAULTHANDLER": "1",
@@ -125,10 +125,10 @@ def service_commands(recipe: Recipe) -> MakeCommand:
             # Models are folders. Nothing is fetched from a hub, nothing is reported to one.
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # Roles that share cores must not spin at OpenMP barriers while others compute: two
-            # threads on two busy cores took 28 s for what takes 9 s passively (4 s quiet).
+            # Roles that share cores must not spin at OpenMP barriers while others compute. On two
+            # busy cores, two threads took 28 s with spinning and 9 s without (4 s when quiet).
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-            # Long runs with many threads otherwise keep freed memory.
+            # Without it, long runs with many threads do not give freed memory back.
             "MALLOC_ARENA_MAX": "2",
             "CUDA_VISIBLE_DEVICES": visible_devices(
                 recipe, service, os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -137,8 +137,8 @@ def service_commands(recipe: Recipe) -> MakeCommand:
         if recipe.tracing is not None:
             environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
         layout = recipe.layout(role)
-        # Every size, and also of one rank: neither the defaults of a recipe nor a variable that is
-        # set here for another service may count.
+        # All sizes are given, also for one rank: neither defaults nor a variable that is set here
+        # for another service may change them.
         flags["--layout"] = layout.flag()
         if spec.threads is not None:
             flags["--threads"] = str(spec.threads)
@@ -154,12 +154,12 @@ def service_commands(recipe: Recipe) -> MakeCommand:
 def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:
     """CUDA_VISIBLE_DEVICES for a service, from the devices of its pool; empty for a CPU.
 
-    Several services of one role have devices of their own: each every n-th one of the pool.
+    The n services of one role share the pool: each gets every n-th device.
 
     Args:
-        recipe: Says which pool the role stands in.
+        recipe: The recipe, which names the pool of the role.
         service: Name of the service.
-        allowed: This process's own CUDA_VISIBLE_DEVICES: "cuda:0" is the first of them.
+        allowed: CUDA_VISIBLE_DEVICES of this process; "cuda:0" is its first device.
 
     Raises:
         ValueError: The pool mixes kinds of devices, or names one that does not exist.
@@ -199,8 +199,8 @@ class _Child:
 class Launcher:
     """The processes of a run's services.
 
-    Invariant: after `close` none of them, nor anything that they started, is left. Should this
-    process die without `close`, the kernel tells them (bound_process), and so does their own watch.
+    Invariant: after `close` none of them is left, nor any process that they started. If this
+    process dies without `close`, they notice it from the kernel (bound_process) and by themselves.
 
     Owner: one asyncio loop, whose main thread must be the one that calls `start`: the kernel binds
     a child to the thread that started it.
@@ -215,12 +215,12 @@ class Launcher:
     def __init__(
         self, roles: Sequence[str], make_command: MakeCommand, log_directory: Path
     ) -> None:
-        """Prepares; `start` starts.
+        """Prepares; `start` starts the processes.
 
         Args:
             roles: Roles to start a service for.
-            make_command: How.
-            log_directory: Gets <role>.log with everything that a service writes.
+            make_command: Gives the command of each service.
+            log_directory: Folder for <role>.log, which gets all output of a service.
         """
         self.close_grace_s = STOP_GRACE_S
         """How long services may take to drain at `close`."""
@@ -242,7 +242,7 @@ class Launcher:
 
     @property
     def on_exit(self) -> Callable[[ServiceExit], None] | None:
-        """Is called once for each service that ends unasked, also for those that did already."""
+        """Callback for each service that ends unasked, also for those that have ended already."""
         return self._on_exit
 
     @on_exit.setter
@@ -255,7 +255,7 @@ class Launcher:
         """Starts every service and returns their addresses once all have announced themselves.
 
         Raises:
-            LaunchError: One ended before, or said nothing within deadline_s seconds.
+            LaunchError: A service ended, or did not announce itself within deadline_s seconds.
         """
         self._log_directory.mkdir(parents=True, exist_ok=True)
         for role in self._roles:
@@ -288,8 +288,8 @@ class Launcher:
                 stdout=stream,
                 stderr=stream,
                 env={**os.environ, **command.environment},
-                # Ctrl-C in a terminal goes to the whole group: the coordinator alone decides. A
-                # group of its own also lets us end whatever the service started.
+                # Ctrl-C in a terminal signals the whole group, but only the coordinator may decide.
+                # With a group of its own, all processes that the service starts can be ended.
                 start_new_session=True,
             )
         child = _Child(role, process, announce, log, command.num_ranks)
@@ -323,7 +323,7 @@ class Launcher:
         return str(json.loads(child.announce.read_text())["address"])
 
     async def close(self) -> None:
-        """Ends all: SIGTERM, after `close_grace_s` another one, and SIGKILL for whole groups."""
+        """Ends all: SIGTERM, a second one after `close_grace_s`, then SIGKILL to whole groups."""
         self._is_closing = True
         await self._signal_and_wait(signal.SIGTERM, self.close_grace_s)
         await self._signal_and_wait(signal.SIGTERM, _LAST_GRACE_S)

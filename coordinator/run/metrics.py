@@ -32,7 +32,7 @@ PHASE_OF_NODE: Mapping[str, str] = {
     "critic.update": "update_critic",
     "actor.update": "update_actor",
 }
-"""What people call the work of a node, whichever service of a role does it; others go by
+"""Names that people use for the work of a node, for all services of a role. Other nodes are called
 "role_method"."""
 
 WEIGHT_SYNC = "weight_sync"
@@ -45,11 +45,11 @@ _STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
 
 
 MOVES = ("sleep", "wake")
-"""Phases before a node starts: other roles leave its devices, its own comes back."""
+"""Phases before a node starts: other roles leave its devices, then its own role comes back."""
 
 
 def phase_of(node: Node) -> str:
-    """What people call the work of a node."""
+    """The name that people use for the work of a node."""
     name = f"{role_of(node.role)}.{node.method}"
     return PHASE_OF_NODE.get(name, name.replace(".", "_"))
 
@@ -69,7 +69,7 @@ def phase_seconds(nodes: Sequence[Node]) -> dict[str, float]:
 
 
 def phase_peaks(nodes: Sequence[Node]) -> dict[str, int]:
-    """Most memory that any rank held in a phase, in bytes, by phase as people call it."""
+    """Most memory that a rank held in each phase, in bytes, by the name of the phase."""
     peaks: dict[str, int] = {}
     for node in nodes:
         for inner, by_rank in node.peak_bytes.items():
@@ -79,11 +79,11 @@ def phase_peaks(nodes: Sequence[Node]) -> dict[str, int]:
 
 
 def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
-    """What the services reported, under one name each.
+    """Merges the metrics of the services into one mapping.
 
-    A name with a slash ("kl/mean") belongs to the experience: it stands as it is, and the latest
-    node's value counts. A bare name ("grad_norm") belongs to its role: it is written "role/name"
-    when several roles of the step report it, and alone otherwise. Blocks of one call, and calls to
+    A name with a slash ("kl/mean") belongs to the experience: it is kept, and the value of the
+    latest node counts. A bare name ("grad_norm") belongs to its role: if several roles of the step
+    report it, it becomes "role/name"; otherwise it is kept. Blocks of one call, and calls to
     several services of one role, count as one.
     """
     calls: dict[tuple[str, str], list[Node]] = {}
@@ -102,15 +102,15 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
 
 
 COUNTS = ("_bytes", "_rows", "/errors", "/retries", "/hedged", "/cache_hits")
-"""Ends of names of what adds up over the parts of a call."""
+"""Endings of the names of metrics that are summed over the parts of a call."""
 
 
 def combined_metrics(nodes: Sequence[Node]) -> dict[str, float]:
-    """Metrics of calls that are parts of one.
+    """Combines the metrics of the parts of one call.
 
-    A name that ends in "max", "peak" or "min" combines so, one that ends as a count does (COUNTS)
-    by sum, any other one by mean over rows. Deviations and standard errors do not follow from those
-    of parts, and are left out.
+    A name that ends in "max", "peak" or "min" gives the largest or the smallest value, a count
+    (COUNTS) the sum, any other name the mean over rows. Deviations and standard errors cannot be
+    computed from those of the parts, and are left out.
     """
     if len(nodes) == 1:
         return dict(nodes[0].metrics)
@@ -140,7 +140,7 @@ def step_record(
         step: Its number, from 1.
         nodes: Its nodes, in call order.
         seconds: Wall time from its first call to its commit.
-        traffic: What the coordinator's calls of this step moved.
+        traffic: Calls and bytes of the coordinator in this step.
     """
     num_tokens = sum(node.num_tokens for node in nodes if node.method in ("generate", "read"))
     return {
@@ -160,7 +160,7 @@ def step_record(
 
 
 def dataflow_traffic(traffic: ChannelTraffic) -> MethodTraffic:
-    """The sum over all methods but the watcher's, whose number goes with time, not with work."""
+    """The sum over all methods but the watcher's, whose calls grow with time, not with work."""
     counted = [t for method, t in traffic.methods.items() if method != _STATUS_METHOD]
     return MethodTraffic(
         calls=sum(t.calls for t in counted),
@@ -179,13 +179,13 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
 
 
 class MetricsWriter:
-    """Writes what a step was, for people and programs.
+    """Writes the record of each step, for people and programs.
 
     Records go to metrics.jsonl, TensorBoard, the store's metric stream and the trackers of the
     recipe; executed graphs to dataflow.jsonl and the store.
 
-    Invariant: a line of a file is whole once the method that writes it returns. A tracker of the
-    recipe is never waited for, but for a bounded time at the end.
+    Invariant: a line of a file is complete when the method that writes it returns. The run waits
+    for a tracker only at the end, and for a bounded time.
     """
 
     def __init__(
@@ -194,9 +194,9 @@ class MetricsWriter:
         """Opens the files.
 
         Args:
-            run: Whose steps they are.
-            store: Gets them too.
-            trackers: Of the recipe, started already.
+            run: The run that makes the steps.
+            store: Store that gets the records, too.
+            trackers: Trackers of the recipe, already started.
         """
         self._store = store
         self._run_id = run.run_id
@@ -216,7 +216,7 @@ class MetricsWriter:
         await self._store.append_metrics(self._run_id, record)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes what is no record of a step to TensorBoard and to the trackers of the recipe."""
+        """Writes scalars outside of a step's record to TensorBoard and to the trackers."""
         self._board.log(step, scalars)
         for tracker in self._trackers:
             tracker.log(step, scalars)

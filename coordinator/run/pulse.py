@@ -1,4 +1,4 @@
-"""What goes between a run and its store about once a second, whatever the run does meanwhile."""
+"""Exchange between a run and its store, once a second, beside the steps of the run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rolemesh.v1 import coordinator_pb2, worker_pb2
 
 
 class Pulse:
-    """Brings wishes in, and tells activity, the step in progress, device use and events.
+    """Reads wishes, and writes activity, the step in progress, device use and events.
 
-    What has not changed is not written again. Owner: one asyncio loop.
+    A value that has not changed is not written again. Owner: one asyncio loop.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class Pulse:
         """Prepares.
 
         Args:
-            store: The run's.
-            run_id: The run.
-            epoch: Under which it writes; None where a client holds the newest one.
-            wishes: Reads the store when told to.
-            events: Are appended.
-            activity: What the run does.
-            flow: Graph of the step in progress, None between steps.
+            store: Store of the run.
+            run_id: Id of the run.
+            epoch: Epoch under which it writes; None when a client holds the newest one.
+            wishes: Wishes, which each beat reads from the store.
+            events: Events, which each beat appends.
+            activity: Returns what the run does.
+            flow: Returns the graph of the step in progress, None between steps.
         """
         self._store = store
         self._run_id = run_id
@@ -54,7 +54,7 @@ class Pulse:
         self._devices: list[coordinator_pb2.DeviceUseSeries] = []
 
     def on_devices(self, service: str, devices: Sequence[worker_pb2.DeviceUse]) -> None:
-        """How busy the devices of a service are; told at the next beat."""
+        """Takes the device use of a service; the next beat writes it."""
         now = to_timestamp(time.time())
         self._devices += [
             coordinator_pb2.DeviceUseSeries(
@@ -70,7 +70,7 @@ class Pulse:
         ]
 
     async def beat(self) -> None:
-        """Reads and writes once; raises what the store raises."""
+        """Reads and writes once; raises the errors of the store."""
         await self._wishes.read()
         activity = self._activity()
         if activity != self._told_activity:

@@ -38,11 +38,11 @@ def planned_steps(recipe: Recipe) -> int:
 
 
 async def enter_run(store: StateStore, recipe: Recipe, run_id: str, directory: Path) -> None:
-    """Enters a run that starts, or finds that it was entered for this folder before.
+    """Enters a run that starts, unless it was entered for this folder before.
 
     Args:
-        store: Gets the record.
-        recipe: Of the run.
+        store: Store that gets the record.
+        recipe: Recipe of the run.
         run_id: Its id.
         directory: Folder of its files, absolute.
 
@@ -80,16 +80,16 @@ async def end_run(
     events: EventLog,
     epoch: int | None,
 ) -> None:
-    """Writes down how a run ended: the record first, then the last event.
+    """Writes how a run ended: first the record, then the last event.
 
-    Whoever hears of the end and reads the record then finds it there.
+    A reader that gets the event of the end therefore finds the end in the record, too.
     """
     shown = {
         RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
         RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
         RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
     }[state]
-    # What was noted before comes before the end.
+    # Earlier notes must come before the event of the end.
     await events.flush()
     await store.update_run(run_id, epoch=epoch, state=state, failure=failure, activity="")
     events.state(shown, failure)
@@ -97,7 +97,7 @@ async def end_run(
 
 
 async def end_abandoned(store: StateStore, run_id: str, error: BaseException) -> None:
-    """Ends a run that nobody makes any more, unless its end was written down already."""
+    """Ends a run whose process is gone, unless the record says already how it ended."""
     record = await store.get_run(run_id)
     if record.state.is_final:
         return

@@ -1,4 +1,4 @@
-"""What a run sees of the loop that makes its steps, whoever makes them."""
+"""Contract between a run and the loop that makes its steps, ours or a client's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rolemesh.coordinator.run.wishes import Wishes
 
 
 class RunLoop(ABC):
-    """How far a run is, and what it came to. Owner: one asyncio loop."""
+    """The progress of a run, and its results. Owner: one asyncio loop."""
 
     def __init__(self, wishes: Wishes) -> None:
-        """Nothing was made yet."""
+        """Prepares; no step is made yet."""
         self.wishes = wishes
         self.step = 0
         """Steps committed."""
@@ -29,7 +29,7 @@ class RunLoop(ABC):
         """Graph of the step that is being made; None between steps."""
         self.records: list[Mapping[str, float]] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """By phase, over the whole run."""
+        """Seconds by phase, over the whole run."""
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
         self.model_directory: Path | None = None

@@ -1,4 +1,4 @@
-"""Some trajectories of each step for people, fetched from whoever holds their columns."""
+"""Some trajectories of each step for people, fetched from the services that hold their columns."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ FAILURES_UNTIL_GIVEN_UP = 3
 class SampleTaker:
     """Takes rows of each step's experience, spread evenly over the batch.
 
-    Nothing depends on them: what goes wrong is said once, and after some failures in a row no more
-    are taken. Its traffic is not counted as that of the step.
+    The run does not depend on them: a failure is reported once, and after some failures in a row no
+    more samples are taken. Their traffic does not count as that of the step.
 
     Owner: one asyncio loop.
     """
@@ -62,11 +62,11 @@ class SampleTaker:
         """Prepares.
 
         Args:
-            store: Gets the samples.
-            run_id: The run.
-            epoch: Under which they are appended.
-            observer: Is told when they cannot be had.
-            num_rows: Rows a step; 0 takes none.
+            store: Store that gets the samples.
+            run_id: Id of the run.
+            epoch: Epoch under which they are appended.
+            observer: Observer that is told of failures.
+            num_rows: Rows of each step; 0 takes none.
         """
         self._store = store
         self._run_id = run_id
@@ -118,15 +118,15 @@ class SampleTaker:
         return self._channels[address]
 
     async def close(self) -> None:
-        """Lets the channels go."""
+        """Closes the channels."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
 
 def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sample]:
-    """Fetched columns as messages, bounded; what a column is missing for stays empty.
+    """Fetched columns as messages of bounded size; fields of missing columns stay empty.
 
     Args:
-        columns: Some of COLUMNS, tokens and prompt_lengths among them.
+        columns: Some of COLUMNS, at least tokens and prompt_lengths.
         rows: Which rows of the batch these are.
     """
     values = {name: column.rows() for name, column in columns.items()}

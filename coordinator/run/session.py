@@ -62,16 +62,16 @@ COORDINATOR_FILE = "coordinator.json"
 
 _LOCK_FILE = "coordinator.lock"
 _WATCH_GRACE_S = 1.0
-"""How long whoever watches the run may take to hear of its end."""
+"""How long the watches of the run may take to get its last event."""
 
 _LOOK_S = 1.0
-"""Between two looks for a wish to stop, while services start."""
+"""Pause between two looks for a wish to stop, while services start."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class InputError(ValueError):
-    """Something that the user gave cannot be used. Found before anything was started."""
+    """An input of the user cannot be used. It is found before any process is started."""
 
 
 class InterruptedEarlyError(Exception):
@@ -92,12 +92,12 @@ class Session:
         *,
         run_id: str | None = None,
     ) -> None:
-        """Checks what can be checked before anything is started.
+        """Checks everything that can be checked before the first process is started.
 
         Args:
             recipe: What to train, and how.
             directory: Folder of the run's files.
-            observer: Is told how it goes.
+            observer: Observer that is told of the run's progress.
             run_id: Id of the run; None makes one.
 
         Raises:
@@ -147,7 +147,7 @@ class Session:
         """
         loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._execute())
-        # Whoever started us may want a signal ignored: nohup, or a shell's background job.
+        # The parent process may want a signal ignored, e.g. nohup or a shell's background job.
         heeded = [n for n in _STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         for number in heeded:
             loop.add_signal_handler(number, self._interrupt)
@@ -163,7 +163,7 @@ class Session:
 
     def _interrupt(self) -> None:
         if self._is_ending:
-            # What ends, ends: a service must not be left behind for a second Ctrl-C.
+            # A second Ctrl-C must not interrupt the end: it would leave services behind.
             return
         self.is_interrupted = True
         if self._run is not None:
@@ -178,7 +178,7 @@ class Session:
             stack.enter_context(_held(self.directory))
             stack.enter_context(self._traced())
             try:
-                # A run may have come and gone since the first look.
+                # Another run may have used the folder since the first look.
                 check_directory_is_free(self.directory)
                 store = await stack.enter_async_context(
                     open_store(self.recipe.store, self.directory)
@@ -190,7 +190,7 @@ class Session:
             try:
                 await stack.enter_async_context(self._entered(store))
                 await stack.enter_async_context(self._answering(store))
-                # Here as well, before the doors close: whoever watches hears the end.
+                # Here as well, before the doors close: watches then get the last event.
                 await stack.enter_async_context(self._ended(store))
             except RunExistsError as error:
                 raise InputError(f"run id: {error}") from error
@@ -222,27 +222,27 @@ class Session:
 
     @asynccontextmanager
     async def _entered(self, store: StateStore) -> AsyncIterator[None]:
-        """The run is in the store, also while its services start."""
+        """Keeps the run in the store, also while its services start."""
         await enter_run(store, self.recipe, self.run_id, self.directory)
         async with self._ended(store):
             yield
 
     @asynccontextmanager
     async def _ended(self, store: StateStore) -> AsyncIterator[None]:
-        """No failure of the block leaves the run open."""
+        """Makes sure that the record says how the run ended if the block fails."""
         try:
             yield
         except StaleEpochError:
-            # It is another coordinator's run by now.
+            # Another coordinator has taken the run by now.
             raise
         except BaseException as error:
-            # A store that is gone hears nothing any more: what made the run end is to be told.
+            # The store cannot be written. The error to report is the one that ended the run.
             with contextlib.suppress(StateStoreError):
                 await end_abandoned(store, self.run_id, error)
             raise
 
     def _traced(self) -> contextlib.AbstractContextManager[None]:
-        """Sends traces until the block ends, where the recipe or the environment asks for it."""
+        """Sends traces until the block ends, if the recipe or the environment asks for them."""
         spec = self.recipe.tracing
         if spec is None and not tracing.is_configured(os.environ):
             return contextlib.nullcontext()
@@ -260,7 +260,7 @@ class Session:
 
     @asynccontextmanager
     async def _answering(self, store: StateStore) -> AsyncIterator[None]:
-        """Serves gRPC, REST and the dashboard, and says where in the run's folder."""
+        """Serves gRPC, REST and the dashboard, and writes their addresses into the run's folder."""
         operations, api = StoreOperations(store), self.recipe.api
         place = self.directory / COORDINATOR_FILE
         async with open_doors(
@@ -284,10 +284,10 @@ class Session:
 async def _unless_stopped(
     starting: Coroutine[Any, Any, dict[str, str]], store: StateStore, run_id: str
 ) -> dict[str, str]:
-    """What services answer that start, unless somebody wants the run to stop before they have.
+    """Returns the addresses of services that start, unless a wish to stop comes first.
 
     Raises:
-        RunAbortedError: Somebody does.
+        RunAbortedError: A wish to stop came first.
     """
     task = asyncio.create_task(starting)
     try:
@@ -308,7 +308,8 @@ def _held(directory: Path) -> Iterator[None]:
     Raises:
         InputError: Another session holds it, or its file system has no locks.
     """
-    # The file stays: whoever removed it would take the name from under a waiting session's lock.
+    # The file stays. Without it, a session that waits for the lock and a new one would hold
+    # locks on two different files.
     with (directory / _LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -326,9 +327,9 @@ def _held(directory: Path) -> Iterator[None]:
 
 
 def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
-    """Raises ValueError when a service that we start would not find what the recipe names.
+    """Raises ValueError when a service that we start would not find a file of the recipe.
 
-    Services that run elsewhere see other disks: they check for themselves.
+    Services that run elsewhere see other disks, and check by themselves.
     """
     roles = sorted(roles)  # of two faults, every run names the same one first
     models: dict[str, Path] = {}
@@ -357,7 +358,7 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
 
 
 def _check_data(field: str, data: DataSpec) -> None:
-    """Raises ValueError when a file or folder of a source is not there; reads none of them."""
+    """Raises ValueError when a file or folder of a source is missing; does not read them."""
     where = "(relative paths start at the current directory; nothing is ever downloaded)"
     if isinstance(data, MixtureSpec):
         for number, source in enumerate(data.sources):
@@ -404,7 +405,7 @@ def living_coordinator(directory: Path) -> dict[str, str | int] | None:
     except FileNotFoundError:
         return None
     with contextlib.suppress(PermissionError):
-        # Somebody else's process lives too.
+        # The process of another user, which also lives.
         try:
             os.kill(int(facts["pid"]), 0)
         except ProcessLookupError:

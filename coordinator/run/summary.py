@@ -1,4 +1,4 @@
-"""What a run came to, as summary.json."""
+"""Result of a run, as summary.json."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def coordinator_versions() -> dict[str, str]:
 async def git_commit() -> str | None:
     """Commit of the checkout that rolemesh runs from.
 
-    None when it is an installed package, or git is not there or does not answer in time.
+    None for an installed package, and when git is missing or does not answer in time.
     """
     source = Path(__file__).parent
     if "site-packages" in source.parts:
-        # Another project's checkout may lie around it.
+        # rolemesh may lie within the checkout of another project.
         return None
     try:
         process = await asyncio.create_subprocess_exec(

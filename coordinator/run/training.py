@@ -39,7 +39,7 @@ from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.v1 import coordinator_pb2, weights_pb2
 
 HELD_OUT_FACT = "data.held_out_prompts"
-"""What the actor says of its data at Initialize: the number of held-out prompts."""
+"""Name of a fact in the actor's answer to Initialize: the number of held-out prompts."""
 
 
 class TrainingLoop(RunLoop):
@@ -99,7 +99,8 @@ class TrainingLoop(RunLoop):
     async def run(self) -> None:
         """Everything between initialised services and an exported model.
 
-        A wish to stop ends it after the step in progress: saved and exported, not evaluated.
+        After a wish to stop, the step in progress is the last one. The run is then saved and
+        exported, but not evaluated.
         """
         spec = self._recipe.run
         self._check_held_out()
@@ -131,7 +132,7 @@ class TrainingLoop(RunLoop):
         await self._events.flush()
 
     async def _heed_wishes(self) -> None:
-        """Between two steps: saves what was asked for, and waits while the run is to pause."""
+        """Serves wishes between two steps: saves requested checkpoints, waits during a pause."""
         await self.wishes.read()
         if self.wishes.take_checkpoints():
             await self._save_checkpoint(is_wished=True)
@@ -158,20 +159,20 @@ class TrainingLoop(RunLoop):
         return [node for dataflow in chain(*graphs) for node in dataflow.running(service)]
 
     async def _drop_ahead(self) -> None:
-        """Ends what is being sampled for steps that will not be made."""
+        """Cancels the sampling of steps that will not be made."""
         contexts = list(self._ahead.values())
         self._ahead.clear()
-        # All of them first: waiting for one may be cut short.
+        # Cancel all of them first: waiting for one of them may be interrupted.
         for context in contexts:
             context.dataflow.abort(RunError(f"step {context.step} is not made any more"))
         for context in contexts:
-            # What went wrong in a step that is not made is not what ended the run.
+            # A failure in a step that will not be made is not the reason for the run's end.
             with contextlib.suppress(RunError, StateStoreError):
                 await context.dataflow.finish()
 
     @property
     def _can_evaluate(self) -> bool:
-        """Whether there is a policy that samples, and somebody to judge it."""
+        """Whether there is a policy that samples, and a role that judges it."""
         has_roles = {"actor", "reward"} <= self._mesh.connections.keys()
         return has_roles and getattr(self._recipe.algorithm, "sampling", None) is not None
 
@@ -208,7 +209,7 @@ class TrainingLoop(RunLoop):
         )
 
     async def _evaluate(self) -> Evaluation | None:
-        """The held-out score of the policy as it is; None when evaluation is switched off."""
+        """The held-out score of the current policy; None when evaluation is switched off."""
         spec = self._recipe.run.evaluation
         if spec.num_prompts == 0 or not self._can_evaluate:
             return None
@@ -239,7 +240,7 @@ class TrainingLoop(RunLoop):
                     await self._samples.take(step, experience)
                 await self._mesh.release(step)
             finally:
-                # Releasing is traffic of the step, but none of its time.
+                # The release counts as traffic of the step, but not as its time.
                 traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
                 record |= {**step_record(step, nodes, seconds, traffic), **self._staleness}
             if is_due and not self.wishes.is_stop_wanted:
@@ -247,7 +248,7 @@ class TrainingLoop(RunLoop):
                 if self.after is not None:
                     record |= self.after.scalars()
         finally:
-            # The step is made, whatever became of its release and its evaluation.
+            # The step is made, even if its release or its evaluation failed.
             self.records.append(record)
             await self._writer.write_step(record)
             await self._update_record(step=step, metrics=record)
@@ -266,7 +267,7 @@ class TrainingLoop(RunLoop):
         self.dataflow = self.step_in_progress = context.dataflow
         async with context.dataflow:
             start_step(self._algorithm, prompts, context)
-            # The step itself is made by now: only later ones are begun.
+            # This step is made by now, so only later ones are begun.
             later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
             self._sample_ahead(later)
             self._sampler.step_ends(context)
@@ -274,7 +275,7 @@ class TrainingLoop(RunLoop):
         self._staleness = self._steps_behind(context.dataflow.nodes)
         self._actor_versions.append(versions.get("actor", 0))
         await self._journal.commit(step, {"policy_versions": versions})
-        # From here on the step counts, whatever goes wrong after.
+        # From here on the step counts, even if something fails later.
         self.step = self._events.step = step
         self.step_in_progress = None
         del self._prompts[step]
@@ -284,7 +285,7 @@ class TrainingLoop(RunLoop):
         return nodes, seconds, context.trained_on[-1] if context.trained_on else None
 
     def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:
-        """By how many steps the oldest weights that sampled were behind those that train."""
+        """How many steps the oldest weights that sampled were behind those that train."""
         sampled = [
             node.metrics["policy_version/min"]
             for node in nodes
@@ -297,7 +298,7 @@ class TrainingLoop(RunLoop):
         return {"staleness/max": float(len(self._actor_versions) - 1 - oldest)}
 
     def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
-        """A step's context and prompts, which are made once and in the order of steps."""
+        """Returns a step's context and prompts. They are made once, in the order of steps."""
         if step not in self._ahead:
             prompts = self._cursor.take(self._recipe.run.prompts_per_step)
             self._ahead[step] = self._context(step)
@@ -305,7 +306,7 @@ class TrainingLoop(RunLoop):
         return self._ahead[step], self._prompts[step]
 
     def _sample_ahead(self, steps: range) -> None:
-        """Begins to sample those of these steps that the run has and that are not begun."""
+        """Begins to sample these steps, if the run has them and they are not begun yet."""
         for step in steps:
             if step <= self._recipe.run.steps and step not in self._ahead:
                 self._sampler.begin(*self._begin(step))

@@ -1,7 +1,7 @@
-"""A run as others see it: started, stopped, told of losses, and concluded.
+"""A run from outside: it is started, stopped, told of lost services, and concluded.
 
-Whatever goes wrong ends in one error with one message; whatever happens, the run's record and
-summary.json say how it ended.
+Every failure ends in one error with one message. In every case the run's record and summary.json
+say how the run ended.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 
 START_DEADLINE_S = 300.0
-"""Longest wait for a service to answer its first health check: it imports torch before."""
+"""Longest wait for a service to answer its first health check. It imports torch first."""
 
 LOSS_GRACE_S = 6.0
-"""When a call fails because nobody answers, the launcher is given this long to say why.
+"""When a service does not answer a call, the launcher has this long to report the cause.
 
 The agent of a service of several ranks ends the others first, which takes a few seconds.
 """
 
 GIVE_BACK_DEADLINE_S = 5.0
-"""Longest wait at the end of a run for a service that outlives it to let the run go."""
+"""Longest wait at the end of a run until a service that outlives it has released the run."""
 
 TRACKER_DEADLINE_S = 15.0
 """Longest wait at the end of a run for its trackers to send what they have."""
@@ -110,11 +110,11 @@ class TrainingRun:
             directory: Folder of the run's files; made if missing, must hold no other run.
             addresses: "host:port" by name of the service.
             store: Keeps the run's record, journal and metrics.
-            observer: Is told how it goes.
+            observer: Observer that is told of the run's progress.
             run_id: Name of the run in the store and on the wire; None makes one.
             watch: How closely services are watched.
             start_deadline_s: Longest wait for a service's first answer, in seconds.
-            loss_grace_s: How long a reason for a service's silence is waited for, in seconds.
+            loss_grace_s: Longest wait for the cause when a service does not answer, in seconds.
 
         Raises:
             ValueError: A role has no address, or the folder holds a run already.
@@ -137,7 +137,7 @@ class TrainingRun:
         self._events = EventLog(store, self.run_id)
         self._observer = NotingObserver(observer or QuietObserver(), self._events)
         self.wishes = Wishes(store, self.run_id, self._events, self._observer)
-        """What is asked of the run while it goes on."""
+        """Wishes of users while the run goes on."""
         self._watch_settings = watch or WatchSettings()
         self._start_deadline_s = start_deadline_s
         self._loss_grace_s = loss_grace_s
@@ -180,7 +180,7 @@ class TrainingRun:
     # --- the whole life ---
 
     async def execute(self) -> RunSummary:
-        """Makes the run and returns what it came to.
+        """Makes the run and returns its result.
 
         Raises:
             RunError: It could not go on, or was aborted; the record and summary.json say so too.
@@ -197,8 +197,8 @@ class TrainingRun:
         )
         await enter_run(self._store, self.recipe, self.run_id, self.directory)
         journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
-        # A client that drives the services raises the epoch: what is written of the run then
-        # carries none.
+        # A client that drives the services raises the epoch, so writes about the run then carry
+        # none.
         epoch = self._events.epoch = None if self._is_external else journal.epoch
         for role in unused_roles(self.recipe):
             self._observer.on_event(
@@ -288,7 +288,7 @@ class TrainingRun:
             if watching is not None:
                 watching.cancel()
                 await asyncio.wait({watching})
-                # Services that were not started for this run are there for the next one.
+                # Services that were not started for this run are kept for the next one.
                 lasting = [
                     name
                     for name in self._services
@@ -296,7 +296,7 @@ class TrainingRun:
                     if self.recipe.address(name) is not None and name in mesh.facts
                 ]
                 if self._is_external and lasting:
-                    # Newer than any driver's, who then can do nothing any more.
+                    # It is newer than the epoch of every driver, so all of them are fenced off.
                     journal.epoch = await self._store.next_epoch(self.run_id)
                 await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
             await mesh.close()
@@ -310,7 +310,7 @@ class TrainingRun:
         self._early_end.set(RunError(f"watching the services failed: {error}"))
 
     async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does the work, unless an early end, a lost service for one, comes first."""
+        """Does the work, unless an early end comes first, e.g. by a lost service."""
         task = asyncio.create_task(work)
         ending = asyncio.create_task(self._early_end.wait())
         try:
@@ -329,7 +329,7 @@ class TrainingRun:
     async def _explained(
         self, error: BaseException, ending: asyncio.Task[RunError]
     ) -> BaseException:
-        """The cause behind an error: a call that nobody answers is a symptom of a lost service."""
+        """The cause of an error: a call without an answer is a symptom of a lost service."""
         cause = error.cause if isinstance(error, NodeFailedError) else error
         if isinstance(cause, UnavailableError):
             done, _ = await asyncio.wait({ending}, timeout=self._loss_grace_s)
@@ -349,10 +349,10 @@ class TrainingRun:
         writer: MetricsWriter,
         started: float,
     ) -> RunSummary:
-        """Writes down how the run ended, as far as that still works.
+        """Writes how the run ended, as far as that still works.
 
-        What does not work is raised only where nothing failed before: the first failure is the
-        one to tell, and a full disk or a lost store may be what it was.
+        A failure in here is raised only if there was none before. Otherwise the first failure is
+        reported: it may have been the same full disk or lost store.
         """
         if failure is None:
             is_done = loop.step == self.recipe.run.steps
@@ -398,7 +398,7 @@ class TrainingRun:
             finally:
                 summary.write()
 
-        # What is lost is told before the run counts as ended.
+        # Losses are reported before the run counts as ended.
         await writer.finish_trackers(state, TRACKER_DEADLINE_S if failure is None else QUICK_END_S)
         unwritten: StateStoreError | OSError | None = None
         # The record first: the store may be on another disk than the folder.

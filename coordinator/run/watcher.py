@@ -1,4 +1,4 @@
-"""Looks after the services of a run: are they there, and what do they do."""
+"""Watches the services of a run: whether they answer, and what they do."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class WatchSettings:
     status_timeout_s: float = 5.0
     """Deadline of one look."""
     refusals_until_lost: int = 2
-    """Looks in a row that find nobody at the address until a service counts as lost."""
+    """A service counts as lost after this many refused connections in a row."""
     silence_until_lost_s: float = 120.0
-    """A service that holds its connection but says nothing counts as lost after this long. Long:
-    loading a library may hold a process's interpreter for tens of seconds."""
+    """A service that keeps its connection but does not answer counts as lost after this long. It is
+    long because loading a library may block a process for tens of seconds."""
     lease_ttl_s: float = 15.0
     """Life of a service's entry in the registry."""
 
@@ -50,12 +50,12 @@ class Watcher:
 
         Args:
             connections: The services.
-            store: Gets their leases.
-            run_id: The run.
+            store: Store that gets their leases.
+            run_id: Id of the run.
             settings: How closely to watch.
-            on_lost: Gets role and cause, once a service is lost.
-            on_devices: Gets service and use of its devices at every look.
-            beat: Called once an interval; what it raises ends the watch.
+            on_lost: Called with role and cause when a service is lost.
+            on_devices: Called with service and use of its devices at every look.
+            beat: Called once in each interval; its errors end the watch.
         """
         self._connections = connections
         self._store = store
@@ -66,7 +66,7 @@ class Watcher:
         self._beat = beat
 
     async def run(self) -> None:
-        """Watches until cancelled; raises what the store raises."""
+        """Watches until cancelled; raises the errors of the store."""
         async with asyncio.TaskGroup() as group:
             for connection in self._connections:
                 group.create_task(self._watch_service(connection))
@@ -91,12 +91,12 @@ class Watcher:
             except DeadlineError:
                 refusals = 0
             except RolemeshError as error:
-                # It answers, with its own failure: the same for every call that follows.
+                # It answers with its own failure, and will do so for every later call.
                 self._on_lost(connection.service, f"{_name(connection)} is broken: {error.message}")
                 return
             else:
                 refusals, heard_at = 0, loop.time()
-                # What an earlier run left behind ends with this run's Initialize.
+                # The Initialize of this run removes what an earlier run left behind.
                 is_ours = status.run_id == self._run_id
                 if status.state == worker_pb2.WORKER_STATE_FAILED and is_ours:
                     problem = status.failure or "see its log"

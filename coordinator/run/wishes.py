@@ -1,4 +1,4 @@
-"""What somebody asks of a run while it goes on: to stop, to pause, to save a checkpoint."""
+"""Wishes of users for a run that goes on: to stop, to pause, to save a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rolemesh.v1 import coordinator_pb2
 
 
 class Wishes:
-    """The wishes of one run, as the store has them and as signals bring them.
+    """The wishes of one run, from the store and from signals.
 
-    A wish stays until it is taken back (a pause) or served (a checkpoint); one to stop stays.
+    A wish to pause stays until it is cancelled, one for a checkpoint until it is served. A wish to
+    stop stays.
 
     Owner: one asyncio loop. `stop` may be called from a signal handler of the loop.
     """
@@ -24,7 +25,7 @@ class Wishes:
         self.is_stop_wanted = False
         self.is_pause_wanted = False
         self.is_paused = False
-        """Whether the run waits between two steps; set by who makes the steps."""
+        """Whether the run waits between two steps; set by the loop that makes the steps."""
         self._store = store
         self._run_id = run_id
         self._events = events
@@ -34,7 +35,7 @@ class Wishes:
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Somebody wants the run to end after the step in progress."""
+        """Asks the run to end after the step in progress."""
         if self.is_stop_wanted:
             return
         self.is_stop_wanted = True
@@ -51,7 +52,7 @@ class Wishes:
         if record.stop_requested:
             self.stop()
         elif self.is_stop_wanted:
-            # It came as a signal: others are to see it, too.
+            # The wish came as a signal. The store must show it, too.
             await self._store.update_run(self._run_id, stop_requested=True)
         if record.pause_requested != self.is_pause_wanted:
             self._pause(record.pause_requested)

@@ -318,7 +318,7 @@ class AsyncClient:
     ) -> AsyncIterator[str]:
         """Text of a log as it grows, to the end of the run; begins as read_log does."""
         while True:
-            # Asked first: what was written before the end is read before it is noticed.
+            # The state is read first: text that was written before the end is then not missed.
             is_final = (await self.get_run(run_id)).state.is_final
             piece = await self.read_log(run_id, log, offset=offset)
             offset = piece.next_offset

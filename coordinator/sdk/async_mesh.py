@@ -1,4 +1,4 @@
-"""The services of one run, as whoever drives it sees them."""
+"""The services of one run, for a client that drives it."""
 
 from __future__ import annotations
 

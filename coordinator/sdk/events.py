@@ -1,4 +1,4 @@
-"""What happens in a run, as values that nobody can change."""
+"""Events of a run, as immutable values."""
 
 from __future__ import annotations
 

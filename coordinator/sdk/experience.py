@@ -1,4 +1,4 @@
-"""What services answer with, as values: references to experience, reports, versions."""
+"""Results of services, as values: references to experience, reports, versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator tells of runs, as values that nobody can change."""
+"""Records of runs as a coordinator reports them, as immutable values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all calls to a service share, and those of its life."""
+"""Base of all calls to a service, and the calls of its life."""
 
 from __future__ import annotations
 

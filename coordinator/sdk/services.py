@@ -1,4 +1,4 @@
-"""What a service tells of itself, as values."""
+"""Descriptions that a service gives of itself, as values."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where the coordinator keeps what must outlive it."""
+"""The store: state of the coordinator that must outlive its process."""

@@ -23,7 +23,7 @@ def main() -> None:
             raise OSError(number, f"prctl: {os.strerror(number)}")
     else:
         print(f"{program[0]} is not bound to its parent: needs Linux", file=sys.stderr)
-    # The parent may have ended before the kernel was asked.
+    # The parent may have ended before the request to the kernel.
     if os.getppid() != parent_pid:
         raise SystemExit(f"parent {parent_pid} is gone")
     # execv keeps the process id and the binding.

@@ -30,8 +30,8 @@ class EmbeddedStoreError(StateStoreError):
 class EmbeddedValkey:
     """A child process that serves the store until `stop`, or until this process ends.
 
-    Every acknowledged write is on disk: appended and synced, since a step's few writes cost
-    nothing beside its compute, and a journal that forgets is none.
+    Every acknowledged write is on disk, appended and synced: a journal must not lose entries. The
+    few writes of a step cost little beside its compute.
 
     Example::
 
@@ -40,7 +40,7 @@ class EmbeddedValkey:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Prepares; `start` starts.
+        """Prepares; `start` starts the server.
 
         Args:
             directory: Folder for data and log, made if missing.
@@ -72,11 +72,11 @@ class EmbeddedValkey:
         """Starts the server and returns when it answers.
 
         Raises:
-            EmbeddedStoreError: It ended at once or does not answer; names the log.
+            EmbeddedStoreError: The server ended at once or does not answer; the text names the log.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            # Another process may take the port between here and the server's bind.
+            # Another process may take the port before the server binds it.
             port = _free_port()
             await self._spawn(port)
             if await self._answers(port):
@@ -115,8 +115,8 @@ class EmbeddedValkey:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C in a terminal goes to the whole group: the store must outlive the last
-                # step, so the coordinator alone ends it.
+                # Ctrl-C in a terminal signals the whole group. The store must outlive the last
+                # step, so only the coordinator may end it.
                 start_new_session=True,
             )
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None:
-    """Writes a text file by way of a neighbour and a rename, synced to disk before and after.
+    """Writes a text file under a temporary name, syncs it to disk, and renames it.
 
     Args:
         path: The file.
-        text: What it will hold.
-        is_private: Whether nobody but its owner may read it.
+        text: Content of the file.
+        is_private: Whether only its owner may read it.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     mode = 0o600 if is_private else 0o666

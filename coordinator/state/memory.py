@@ -51,7 +51,7 @@ class MemoryStateStore(StateStore):
         """Memory always answers."""
 
     async def close(self) -> None:
-        """Nothing to let go."""
+        """Does nothing: there is no connection."""
 
     def _make_id(self) -> str:
         # Fixed width, so that ids order as text: consumers compare them with after_id.

@@ -18,15 +18,15 @@ from rolemesh.coordinator.state.store import StateStore, StoreRefusedError
 
 @asynccontextmanager
 async def open_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateStore]:
-    """The store, known to answer. An embedded server ends with the block.
+    """Opens the store and checks that it answers. An embedded server ends with the block.
 
     Args:
-        spec: The recipe's section.
+        spec: Section `store` of the recipe.
         directory: Folder of the run; an embedded server keeps its data in its subfolder store.
 
     Raises:
-        ValueError: The URL cannot be read, or the server refuses what it asks for.
-        StoreUnavailableError: Nobody answers at the URL.
+        ValueError: The URL cannot be read, or the server refuses its user, password or database.
+        StoreUnavailableError: No server answers at the URL.
         EmbeddedStoreError: The embedded server does not start.
     """
     if isinstance(spec, EmbeddedStoreSpec):

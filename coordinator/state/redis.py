@@ -1,7 +1,7 @@
 """A store on any Redis >= 7 or Valkey server.
 
-Only commands of the 7.2 subset are used. What has to be atomic is one Lua script: the fence is
-checked by the server that writes, so a coordinator that lost its run cannot write late.
+Only commands of the 7.2 subset are used. Each atomic operation is one Lua script: the server checks
+the fence when it writes, so a coordinator that has lost its run cannot write late.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ENTRY_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _CONNECT_TIMEOUT_S = 5.0
 _COMMAND_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 16
-"""Calls of hundreds of services may end in one instant; their entries then take turns."""
+"""Calls of hundreds of services may end at once; their entries then wait for a connection."""
 
 # Each script answers {code, value}: 0 done, 1 stale epoch (value: the current one), 2 no such run
 # (or, for create, a run of that id exists).
@@ -81,10 +81,10 @@ return {0, redis.call('XADD', KEYS[1], 'MAXLEN', '=', ARGV[2], '*', 'payload', A
 
 
 class RedisStateStore(StateStore):
-    """Hashes for runs, streams for what is appended, keys with a time to live for leases.
+    """Keeps runs in hashes, appended entries in streams, and leases in keys with a time to live.
 
-    Keys of one run share a hash tag, so the scripts also work on a cluster. Nothing is retried:
-    a lost answer to a write is reported, and whoever repeats it does so under the same key.
+    Keys of one run share a hash tag, so the scripts also work on a cluster. Nothing is retried: if
+    the answer to a write is lost, the caller gets an error, and may repeat it under the same key.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class RedisStateStore(StateStore):
         """Prepares the connection; nothing is sent before the first call.
 
         Args:
-            url: e.g. redis://127.0.0.1:6379/0
+            url: URL of the server, e.g. redis://127.0.0.1:6379/0.
             client: A client to use instead of one made from the URL (for tests).
-            clock: Unix time in seconds.
+            clock: Returns the Unix time in seconds.
 
         Raises:
             ValueError: The URL cannot be read.
@@ -124,11 +124,11 @@ class RedisStateStore(StateStore):
         return await self._finished(self._client.eval(script, len(keys), *keys, *arguments))
 
     async def _finished(self, command: Awaitable[Any]) -> Any:
-        """Awaits a command so that a cancellation of the caller always gets through.
+        """Awaits a command in such a way that the caller can always be cancelled.
 
-        The client writes through asyncio.wait_for, which before Python 3.12 forgets a cancellation
-        that comes as the write ends (CPython issue 86296): a watcher that was to end went on, and
-        the run that waited for it never ended. The command is finished behind the caller's back.
+        The client writes through asyncio.wait_for. Before Python 3.12 this loses a cancellation
+        that comes just as the write ends (CPython issue 86296), and a run that waited for a
+        cancelled watcher never ended. The command itself is finished in the background.
         """
         task = asyncio.ensure_future(command)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -203,7 +203,7 @@ class RedisStateStore(StateStore):
         run_ids = await self._command("ZREVRANGE", f"{_PREFIX}:runs", 0, limit - 1)
         records = []
         for run_id in run_ids:
-            # One that somebody removed must not hide the others.
+            # A run that was removed in between must not hide the others.
             with contextlib.suppress(RunNotFoundError):
                 records.append(await self.get_run(run_id.decode()))
         return records
@@ -305,7 +305,7 @@ class RedisStateStore(StateStore):
         elif not _ENTRY_ID.fullmatch(after_id):
             raise EntryExpiredError(run_id, stream, after_id)
         else:
-            # One command from the given entry on: it cannot be dropped between look and read.
+            # One command reads from the given entry on: it cannot be dropped between two commands.
             found = await self._command("XRANGE", key, after_id, "+", "COUNT", limit + 1)
             if not found or found[0][0].decode() != after_id:
                 raise EntryExpiredError(run_id, stream, after_id)
@@ -339,7 +339,7 @@ def _client(url: str) -> redis.asyncio.Redis:
         return redis.asyncio.Redis.from_pool(pool)
     except ValueError as error:
         shown = masked_url(url)
-        # The cause may cite a part of the password; then it must not be chained either.
+        # The cause may contain a part of the password, so it is not chained.
         cause = f" ({error})" if shown == url else ""
         raise ValueError(
             f"store.url is {shown!r}, which cannot be read{cause}: give host, port and number, "

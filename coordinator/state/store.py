@@ -1,9 +1,8 @@
-"""What the coordinator keeps outside its own memory, as one small contract.
+"""Contract of the store, which keeps state of the coordinator outside its memory.
 
 Registry with leases, run records, the fencing epoch, the journal of acknowledged operations,
-the metric stream, the executed graphs of the newest steps, and bounded streams of what else is told
-of a run. Implementations differ in means, never in behaviour: one contract
-suite runs over all of them.
+the metric stream, the executed graphs of the newest steps, and bounded streams of events, samples,
+device use and wishes. All implementations behave alike: one contract suite runs over them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rolemesh.coordinator.recipe.addresses import masked_url
 
 
 class StateStoreError(Exception):
-    """Something that a store refuses or cannot do."""
+    """A store refuses a command, or cannot do it."""
 
 
 class StoreUnavailableError(StateStoreError):
@@ -34,7 +33,7 @@ class StoreUnavailableError(StateStoreError):
 
 
 class StoreRefusedError(StoreUnavailableError):
-    """The store answers, and refuses: it has no memory or disk left, or may only be read."""
+    """The store answers with a refusal: it has no memory or disk left, or is read-only."""
 
     def __init__(self, url: str, cause: BaseException) -> None:
         self.url = masked_url(url)
@@ -78,7 +77,7 @@ class StaleEpochError(StateStoreError):
 
 
 class EntryExpiredError(StateStoreError):
-    """Entries after this one were asked for, but it is not kept: some may be missing in between."""
+    """Entries after one that is no longer kept were requested: some may be missing in between."""
 
     def __init__(self, run_id: str, stream: RunStream, entry_id: str) -> None:
         self.run_id = run_id
@@ -103,7 +102,7 @@ class RunState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing follows."""
+        """Whether no other state follows."""
         return self in (RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED)
 
 
@@ -129,12 +128,12 @@ class RunRecord:
     activity: str = ""
     """What it does right now, e.g. "step 3"."""
     services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Role, address and policy_version by name of the service, once all are initialised; the
-    version is the one of then."""
+    """Role, address and policy_version by name of the service, once all are initialised. The
+    version is that of the initialisation."""
     stop_requested: bool = False
-    """Whether somebody asked the run to end after the step in progress."""
+    """Whether the run is to end after the step in progress."""
     pause_requested: bool = False
-    """Whether somebody asked the run to make no further step for now."""
+    """Whether the run is to pause before its next step."""
     failure: str = ""
     """Why it failed, empty otherwise."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -160,7 +159,7 @@ class ServiceLease:
     pid: int = 0
     """Process id on its host, 0 when not known."""
     status: str = ""
-    """What it last said of itself, in plain words."""
+    """Its last status, in plain words."""
     lease_until: float = 0.0
     """Unix time, seconds, at which the lease ends unless it is renewed."""
 
@@ -174,13 +173,13 @@ class JournalEntry:
     operation: str
     sequence: int
     result: Mapping[str, Any]
-    """JSON-able summary: versions, references, never data."""
+    """Summary as JSON values: versions and references, never data."""
     entry_id: str = ""
-    """Given by the store; ordered by time of append."""
+    """Id from the store; ids are ordered by time of append."""
 
     @property
     def key(self) -> str:
-        """Names the effect: a second append of the same key changes nothing."""
+        """Key of the operation: a second append with the same key changes nothing."""
         return f"{self.epoch}/{self.step}/{self.operation}/{self.sequence}"
 
 
@@ -193,8 +192,8 @@ class MetricEntry:
 
 
 NUM_GRAPHS_KEPT = 256
-"""Executed graphs that a store keeps of a run, the newest ones: they are some kilobytes a step, and
-for whoever follows the run. Its folder has all of them."""
+"""Newest executed graphs of a run that a store keeps, for clients that follow the run. A graph has
+some kilobytes; the folder of the run has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,14 +203,14 @@ class GraphEntry:
     entry_id: str
     step: int
     graph: bytes
-    """JSON: step, and nodes as a line of dataflow.jsonl has them."""
+    """JSON with step and nodes, as in a line of dataflow.jsonl."""
 
 
 class RunStream(StrEnum):
-    """What is appended to a run beside journal, metrics and graphs. Payloads are opaque bytes."""
+    """Streams of a run beside journal, metrics and graphs. Payloads are opaque bytes."""
 
     EVENTS = "events"
-    """What happened, for whoever watches the run."""
+    """Events of the run, for its watches."""
     SAMPLES = "samples"
     """Some trajectories of a step."""
     DEVICES = "devices"
@@ -245,16 +244,16 @@ class StreamEntry:
 
 
 class StateStore(ABC):
-    """Everything that outlives a call, a step, or the coordinator.
+    """Keeps everything that outlives a call, a step, or the coordinator.
 
     Invariant: after `next_epoch` returned n, every write with an epoch below n is refused with
-    StaleEpochError, whoever makes it. Entry ids are opaque, and "" stands for the beginning.
+    StaleEpochError, from every caller. Entry ids are opaque, and "" stands for the beginning.
 
     Owner: one asyncio loop; methods may be called concurrently on it.
     """
 
     url: str
-    """Where the store is, for messages to people."""
+    """URL of the store, for messages to people."""
 
     @abstractmethod
     async def ping(self) -> None:
@@ -262,7 +261,7 @@ class StateStore(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets connections go."""
+        """Closes the connections."""
 
     # --- registry ---
 
@@ -272,7 +271,7 @@ class StateStore(ABC):
 
     @abstractmethod
     async def remove_service(self, role: str, address: str) -> None:
-        """Takes a service out. An unknown one is ignored."""
+        """Removes a service. An unknown one is ignored."""
 
     @abstractmethod
     async def list_services(self) -> list[ServiceLease]:
@@ -373,12 +372,12 @@ class StateStore(ABC):
         """Entries after the given one, oldest first, none left out.
 
         Raises:
-            EntryExpiredError: `after_id` is not kept, so entries after it may be gone as well.
+            EntryExpiredError: `after_id` is no longer kept, so entries after it may be gone, too.
         """
 
 
 def check_run_changes(changes: Mapping[str, Any]) -> None:
-    """Refuses names that are no updatable field of RunRecord, with a ValueError."""
+    """Raises ValueError for a name that is not a field of RunRecord that may be changed."""
     for name in changes:
         if name not in UPDATABLE_FIELDS:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Where the scalars of a run go beside its own files: the services of others, and users' own."""
+"""Trackers: they send the scalars of a run to services of others or to code of users."""

@@ -1,4 +1,4 @@
-"""Which class keeps what a section of `trackers` asks for."""
+"""Registry of trackers: the class for each section of `trackers`."""
 
 from __future__ import annotations
 

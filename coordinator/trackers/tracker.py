@@ -1,4 +1,4 @@
-"""What a tracker is: it is told of a run, of its scalars step by step, and of its end."""
+"""Contract of a tracker: it is given a run, its scalars step by step, and its end."""
 
 from __future__ import annotations
 

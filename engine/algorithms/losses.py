@@ -1,6 +1,6 @@
-"""What losses are, and what they share; `make_loss` finds the one of a spec.
+"""Base of the losses; `make_loss` finds the loss of a spec.
 
-They are in policy_losses, value_losses and preference_losses, each registered with its spec.
+The losses are in policy_losses, value_losses and preference_losses, each registered with its spec.
 
 A loss sees one micro-batch and the counts of the whole mini-batch (`LossScale`), and returns its
 share: the shares add up, so cutting the batch differently changes no gradient.

@@ -1,4 +1,4 @@
-"""What estimators of advantages share: which tokens count, and what each of them earns.
+"""Rewards of tokens, for estimators of advantages: which tokens count, and what each earns.
 
 Shape letters: B rows, N packed completion tokens, R rows with unmasked tokens.
 """

@@ -1,1 +1,1 @@
-"""Prompts: where they come from and in which order."""
+"""Data of a run: sources of prompts and trajectories, and their order."""

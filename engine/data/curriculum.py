@@ -27,17 +27,17 @@ def epoch_order(
     """The order of each epoch of a source.
 
     Args:
-        curriculum: what the recipe asks for; None shuffles.
-        rows: training rows of the source.
-        seed: of the run, for the user's function.
-        shuffle_seed: of the shuffle.
-        field: of the source, e.g. "data".
+        curriculum: Curriculum of the recipe; None shuffles.
+        rows: Training rows of the source.
+        seed: Seed of the run, for the user's function.
+        shuffle_seed: Seed of the shuffle.
+        field: Field of the source in the recipe, e.g. "data".
 
     Returns:
         A function that raises DataInvalidError when a user's function fails or gives no order.
 
     Raises:
-        DataInvalidError: a row lacks the key to sort by, or the function cannot be loaded.
+        DataInvalidError: A row lacks the key to sort by, or the function cannot be loaded.
     """
     shuffle = shuffled(len(rows), shuffle_seed)
     if curriculum is None:
@@ -58,7 +58,7 @@ def _sorted(
         )
 
     def order(epoch: int) -> list[int]:
-        # sorted keeps equal values in the order in which the shuffle has them, also in reverse.
+        # sorted keeps rows with equal values in their shuffled order, also in reverse.
         return sorted(shuffle(epoch), key=values.__getitem__, reverse=not curriculum.ascending)
 
     return order
@@ -94,7 +94,7 @@ def _called(
         try:
             order = [int(row) for row in function(metadata, epoch, seed)]
         except Exception as error:
-            # Whatever the user's function raises: it is told with its epoch.
+            # Any error of the user's function is reported with its epoch.
             raise DataInvalidError(
                 f"{field} {curriculum.function!r} failed for epoch {epoch}: "
                 f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Leaves rows out that are too long, before anything is shuffled, and counts them."""
+"""Leaves out rows that are too long, before the shuffle, and counts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS_AT_ONCE = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """What is left of some rows."""
+    """The rows that are left, and counts of the others."""
 
     rows: Sequence[PromptRow]
     num_left_out: int
@@ -33,18 +33,17 @@ def without_long_rows(
 ) -> Filtered:
     """Leaves out the rows whose rendered prompt, or whole, is too long.
 
-    Bare texts always stay: they are marked with the bound on whole rows, and cut when they are
-    read. Nothing is kept of what is tokenised here: rendering a prompt again costs a tenth of a
-    millisecond when its turn comes.
+    Bare texts always stay: they carry the bound on whole rows, and are cut when they are read. The
+    tokens that are made here are not kept: to render a prompt again takes a tenth of a millisecond.
 
     Args:
-        rows: of one split of a source.
-        renderer: makes tokens.
-        max_prompt_tokens: longest prompt; None for any.
-        max_row_tokens: longest prompt with its longest completion; None for any.
+        rows: Rows of one split of a source.
+        renderer: Renderer that makes tokens.
+        max_prompt_tokens: Longest prompt; None for any.
+        max_row_tokens: Longest prompt with its longest completion; None for any.
 
     Raises:
-        DataInvalidError: a row cannot be rendered.
+        DataInvalidError: A row cannot be rendered.
     """
     if max_prompt_tokens is None and max_row_tokens is None:
         return Filtered(rows=rows, num_left_out=0, shortest=0, longest=0)

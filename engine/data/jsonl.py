@@ -1,4 +1,4 @@
-"""Records of JSON lines: one object a line."""
+"""Records of JSON lines files, which have one object in each line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rolemesh.engine.data.rows import DataInvalidError
 
 
 def records(path: Path, field: str) -> Iterator[tuple[Any, str]]:
-    """Each line's value and where it stands; empty lines are passed over.
+    """Yields the value of each line and its place; empty lines are skipped.
 
     Args:
-        path: the file, UTF-8.
-        field: that names it, e.g. "data.path".
+        path: The file, UTF-8.
+        field: Field of the recipe that names the file, e.g. "data.path".
 
     Raises:
-        DataInvalidError: the file cannot be read, or a line is not JSON.
+        DataInvalidError: The file cannot be read, or a line is not JSON.
     """
     try:
-        # Not splitlines: it also cuts at separators that JSON strings may hold.
+        # Not splitlines, which also cuts at separators that JSON strings may contain.
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise DataInvalidError(

@@ -1,7 +1,7 @@
 """Orders of training rows: position -> row, as pure functions.
 
-Nothing here remembers where a run is: the position is the cursor, and a resumed run asks for the
-next one.
+An order holds no state of a run: the position is the cursor, and a resumed run asks for the next
+one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EpochOrder = Callable[[int], Sequence[int]]
 
 
 class Order(Protocol):
-    """Which row stands at which position of a split without end."""
+    """Maps each position of an endless split to a row."""
 
     def rows(self, start: int, count: int) -> list[int]:
         """Row numbers at positions start..start+count-1."""
@@ -59,9 +59,9 @@ class Mixture:
 
     Draw k of source s has the time (k + u) / w_s, where w_s is its share and u, in [0, 1), derives
     from (seed, s, k). Positions run through all draws in the order of their times (stratified
-    sampling). Hence, at every position, each source has been drawn from within one of its share of
-    the time; the order of sources still looks drawn; and what stands at a position is found from
-    the few draws around it. Shares and times are fractions: there is nothing to round.
+    sampling). Hence at every position the number of draws of a source differs from its share of the
+    time by at most one. The order of sources still looks random. The row at a position is found
+    from the few draws around it. Shares and times are fractions, so nothing is rounded.
 
     Example: shares 3/4 and 1/4, at any start: 400 positions hold 298 to 302 draws of the first.
     """
@@ -69,9 +69,9 @@ class Mixture:
     def __init__(
         self, orders: Sequence[Order], sizes: Sequence[int], weights: Sequence[float], seed: int
     ) -> None:
-        """Takes, source by source, its order, its number of rows and its weight (> 0, finite).
+        """Takes the order, the number of rows and the weight (> 0, finite) of each source.
 
-        Row numbers count through the sources: the rows of source 1 follow those of source 0.
+        Row numbers count over all sources: the rows of source 1 follow those of source 0.
         """
         total = sum(map(Fraction, weights))
         self._shares = [Fraction(weight) / total for weight in weights]

@@ -1,4 +1,4 @@
-"""Rows by position: training rows in epochs without end, held-out rows once, and bare texts.
+"""Rows by position: training rows in endless epochs, held-out rows once, and bare texts.
 
 A position always names the same row, so the coordinator sends positions and no text, and a
 replayed step sees the same prompts. Held-out prompts are never training prompts.
@@ -38,17 +38,16 @@ class Prompt:
 
 
 class EmptyDataError(ValueError):
-    """A split that is asked for has no rows."""
+    """The requested split has no rows."""
 
 
 class PromptSet:
     """The rows of a run.
 
-    Invariant: `slice` and `rows` are pure functions of their arguments and of (rows, seed): a
-    position is all that a resumed run has to know.
+    Invariant: `slice` and `rows` are pure functions of their arguments and of (rows, seed). A
+    resumed run therefore needs only the position.
 
-    Example: with 10 training rows, `slice("train", 20, 10)` is the third epoch, whatever was
-    asked before.
+    Example: with 10 training rows, `slice("train", 20, 10)` is always the third epoch.
     """
 
     def __init__(
@@ -66,14 +65,14 @@ class PromptSet:
         """Takes the rows of each split.
 
         Args:
-            train: rows to train on.
-            held_out: rows that are never trained on.
-            tokenizer: of the policy, with its chat template.
-            seed: decides the order of epochs.
-            pretraining: rows that keep what pretraining taught.
-            orders: of the splits without end; where one is absent, each epoch is shuffled.
-            num_filtered: rows of each split that were left out because of their length.
-            num_repeated: training rows left out because a source of the mixture holds them out.
+            train: Rows to train on.
+            held_out: Rows that are never trained on.
+            tokenizer: Tokenizer of the policy, with its chat template.
+            seed: Seed of the order of epochs.
+            pretraining: Rows of bare text, which keep the knowledge from pretraining.
+            orders: Orders of the endless splits; a split without one is shuffled in each epoch.
+            num_filtered: Rows of each split that were left out because of their length.
+            num_repeated: Training rows left out because a source of the mixture holds them out.
         """
         self._rows: dict[Split, Sequence[PromptRow]] = {
             "train": train,
@@ -99,7 +98,7 @@ class PromptSet:
         return len(self._rows[split])
 
     def facts(self) -> dict[str, str]:
-        """What a service says about its data at Initialize."""
+        """Facts about the data, for the answer to Initialize."""
         facts = {
             "data.train_prompts": str(self.size("train")),
             "data.held_out_prompts": str(self.size("held_out")),
@@ -115,8 +114,8 @@ class PromptSet:
         """(index of the row, row) at positions start..start+count-1.
 
         Raises:
-            EmptyDataError: the split has no rows.
-            ValueError: the range is not valid, or reaches beyond the held-out split.
+            EmptyDataError: The split has no rows.
+            ValueError: The range is not valid, or reaches beyond the held-out split.
         """
         rows = self._rows[split]
         if start < 0 or count < 1:
@@ -145,9 +144,9 @@ class PromptSet:
         """The prompts at positions start..start+count-1, rendered.
 
         Raises:
-            EmptyDataError: the split has no prompts.
-            DataInvalidError: a row is bare text, or the chat template refuses its turns.
-            ValueError: the range is not valid, or reaches beyond the held-out split.
+            EmptyDataError: The split has no prompts.
+            DataInvalidError: A row is bare text, or the chat template refuses its turns.
+            ValueError: The range is not valid, or reaches beyond the held-out split.
         """
         return [self.render(index, row) for index, row in self.rows(split, start, count)]
 
@@ -160,7 +159,7 @@ class PromptSet:
         """A row as a prompt, under the given id.
 
         Raises:
-            DataInvalidError: it is bare text, or the chat template refuses its turns.
+            DataInvalidError: The row is bare text, or the chat template refuses its turns.
         """
         text = self.renderer.prompt_text(row)
         return Prompt(
@@ -179,17 +178,17 @@ def load_prompts(
     seed: int,
     pretraining: DataSpec | None = None,
 ) -> PromptSet:
-    """Loads the rows of a role: all of them at once, so that what is wrong shows at the start.
+    """Loads all rows of a role at once, so that faults show at the start.
 
     Args:
-        data: training and held-out rows.
-        tokenizer: of the policy, with its chat template.
-        seed: of the run; decides the order of epochs.
-        pretraining: rows that keep what pretraining taught.
+        data: Training and held-out rows.
+        tokenizer: Tokenizer of the policy, with its chat template.
+        seed: Seed of the run, which decides the order of epochs.
+        pretraining: Rows of bare text, which keep the knowledge from pretraining.
 
     Raises:
-        EmptyDataError: a source has no training row, or all of them are too long.
-        DataInvalidError: something cannot be read, or a row is not what it should be.
+        EmptyDataError: A source has no training row, or all of them are too long.
+        DataInvalidError: A file cannot be read, or a row is invalid.
     """
     renderer = Renderer(tokenizer)
     sources, filtered = _filtered(data, "data", renderer)
@@ -214,7 +213,7 @@ def load_prompts(
 
 
 def load_rows(data: DataSpec) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out rows of every source, however long; raises as load_prompts does."""
+    """Training and held-out rows of every source, of any length; raises as load_prompts does."""
     sources = load_sources(data, "data")
     for source in sources:
         _check_not_empty(source)
@@ -236,7 +235,7 @@ def _check_not_empty(source: Source) -> None:
 def _filtered(
     data: DataSpec, field: str, renderer: Renderer
 ) -> tuple[list[Source], dict[Split, int]]:
-    """The sources without their over-long rows, and how many those are."""
+    """Returns the sources without rows that are too long, and the numbers of those."""
     num_filtered: dict[Split, int] = {"train": 0, "held_out": 0}
     kept = []
     for source in load_sources(data, field):
@@ -274,7 +273,7 @@ def _order(sources: Sequence[Source], seed: int, shuffle_seed: str) -> Order:
         order = epoch_order(
             source.spec.curriculum, source.train, seed=seed, shuffle_seed=own, field=source.field
         )
-        # A curriculum that fails does so at the start.
+        # A faulty curriculum then fails at the start.
         order(0)
         orders.append(Epochs(len(source.train), order))
     if len(orders) == 1:

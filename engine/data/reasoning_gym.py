@@ -10,17 +10,17 @@ from rolemesh.engine.reasoning_tasks import check_task, reasoning_gym
 from rolemesh.engine.specs import ReasoningGymSpec
 
 _MAX_DRAWS_PER_ROW = 50
-"""Draws spent on one distinct row before the task is held to be too small for the split."""
+"""Most draws for one distinct row; after that the task counts as too small for the split."""
 
 
 def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Draws the held-out rows, all distinct, and then training rows that are none of them.
+    """Draws the held-out rows, all distinct, and then training rows that differ from them.
 
-    Training rows may repeat, as the task's generator repeats them.
+    Training rows may repeat if the task's generator repeats them.
 
     Raises:
-        ValueError: no such task, one that needs what is not installed, a config that it refuses, or
-            too few distinct rows.
+        ValueError: There is no such task, a package that it needs is not installed, it refuses the
+            config, or it has too few distinct rows.
     """
     library = reasoning_gym()
     if spec.task not in library.factory.DATASETS:
@@ -36,7 +36,7 @@ def load(spec: ReasoningGymSpec) -> tuple[list[PromptRow], list[PromptRow]]:
         )
     except (TypeError, AssertionError) as error:
         raise ValueError(f"data.config does not fit task {spec.task!r}: {error}") from error
-    # Rows are compared as the policy sees them: a template may leave out what tells two apart.
+    # Rows are compared as the policy sees them: a template may leave out their difference.
     held_out: dict[str, PromptRow] = {}
     train: list[PromptRow] = []
     for index in range(num_draws):

@@ -1,4 +1,4 @@
-"""From chat turns to tokens: prompts to sample from, given completions to train on."""
+"""Rendering of chat turns as tokens: prompts to sample from, given completions to train on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROBE_ANSWER = "b"
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """Renders chat turns."""
@@ -32,16 +32,16 @@ class CompletionTokens:
     """A given completion as tokens."""
 
     tokens: Sequence[int]
-    """Token ids, those that end the assistant's turn included."""
+    """Token ids, with those that end the assistant's turn."""
     loss_mask: Sequence[bool]
-    """One a token: 1 where the assistant speaks, 0 in the turns of others."""
+    """One value for each token: 1 where the assistant speaks, 0 in the turns of others."""
 
 
 class Renderer:
     """Renders the rows of one tokenizer.
 
-    A completion is tokenised by itself and set behind the tokens of its prompt, as a sampled one
-    stands there, so that a trained and a sampled sequence have the same border.
+    A completion is tokenised by itself, and its tokens follow those of the prompt, as in sampling.
+    So trained and sampled sequences have the same border.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -50,7 +50,7 @@ class Renderer:
         self._closing: list[int] | None = None
 
     def prompt_text(self, row: PromptRow) -> str:
-        """The prompt up to the place where the assistant goes on; raises DataInvalidError."""
+        """The prompt up to the place where the assistant continues; raises DataInvalidError."""
         if row.text is not None:
             raise DataInvalidError(
                 f"{row.where}: is text without a prompt: nothing can be sampled for it; name the "
@@ -59,12 +59,12 @@ class Renderer:
         return self._rendered(row.messages, row, answered=False) + row.assistant_prefix
 
     def tokens(self, text: str) -> list[int]:
-        """Token ids of a text, no special token added."""
+        """Token ids of a text, without added special tokens."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def batch_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Number of tokens of each text, no special token added."""
+        """Number of tokens of each text, without added special tokens."""
         if not texts:
             return []
         encoded = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -73,12 +73,12 @@ class Renderer:
     def completion(self, row: PromptRow, completion: Completion) -> CompletionTokens:
         """Tokens of a given completion behind the prompt of the row.
 
-        Turns of others inside it (user, tool) are the text that the template sets between two
-        answers, with loss_mask 0. This needs a template that only ever appends: what it renders
-        for the first turns must be the beginning of what it renders for more of them.
+        Turns of others inside it (user, tool) are the text that the template puts between two
+        answers, with loss_mask 0. The template must only append: its text of the first turns must
+        be the beginning of its text of more turns.
 
         Raises:
-            DataInvalidError: the template rewrites earlier turns, or nothing ends a turn.
+            DataInvalidError: The template rewrites earlier turns, or nothing ends a turn.
         """
         if isinstance(completion, str):
             tokens = [*self.tokens(completion), *self._turn_end(row)]
@@ -123,7 +123,7 @@ class Renderer:
         """Tokens of a text without a prompt, with the special tokens that the tokenizer adds.
 
         Raises:
-            DataInvalidError: there are fewer than 2 tokens, hence none to predict.
+            DataInvalidError: There are fewer than 2 tokens, so there is none to predict.
         """
         ids: list[int] = self._tokenizer(row.text, add_special_tokens=True)["input_ids"]
         if len(ids) < 2:
@@ -145,9 +145,9 @@ class Renderer:
         return text
 
     def _turn_end(self, row: PromptRow) -> list[int]:
-        """Tokens that end the assistant's turn: what the template sets first behind an answer.
+        """Tokens that end the assistant's turn: the first ones that the template puts after it.
 
-        Where it sets no special token there, the tokenizer's own end token.
+        If the template puts no special token there, it is the end token of the tokenizer.
         """
         if self._closing is None:
             probe = PromptRow(messages=_PROBE, where=row.where)

@@ -1,4 +1,4 @@
-"""Rows of data: what a record of a file means, checked field by field."""
+"""Rows of data, read from the records of a file and checked field by field."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from rolemesh.engine.specs import StoredRowsSpec
 
 MAX_METADATA_BYTES = 64 * 1024
-"""Metadata travels with every trajectory of the row."""
+"""Most bytes of a row's metadata, which is sent with each of its trajectories."""
 
 Message = Mapping[str, Any]
-"""A chat turn: role and content, and whatever else the template reads."""
+"""A chat turn: role and content, and other keys that the template reads."""
 Completion = str | Sequence[Message]
 """A given answer: its text, or turns that begin and end with the assistant's."""
 
@@ -24,12 +24,12 @@ class PromptTooLongError(ValueError):
 
 
 class DataInvalidError(ValueError):
-    """Data is not what it has to be: which row, which field, what to do."""
+    """Data is invalid; the text names the row, the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
-    """One row as the data set has it: a prompt with what is given beside it, or a bare text."""
+    """One row of the data set: a prompt with other given fields, or a bare text."""
 
     messages: Sequence[Message]
     """Chat turns of the prompt; empty in a row of bare text."""
@@ -42,7 +42,7 @@ class PromptRow:
     completion: Completion | None = None
     """Given completion."""
     chosen: Completion | None = None
-    """The better of two completions; never without `rejected`."""
+    """The better of two completions; always together with `rejected`."""
     rejected: Completion | None = None
     """The worse of two completions."""
     is_wanted: bool | None = None
@@ -50,20 +50,20 @@ class PromptRow:
     text: str | None = None
     """Text of a row without a prompt."""
     max_text_tokens: int | None = None
-    """Where `text` is cut; None for nowhere."""
+    """Most tokens of `text`, which is cut there; None does not cut."""
     where: str = "a row"
-    """Where the row stands, for messages."""
+    """Place of the row, for messages."""
 
     @property
     def identity(self) -> str:
-        """Equal for rows whose prompts are equal."""
+        """Text that is equal for rows with equal prompts."""
         if self.text is not None:
             return self.text
         return json.dumps([list(self.messages), self.assistant_prefix], sort_keys=True)
 
 
 class RowReader:
-    """Makes rows of records, with the columns that a source names."""
+    """Makes rows from records, with the columns that a source names."""
 
     def __init__(self, spec: StoredRowsSpec, field: str) -> None:
         """Takes the source and the field of the recipe that holds it, e.g. "data"."""
@@ -77,21 +77,21 @@ class RowReader:
         }
 
     def wanted(self, columns: Sequence[str]) -> list[str]:
-        """Those of a table's columns that are read."""
+        """Those columns of a table that are read."""
         if self._spec.metadata is None:
             return list(columns)
         used = {*self._columns.values(), *self._spec.metadata}
         return [column for column in columns if column in used]
 
     def read(self, record: Any, where: str) -> PromptRow:
-        """One row.
+        """Makes a row from a record.
 
         Args:
-            record: names to values, as JSON and Arrow give them; None is no value.
-            where: names file and row in messages.
+            record: Values by name, as JSON and Arrow give them; None is no value.
+            where: File and row, for messages.
 
         Raises:
-            DataInvalidError: the record is no row.
+            DataInvalidError: The record is not a valid row.
         """
         if not isinstance(record, Mapping):
             raise DataInvalidError(f"{where}: needs an object with the key 'prompt'")
@@ -146,7 +146,7 @@ class RowReader:
         )
 
     def _check_named(self, record: Mapping[str, Any], where: str) -> None:
-        """A column that the recipe names has to be there; its value may be null."""
+        """Checks that the columns that the recipe names are there; a value may be null."""
         for meaning, column in self._spec.columns:
             if column is not None and column not in record:
                 raise DataInvalidError(
@@ -175,7 +175,7 @@ class RowReader:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            # JSON may hold half of a surrogate pair; neither tokenizer nor wire takes it.
+            # JSON may have half of a surrogate pair, which neither tokenizer nor protobuf accepts.
             raise DataInvalidError(
                 f"{where}: {self._name(meaning)!r} has a character at {error.start} that is no "
                 "Unicode text (half of a pair): mend the file"
@@ -211,7 +211,7 @@ class RowReader:
         if first == 0:
             raise DataInvalidError(f"{where}: {name!r} begins with an assistant turn: no prompt")
         answered = checked[first:]
-        # What follows the last answer is answered by nobody.
+        # Turns after the last answer have no answer, so they are not allowed.
         while answered and answered[-1]["role"] != "assistant":
             answered.pop()
         return checked[:first], answered or None
@@ -222,7 +222,7 @@ class RowReader:
         if isinstance(value, str):
             return self._text(value, meaning, where)
         turns = self._turns(value, meaning, where)
-        # Preference sets often repeat the prompt in front of each answer.
+        # Preference data often repeats the prompt before each answer.
         if turns[: len(prompt)] == list(prompt):
             turns = turns[len(prompt) :]
         if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":

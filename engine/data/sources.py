@@ -22,11 +22,11 @@ from rolemesh.engine.specs import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The rows of one source, in the order in which it has them."""
+    """The rows of one source, in its own order."""
 
     spec: SourceSpec
     field: str
-    """Where the recipe has it, e.g. "data" or "data.sources.0.data"."""
+    """Its field in the recipe, e.g. "data" or "data.sources.0.data"."""
     train: Sequence[PromptRow]
     held_out: Sequence[PromptRow]
     weight: float = 1.0
@@ -36,15 +36,15 @@ class Source:
 
 
 def load_sources(spec: DataSpec, field: str) -> list[Source]:
-    """The rows of each source of a data section; one source unless it is a mixture.
+    """Loads the rows of each source of a data section; one source unless it is a mixture.
 
     Args:
-        spec: the section.
-        field: where the recipe has it, for messages, e.g. "data".
+        spec: The section.
+        field: Its field in the recipe, for messages, e.g. "data".
 
     Raises:
-        DataInvalidError: something cannot be read, or a row is not what it should be.
-        ValueError: a reasoning-gym task does not give what is asked of it.
+        DataInvalidError: A file cannot be read, or a row is invalid.
+        ValueError: A reasoning-gym task cannot give the requested rows.
     """
     if not isinstance(spec, MixtureSpec):
         return [_load(spec, field)]
@@ -56,10 +56,10 @@ def load_sources(spec: DataSpec, field: str) -> list[Source]:
 
 
 def _without_shared_prompts(sources: Sequence[Source]) -> list[Source]:
-    """Takes training rows out whose prompt any source holds out.
+    """Removes training rows whose prompt is held out by any source.
 
-    Within a source there are none; two sources may meet by chance (a task with two settings), and
-    neither could be told to avoid the other's prompts.
+    A single source has none. Two sources may have equal prompts by chance (a task with two
+    settings), and neither knows the prompts of the other.
     """
     held_out = {row.identity for source in sources for row in source.held_out}
     kept = []
@@ -128,7 +128,7 @@ def _records(
 def _draw_held_out(
     rows: Sequence[PromptRow], spec: StoredRowsSpec, field: str
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Draws distinct prompts; no row with one of them stays behind for training."""
+    """Draws distinct prompts to hold out; no row with one of them is left for training."""
     order = list(range(len(rows)))
     random.Random(f"{spec.seed}/held_out").shuffle(order)
     drawn: dict[str, int] = {}

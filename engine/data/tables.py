@@ -1,6 +1,6 @@
 """Records of Arrow tables: Parquet files, and folders as the Hugging Face library writes them.
 
-Read with pyarrow alone: a folder holds tables and JSON, and no code of a data set is run.
+Only pyarrow reads them: a folder holds tables and JSON, and no code of a data set is run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.specs import HfDatasetSpec
 
 Columns = Callable[[Sequence[str]], list[str]]
-"""Of a table's columns those that are read."""
+"""Returns those columns of a table that are read."""
 
 
 def parquet_records(path: Path, field: str, columns: Columns) -> Iterator[tuple[Any, str]]:
-    """Each record of a Parquet file, or of all in a folder in the order of their names.
+    """Yields each record of a Parquet file, or of all files of a folder in order of their names.
 
     Raises:
-        DataInvalidError: there is no such file, or it cannot be read.
+        DataInvalidError: There is no such file, or it cannot be read.
     """
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not files:
@@ -38,16 +38,16 @@ def parquet_records(path: Path, field: str, columns: Columns) -> Iterator[tuple[
 def hf_records(
     spec: HfDatasetSpec, split: str, field: str, columns: Columns
 ) -> Iterator[tuple[Any, str]]:
-    """Each record of one split of a folder.
+    """Yields each record of one split of a folder.
 
     Args:
-        spec: names the folder.
-        split: which split.
-        field: of the recipe, e.g. "data".
-        columns: which columns are read.
+        spec: The source, which names the folder.
+        split: Name of the split.
+        field: Field of the source in the recipe, e.g. "data".
+        columns: Chooses the columns to read.
 
     Raises:
-        DataInvalidError: the folder is none of a data set, or has no such split.
+        DataInvalidError: The folder is not a data set, or has no such split.
     """
     folder = spec.path if spec.name is None else spec.path / spec.name
     where = f"{field}.path {folder}"
@@ -76,7 +76,7 @@ def _saved(folder: Path, where: str, columns: Columns) -> Iterator[tuple[Any, st
     files = _json_file(folder / "state.json", "_data_files", where)
     for entry in files:
         name = entry.get("filename") if isinstance(entry, dict) else None
-        # Also keeps a file name from leading out of the folder.
+        # This also refuses a file name that leads out of the folder.
         if not isinstance(name, str) or Path(name).name != name:
             raise DataInvalidError(f"{where}: state.json names no file of the folder: {entry!r}")
         yield from _arrow_file(folder / name, where, columns)
@@ -121,7 +121,7 @@ def _split_files(folder: Path, split: str, where: str, field: str) -> list[Path]
 
 def _parquet_file(file: Path, field: str, columns: Columns) -> Iterator[tuple[Any, str]]:
     try:
-        # memory_map False: a file on a network disk that is cut short must not end the process.
+        # No memory map: a file on a network disk that becomes shorter would crash the process.
         with pyarrow.parquet.ParquetFile(file, memory_map=False) as parquet:
             table = parquet.read(columns=columns(parquet.schema_arrow.names))
     except (OSError, pyarrow.ArrowException) as error:

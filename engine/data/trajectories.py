@@ -1,4 +1,4 @@
-"""Trajectories that are given and not sampled: demonstrations, preferences, judgements, texts."""
+"""Given trajectories, which are not sampled: demonstrations, preferences, judgements, texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Given:
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of the experience in the making."""
+    """Rows of the experience that is being made."""
 
     given: list[_Given] = field(default_factory=list)
     completions: list[CompletionTokens] = field(default_factory=list)
@@ -53,7 +53,7 @@ def read_trajectories(
     """Makes trajectories of the data rows at positions start..start+count-1.
 
     "demonstration": one row each, the given completion. A data row of bare text gives its first
-    token as prompt (the one that the tokenizer sets in front, where it does) and the rest as
+    token as the prompt (the special token, if the tokenizer adds one) and the rest as the
     completion, cut to the source's max_row_tokens and to max_tokens.
 
     "preference": two neighbouring rows each, the chosen completion (preference 1), then the
@@ -63,31 +63,31 @@ def read_trajectories(
     it is wanted, -1 when not). The second has the same prompt and the completion of the next other
     data row of the call, cyclically (preference 0): an answer that has nothing to do with the
     prompt, from which KTO estimates the divergence from the reference (arXiv 2402.01306,
-    section 4.2). Nothing is learnt from that row, so it is cut to max_tokens.
+    section 4.2). That row is not trained on, so it is cut to max_tokens.
 
-    A completion ends with the tokens that end the assistant's turn. Where it has turns of others
-    inside, those have loss_mask 0.
+    A completion ends with the tokens that end the assistant's turn. Turns of others inside it have
+    loss_mask 0.
 
     Args:
-        prompts: the rows.
-        split: of the rows.
-        start: first position, >= 0.
-        count: data rows, >= 1.
-        kind: what becomes of each.
-        max_tokens: longest prompt with completion; None for any.
+        prompts: The rows.
+        split: Split of the rows.
+        start: First position, >= 0.
+        count: Number of data rows, >= 1.
+        kind: Kind of trajectories to make.
+        max_tokens: Longest prompt with completion; None for any.
 
     Returns:
         B = count rows for demonstrations, otherwise 2 * count: tokens int64 (sequence),
         prompt_lengths int64 (row), loss_mask bool (completion), prompt_ids int64 (row, index of
         the data row), prompt_text, completion_text, answer, metadata (text); and for pairs
-        pair_ids int64 (row, the position, which also tells two passages of one data row apart)
+        pair_ids int64 (row, the position, which also distinguishes two passages of one data row)
         and preference float32 (row).
 
     Raises:
-        DataInvalidError: a row lacks what the kind needs, or cannot be rendered.
-        PromptTooLongError: a row has more than max_tokens tokens.
-        EmptyDataError: the split has no rows.
-        ValueError: the kind or the range is not valid.
+        DataInvalidError: A row lacks a field that the kind needs, or cannot be rendered.
+        PromptTooLongError: A row has more than max_tokens tokens.
+        EmptyDataError: The split has no rows.
+        ValueError: The kind or the range is not valid.
     """
     if kind not in get_args(Kind):
         raise ValueError(f"kind is {kind!r}: give one of {', '.join(get_args(Kind))}")

@@ -1,6 +1,6 @@
-"""Arithmetic that a policy writes, worked out exactly and within bounds; nothing is ever executed.
+"""Evaluation of arithmetic that a policy writes: exact, bounded, and without running any code.
 
-Python's parser makes the tree, and only numbers, + - * / // % ** and brackets are walked.
+Python's parser makes the tree. Only numbers, + - * / // % ** and brackets are accepted in it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 MAX_CHARACTERS = 200
-"""Of an expression."""
+"""Longest expression."""
 MAX_BITS = 256
-"""Of numerator and denominator of every number on the way."""
+"""Most bits of the numerator and the denominator of every intermediate number."""
 MAX_EXPONENT = 256
-"""Of a power, either way."""
+"""Largest exponent of a power, positive or negative."""
 DIGITS = 10
-"""Significant digits of a result that is no whole number."""
+"""Significant digits of a result that is not a whole number."""
 
 _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -30,7 +30,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
 
 
 class ArithmeticInvalidError(ValueError):
-    """Text is no arithmetic, or its numbers grow beyond the bounds."""
+    """Text is not arithmetic, or its numbers exceed the bounds."""
 
 
 def evaluate(text: str) -> str:
@@ -39,14 +39,14 @@ def evaluate(text: str) -> str:
     Example: "12*7" gives "84", "1/4" gives "0.25", "2**0.5" and "__import__('os')" raise.
 
     Raises:
-        ArithmeticInvalidError: says what is wrong.
+        ArithmeticInvalidError: The text is not arithmetic, or too large; the message says why.
     """
     if len(text) > MAX_CHARACTERS:
         raise ArithmeticInvalidError(f"longer than {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        # The parser raises the last two for brackets that are too deep for it.
+        # The parser raises the last two for brackets that are nested too deeply.
         raise ArithmeticInvalidError("not an expression") from error
     value = _value(tree.body)
     if value.denominator == 1:
@@ -58,7 +58,7 @@ def _value(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             try:
-                # The shortest decimal that is this float: 0.1 is a tenth.
+                # The shortest decimal of this float, so that 0.1 is exactly a tenth.
                 return _bounded(Fraction(str(number)))
             except ValueError as error:
                 raise ArithmeticInvalidError("a number is too large") from error
@@ -82,7 +82,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise ArithmeticInvalidError(f"an exponent must be a whole number up to {MAX_EXPONENT}")
     if base == 0 and exponent < 0:
         raise ArithmeticInvalidError("division by zero")
-    # Looked at before: the power itself would take the time and the memory.
+    # Checked before, since the power itself could take too much time and memory.
     if _bits(base) * abs(exponent) > 2 * MAX_BITS:
         raise ArithmeticInvalidError("a number is too large")
     return _bounded(Fraction(base ** int(exponent)))

@@ -1,4 +1,4 @@
-"""The interface of an environment: text in, text and reward out. It knows no token and no model."""
+"""Interface of an environment: text in, text and reward out. It sees neither tokens nor models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rolemesh.engine.data.prompts import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment says to a turn."""
+    """Answer of an environment to a turn."""
 
     text: str = ""
-    """Follows the turn as it is, before the next one; dropped when the episode ends. Markers of the
-    chat template count as such, so that it may open a turn of its own. Put no text of strangers in
-    that you have not looked through."""
+    """Text that follows the turn unchanged, before the next turn; dropped when the episode ends.
+    Markers of the chat template in it take effect, so it may open its own turn. Do not put in text
+    of strangers without checking it."""
     reward: float = 0.0
-    """For this turn; a trajectory has the sum. Finite."""
+    """Finite reward of this turn; a trajectory gets the sum."""
     done: bool = False
     """Whether the episode ends here."""
 
@@ -33,17 +33,17 @@ class Observation:
 
 
 class EnvironmentFailedError(RuntimeError):
-    """An environment raised, or gave what is no observation; names the prompt and the turn."""
+    """An environment raised, or gave no observation; the text names the prompt and the turn."""
 
 
 class Environment(ABC):
-    """What a policy talks to, turn by turn. One instance a trajectory.
+    """Talks to a policy, turn by turn. Each trajectory has its own instance.
 
-    reset is called once, before the first turn, then step after each turn, also after one that was
-    cut by length. Both should depend on what they are given alone: a run that is resumed samples
-    its step anew, and gets the same trajectories only if it is told the same. They run on the
-    compute thread while decoding waits, so they should be quick. What they raise ends the
-    generation: a judgement that failed is no reward of 0.
+    reset is called once, before the first turn. step is called after each turn, also after one that
+    was cut by length. Both should depend only on their arguments: a resumed run samples its step
+    again, and gets the same trajectories only if the answers are the same. They run on the compute
+    thread while decoding waits, so they should be quick. Their errors end the generation, since a
+    failed judgement is not a reward of 0.
 
     Example: guess a number, with hints::
 
@@ -65,13 +65,14 @@ class Environment(ABC):
     """
 
     stop: Sequence[str] = ()
-    """Texts that end a turn, e.g. ("</calc>",): it is cut behind the token that completes the first
-    one. Known before reset. Not the model's special tokens, which are not in the text."""
+    """Texts that end a turn, e.g. ("</calc>",): the turn is cut after the token that completes the
+    first of them. They must be known before reset. Special tokens of the model cannot be used,
+    since the text does not have them."""
 
     @abstractmethod
     def reset(self, row: Prompt) -> str | None:
-        """Begins with a prompt. Text that is returned stands before the first turn, masked."""
+        """Begins with a prompt. A returned text is put before the first turn, masked."""
 
     @abstractmethod
     def step(self, completion_text: str) -> Observation:
-        """Takes what the policy said in its turn, without special tokens."""
+        """Takes the text of the policy's turn, without special tokens."""

@@ -14,14 +14,14 @@ _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 MAX_NUMBER_CHARACTERS = 1000
-"""Of a number that is judged. Python makes no integer of text beyond 4300 digits, which a policy
-that repeats itself may well write."""
+"""Longest number that is judged. Python refuses to read an integer of more than 4300 digits, and a
+policy that repeats itself may write one."""
 
 
 class CalculatorEnvironment(Environment):
     """Answers `<calc>...</calc>`; a turn without a call is judged by its last number.
 
-    A call that the prompt has begun ("... = <calc>") is ended by the first turn.
+    If the prompt has begun a call ("... = <calc>"), the first turn ends it.
 
     Example with the answer "91"::
 
@@ -54,7 +54,7 @@ class CalculatorEnvironment(Environment):
         self._begun = opening + rest if opening and "</calc>" not in rest else ""
 
     def step(self, completion_text: str) -> Observation:
-        """Works out the last call of the turn, or judges."""
+        """Computes the last call of the turn, or judges the turn if it has none."""
         text, self._begun = self._begun + completion_text, ""
         calls = _CALL.findall(text)
         if calls:

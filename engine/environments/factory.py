@@ -15,14 +15,14 @@ from rolemesh.engine.specs import (
 from rolemesh.engine.user_code import UserCodeError, load_named
 
 EnvironmentMaker = Callable[[], Environment]
-"""Makes a new one for each trajectory."""
+"""Makes a new environment for each trajectory."""
 
 
 def environment_maker(spec: EnvironmentSpec) -> EnvironmentMaker:
-    """What makes environments of a kind. A user's class is loaded, and tried, here and not later.
+    """Returns the maker for a spec. A user's class is loaded and tried here, not later.
 
     Raises:
-        UserCodeError: the class cannot be loaded, is no Environment, or does not take its config.
+        UserCodeError: The class cannot be loaded, is no Environment, or does not take its config.
     """
     if isinstance(spec, ReasoningGymEnvironmentSpec):
         return ReasoningGymEnvironment

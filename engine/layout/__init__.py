@@ -1,1 +1,1 @@
-"""What lies where, as arithmetic without torch: ranks, families of models, parameters, boxes."""
+"""Arithmetic of layouts, without torch: ranks, families of models, parameters, boxes."""

@@ -1,1 +1,1 @@
-"""How rows become micro-batches: balanced over ranks, within a token budget, prompts shared."""
+"""Packing of rows into micro-batches: balanced over ranks, in a token budget, prompts shared."""

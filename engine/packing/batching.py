@@ -1,4 +1,4 @@
-"""How rows become forward passes: parts for ranks, token-budget micro-batches, right-padded.
+"""Batches for forward passes: parts for ranks, token-budget micro-batches, right-padded.
 
 Padding exists only between here and the model; nothing stored or sent is padded. Rows may come in
 units: neighbours (of a group, of a pair) that stay together from the shuffle to the forward pass.

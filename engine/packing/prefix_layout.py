@@ -1,4 +1,4 @@
-"""Where tokens stand when completions of one prompt are packed behind one copy of it.
+"""Places of tokens when completions of one prompt are packed behind one copy of it.
 
 Shape letters: S packed tokens, M gathered rows, K columns; G prompts of P tokens at most, R rows
 with C completion tokens and T tokens at most.

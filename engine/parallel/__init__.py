@@ -1,1 +1,1 @@
-"""How a model is cut over ranks: process groups, tensor slices, stages, the data axis."""
+"""Spreading of a model over ranks: process groups, tensor slices, stages, the data axis."""

@@ -1,1 +1,1 @@
-"""Rewards that rolemesh brings along."""
+"""Rewards that come with rolemesh."""

@@ -16,29 +16,30 @@ def pass_at(
 ) -> dict[str, float]:
     """The chance that at least one of k completions passes, averaged over prompts.
 
-    Of n completions of a prompt c pass; k of the n, drawn without replacement, all fail with
+    If c of n completions of a prompt pass, then k of the n, drawn without replacement, all fail
+    with probability
 
         C(n - c, k) / C(n, k) = product over j < k of (n - c - j) / (n - j)
 
     which is the unbiased estimate of the chance that k fresh ones all fail.
 
     Args:
-        passes_B: bool [B].
-        prompt_ids_B: int64 [B]; rows with equal ones are of one prompt.
-        ks: each at least 1.
+        passes_B: bool [B], whether each row passes.
+        prompt_ids_B: int64 [B]; rows with equal ids belong to one prompt.
+        ks: Values of k, each at least 1.
 
     Returns:
         "pass@<k>" for each k.
 
     Raises:
-        ValueError: a k is below 1, or a prompt has fewer rows than k.
+        ValueError: A k is below 1, or a prompt has fewer rows than k.
 
     Example: 4 completions of one prompt of which 1 passes give pass@1 0.25 and pass@2 0.5.
     """
     prompt_ids, inverse_B, sizes_G = torch.unique(
         prompt_ids_B, return_inverse=True, return_counts=True
     )
-    # Counts of whole numbers: the order of the sum does not matter.
+    # The counts are integers, so the order of the sum does not matter.
     passed_G = torch.bincount(inverse_B[passes_B], minlength=len(prompt_ids))
     found = {}
     for k in ks:

@@ -1,4 +1,4 @@
-"""Rewards that rolemesh brings along: each gives a batch of trajectories one number a row."""
+"""Rewards that come with rolemesh: each gives one number for each row of a batch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class RewardSource(Protocol):
     columns: tuple[str, ...]
     """Columns of the experience that it reads."""
     full_score: float | None
-    """Reward of a trajectory that is right in full; None when there is no such thing."""
+    """Reward of a fully right trajectory; None if there is no such reward."""
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
-        """float32 [B], one finite reward a row."""
+        """Returns float32 [B], one finite reward for each row."""
 
 
 class RewardInvalidError(RuntimeError):
@@ -46,7 +46,7 @@ class RewardInvalidError(RuntimeError):
 
 
 def checked(rewards: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The rewards as float32 [num_rows], or RewardInvalidError that names the row."""
+    """Returns the rewards as float32 [num_rows]; RewardInvalidError names a wrong row."""
     if rewards.shape != (num_rows,):
         raise RewardInvalidError(
             f"the reward gave shape {tuple(rewards.shape)} for {num_rows} trajectories: it must "
@@ -67,8 +67,8 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Scalars of float32 [B] rewards: mean, spread, standard error of the mean, extremes.
 
-    With a full score also the accuracy, the share of rows that reached it, and its standard error.
-    `name` stands before the first ones, e.g. "cost".
+    If there is a full score, also the accuracy (the share of rows that reached it) and its standard
+    error. `name` is the prefix of all others, e.g. "cost".
     """
     values = rewards.double()
     metrics = {**_mean_and_error(name, values)}
@@ -152,7 +152,7 @@ class ReasoningGymReward:
 
 
 class EnvironmentReward:
-    """What the environment gave while the trajectory was sampled."""
+    """The reward that the environment gave while the trajectory was sampled."""
 
     columns: tuple[str, ...] = ("environment_rewards",)
 
@@ -189,7 +189,7 @@ class ClassifierReward:
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest row that the classifier sees; None where its config does not say."""
+        """Longest row that the classifier can see; None if its config does not say."""
         return self._classifier.max_tokens
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
@@ -197,18 +197,18 @@ class ClassifierReward:
         return self._classifier.score(self._encode(batch), progress)
 
     def as_scored(self, batch: Experience) -> Experience:
-        """The same trajectories in the very tokens that `score` judges, to train on.
+        """Returns the same trajectories in exactly the tokens that `score` judges, for training.
 
         A given completion ends with the tokens that end a turn, and prompt and completion were
-        encoded apart; `score` sees the text of both without these. What is trained must see the
-        same. prompt_lengths is that of the prompt encoded by itself, at most the row's length:
-        scores are of whole rows, so it decides nothing.
+        encoded apart. `score` sees the text of both without these tokens, so training must see the
+        same. prompt_lengths is the length of the prompt encoded by itself, at most that of the row.
+        A score belongs to a whole row, so this number has no effect.
 
         Args:
-            batch: with the columns prompt_text and completion_text.
+            batch: Batch with the columns prompt_text and completion_text.
 
         Raises:
-            PromptTooLongError: a row is longer than the model can see.
+            PromptTooLongError: A row is longer than the model can see.
         """
         rows = self._encode(batch)
         if self.max_tokens is not None:
@@ -255,9 +255,9 @@ def make_reward(
     """Builds the reward that the spec describes.
 
     Args:
-        spec: which.
-        device: of a model of its own.
-        mesh: ranks that such a model is spread over; None means this one.
+        spec: Spec of the reward.
+        device: Device of its own model, if it has one.
+        mesh: Ranks over which such a model is spread; None means this one only.
     """
     if isinstance(spec, ArithmeticRewardSpec):
         return ArithmeticReward(spec)

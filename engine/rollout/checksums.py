@@ -1,4 +1,4 @@
-"""One way to hash a weight, whoever holds it, so that holders can be compared."""
+"""Checksums of weights, the same for every holder, so that holders can be compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vLLM engine gives back, as a trajectory."""
+"""Translation of a vLLM engine's output into a trajectory."""
 
 from __future__ import annotations
 

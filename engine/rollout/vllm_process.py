@@ -1,4 +1,4 @@
-"""What vLLM needs of this process, and what it must not leave behind in it.
+"""Setting up of this process for vLLM, and undoing of what vLLM changes in it.
 
 vLLM shares the process with the trainer. Everything it takes from the environment is set here,
 before its first import; everything it changes for the whole process is put back here.

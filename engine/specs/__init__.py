@@ -1,4 +1,4 @@
-"""What a run may ask of the engine: frozen, validated, and free of torch.
+"""Specs: what a recipe can set in the engine. They are frozen, validated, and free of torch.
 
 One schema serves both ends. A recipe is made of these specs, and a service validates the
 section it receives with the same class. Unknown keys are refused. Numbers state their unit.

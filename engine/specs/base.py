@@ -1,4 +1,4 @@
-"""What every spec is: frozen, and strict about its keys."""
+"""Base of every spec: frozen, and strict about its keys."""
 
 from __future__ import annotations
 

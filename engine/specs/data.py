@@ -1,4 +1,4 @@
-"""Where the rows of a run come from: prompts, and what is given beside them.
+"""Specs of data: where prompts come from, and what is given beside them.
 
 A source is a file, a folder or a task; a mixture draws from several. Everything is local:
 nothing is ever downloaded, and no code of a data set is run.

@@ -1,4 +1,4 @@
-"""What a policy talks to while it is sampled, turn by turn."""
+"""Specs of environments, which a policy talks to while it is sampled, turn by turn."""
 
 from __future__ import annotations
 

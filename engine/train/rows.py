@@ -1,4 +1,4 @@
-"""Which rows of a batch a data-parallel rank trains on."""
+"""Rows of a batch that a data-parallel rank trains on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer's checkpoint holds, and how it is put back, on one rank or many."""
+"""Contents of a trainer's checkpoint, and how they are put back, on one rank or many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a transport works: small blobs, one from each rank.
+"""Rendezvous before a transport works: the ranks exchange small blobs, one from each rank.
 
 A transport makes an `offer` and connects with the offers of all ranks. How they travel is free: a
 torch Store here, an authenticated RPC between services.

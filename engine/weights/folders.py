@@ -1,4 +1,4 @@
-"""Folders that are either whole or absent, also after a crash, whoever writes them together.
+"""Folders that are either whole or absent, also after a crash, and with several writers.
 
 A folder is written under a temporary name beside its target, forced to disk, and renamed. A
 crash leaves at most a `<name>.tmp-<uuid>` that nobody reads.

@@ -1,4 +1,4 @@
-"""What travels between two ranks in one round: pieces of weights, packed into a message.
+"""Messages between two ranks in one round: pieces of weights, packed.
 
 Packing and unpacking only: who sends what is `plan`'s, when is `transfer`'s.
 """

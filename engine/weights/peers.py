@@ -1,4 +1,4 @@
-"""How ranks that write or read a folder together agree that all of them can go on."""
+"""Agreement of ranks that write or read a folder together that all of them can go on."""
 
 from __future__ import annotations
 

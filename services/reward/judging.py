@@ -1,4 +1,4 @@
-"""Makes one reward a row of what all sources say, ours and those from outside.
+"""Makes one reward for each row from all sources, ours and those from outside.
 
 Shape letters: B rows.
 """
@@ -30,21 +30,22 @@ from rolemesh.services.runtime.calls.call import Call
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""How often a call that waits for an outside reward looks whether it is still wanted."""
+"""How often a call that waits for an outside reward checks whether its caller still waits."""
 
 OPEN_S = 330.0
-"""A function of the user's may load a model when it is imported, and has a bound of its own."""
+"""Longest wait for outside rewards to open. A user's function, which has its own limit, may load a
+model when it is imported."""
 
 CLOSE_S = 10.0
-"""Connections and processes of an outside reward may take so long to end."""
+"""Longest wait for connections and processes of an outside reward to end."""
 
 ASK = "ask"
-"""Phase of waiting for outside rewards, while nothing of ours computes."""
+"""Name of the phase in which a call waits for outside rewards, and computes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """A source that judges here."""
+    """A source that judges in this process."""
 
     name: str
     weight: float
@@ -53,7 +54,7 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsidePart:
-    """A source that is asked."""
+    """A source that is asked outside of this process."""
 
     name: str
     weight: float
@@ -76,29 +77,29 @@ class Judged:
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     """float32 [B] by source, before its weight; NaN where it does not apply, or failed."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What asking took, by "<source>/<metric>"."""
+    """Metrics of the requests, by "<source>/<metric>"."""
 
 
 class Judge:
     """The sources of one reward. Owner: the service's loop.
 
-    Invariant: outside rewards live on a loop of their own, which `close` ends.
+    Invariant: outside rewards run on their own loop, which `close` ends.
 
     Example: a source of weight 1 that gives (1, None) and one of weight 0.5 that gives (2, 2) make
     the rewards (2, 1).
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """Takes the sources; at least one, each under a name of its own."""
+        """Takes the sources: at least one, each with its own name."""
         self._parts = tuple(parts)
         self._loop = LoopThread("outside-rewards", "reward")
         outside = [part for part in parts if isinstance(part, OutsidePart)]
         self.may_drop = any(isinstance(part.on_failure, DropGroupSpec) for part in outside)
-        """Whether rows may come without a reward."""
+        """Whether rows may be left without a reward."""
         self.asks_outside = bool(outside)
-        """Whether somebody else has a say."""
+        """Whether one of the sources is outside."""
         self.tells_parts = bool(outside) or len(parts) > 1
-        """Whether metrics say what each source gave."""
+        """Whether there are metrics for each source."""
         own = [
             column for part in parts if isinstance(part, OwnPart) for column in part.source.columns
         ]
@@ -114,10 +115,10 @@ class Judge:
         """Reward of a trajectory that is right in full; None when there is no such thing."""
 
     def open(self) -> None:
-        """Lets outside rewards prepare, so that what can never work shows now. Not on the loop.
+        """Prepares outside rewards, so that a lasting fault shows now. Not for use on the loop.
 
         Raises:
-            OutsideRewardError: one of them cannot work; all are closed again.
+            OutsideRewardError: One of them cannot work; all are closed again.
         """
         try:
             for part in self._parts:
@@ -128,17 +129,17 @@ class Judge:
             raise
 
     async def judge(self, batch: Experience, call: Call, prompt_ids: torch.Tensor | None) -> Judged:
-        """Asks every source, all at once; ours one after another.
+        """Asks all sources: outside ones at the same time, ours one after another.
 
         Args:
-            batch: with `columns`.
-            call: for which it works.
-            prompt_ids: int64 [B], which rows form a group; None: each row is for itself, and none
-                may be dropped.
+            batch: The rows, with `columns`.
+            call: The call for which it works.
+            prompt_ids: int64 [B], equal for the rows of a group; None: each row is its own group,
+                and none may be dropped.
 
         Raises:
-            OutsideRewardError: a source whose failures end the step failed; the first such.
-            RewardInvalidError: a reward of ours is wrong, or no source applies to a row.
+            OutsideRewardError: A source failed whose failures end the step; the first such error.
+            RewardInvalidError: A reward of ours is wrong, or no source applies to a row.
         """
         num_rows = len(batch)
         tasks: dict[str, asyncio.Task[Judgement]] = {}
@@ -172,7 +173,7 @@ class Judge:
         return Judged(rewards_B=rewards_B, is_judged_B=is_judged_B, parts=values, metrics=metrics)
 
     async def take_part(self, batch: Experience, call: Call) -> None:
-        """What a rank does whose output does not count: its share of the models of ours."""
+        """Does the work of a rank whose output does not count: its share of our own models."""
         for part in self._parts:
             if isinstance(part, OwnPart):
                 await call.compute(part.source.score, batch, call.progress)
@@ -188,7 +189,7 @@ class Judge:
         self._loop.close(CLOSE_S)
 
     def _total(self, values: dict[str, torch.Tensor], is_judged_B: torch.Tensor) -> torch.Tensor:
-        """float32 [B], the weighted sum of what applies; NaN where not judged."""
+        """float32 [B], the weighted sum of the sources that apply; NaN for a row not judged."""
         total_B = torch.zeros(len(is_judged_B), dtype=torch.float64)
         applies_B = torch.zeros(len(is_judged_B), dtype=torch.bool)
         for part in self._parts:
@@ -202,13 +203,13 @@ class Judge:
                 f"source of {[part.name for part in self._parts]} gave None; add one that judges "
                 "every row"
             )
-        # In float32, as it travels: a number that does not fit is none.
+        # In float32, as it is sent: a number that does not fit is refused.
         checked(total_B[is_judged_B].float(), int(is_judged_B.sum()))
         return total_B.masked_fill(~is_judged_B, math.nan).float()
 
 
 async def _judgement(reward: OutsideReward, rows: Sequence[RewardRow]) -> Judgement:
-    """What it says; a failure of the whole is one of each row."""
+    """Its judgement of the rows. A failure of the whole request counts as one of each row."""
     if not rows:
         return Judgement(rewards=[])
     try:
@@ -222,7 +223,7 @@ async def _judgement(reward: OutsideReward, rows: Sequence[RewardRow]) -> Judgem
 def _after_failures(
     part: OutsidePart, judgement: Judgement, prompt_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a source gave once its policy was applied, float32 [B]; and which rows to drop."""
+    """Rewards of a source after its failure policy, float32 [B], and the rows to drop, bool [B]."""
     failures = judgement.failures
     values_B = torch.tensor(
         [math.nan if reward is None else reward for reward in judgement.rewards],
@@ -271,7 +272,7 @@ async def _all_done(tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> No
 
 @contextlib.asynccontextmanager
 async def _bare_errors() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error leaves it bare, so that its class is known outside."""
+    """A task group that raises its first error itself, not an ExceptionGroup around it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

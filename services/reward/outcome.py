@@ -1,4 +1,4 @@
-"""From a spec to a judge, and from what it found to columns and metrics."""
+"""Makes a judge from a spec, and columns and metrics from its result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rolemesh.services.reward.outside.make import make_outside_reward
 from rolemesh.services.reward.outside_rows import RowReader
 
 IS_JUDGED = "is_judged"
-"""Row column, bool: False where a prompt's rows are to be left out of the step."""
+"""Row column, bool: False for all rows of a prompt that the step leaves out."""
 
 LOSS_MASK = "loss_mask"
 """The mask of a row that is left out becomes False, so that no update counts it."""
 
 PART = "reward/"
-"""Begins the column of what one source gave, before its weight."""
+"""Beginning of the names of columns with the rewards of one source, before its weight."""
 
 
 def make_judge(
@@ -41,10 +41,10 @@ def make_judge(
     """Builds every source of a reward.
 
     Args:
-        source: which.
-        device: of models of ours.
-        mesh: ranks that such a model is spread over.
-        observer: is told of each request to an outside one.
+        source: Spec of the reward.
+        device: Device of our own models.
+        mesh: Ranks over which such a model is spread.
+        observer: Observer of each request to an outside source.
     """
 
     def part(reward: WeightedRewardSpec) -> Part:
@@ -63,14 +63,14 @@ def make_judge(
 
 
 def judged_columns(column: str, batch: Experience, judged: Judged, judge: Judge) -> Experience:
-    """What is published of a judgement.
+    """Makes the columns that are published of a judgement.
 
     Args:
-        column: name of the rewards.
-        batch: what was judged; with prompt_ids and loss_mask where groups may be dropped, and
-            is_judged where a judge before has dropped some.
-        judged: what was found.
-        judge: who found it.
+        column: Name of the rewards.
+        batch: The judged rows. They have prompt_ids and loss_mask if groups may be dropped, and
+            is_judged if an earlier judge has dropped some.
+        judged: The judgement.
+        judge: The judge that made it.
     """
     columns = {column: Column(ColumnKind.ROW, judged.rewards_B)}
     if judge.tells_parts:
@@ -97,20 +97,20 @@ def judgement_metrics(
     prompt_ids_B: torch.Tensor | None,
     ks: Sequence[int],
 ) -> dict[str, float]:
-    """Scalars over the rows that are judged.
+    """Computes scalars over the judged rows.
 
     Args:
-        columns: of `judged_columns`, of all rows; the mask is not needed.
-        column: name of the rewards.
-        name: stands before metrics, e.g. "cost".
-        full_score: of a row that is right in full; None: there is none.
-        prompt_ids_B: int64 [B], for pass@k; None: it is not asked for.
-        ks: the k of pass@k.
+        columns: Columns of `judged_columns`, for all rows; the mask is not needed.
+        column: Name of the rewards.
+        name: Prefix of the metrics, e.g. "cost".
+        full_score: Reward of a fully right row; None: there is no such reward.
+        prompt_ids_B: int64 [B], for pass@k; None: no pass@k.
+        ks: The k of pass@k.
 
     Returns:
-        Those of `reward_metrics`, none where no row is judged; for each source its mean and
-        deviation over the rows that it applies to, and the number of others; and
-        "<name>/dropped_rows" where rows may be dropped.
+        Metrics of `reward_metrics`, or nothing if no row is judged. For each source also its mean
+        and deviation over the rows to which it applies, and the number of other rows. If rows may
+        be dropped, also "<name>/dropped_rows".
     """
     rewards_B = columns[column].values
     metrics: dict[str, float] = {}

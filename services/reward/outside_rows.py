@@ -1,4 +1,4 @@
-"""Rows of a batch as outside rewards are handed them."""
+"""Rows of a batch in the form that outside rewards take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROW_COLUMNS = ("tokens", "prompt_lengths", "prompt_text", "completion_text", "answer", "metadata")
-"""What is read of a batch."""
+"""Columns that are read from a batch."""
 
 
 class RowReader:
@@ -29,7 +29,7 @@ class RowReader:
         """Loads the policy's tokenizer from a folder; None: queries have no special tokens.
 
         Raises:
-            ValueError: there is no tokenizer in the folder.
+            ValueError: There is no tokenizer in the folder.
         """
         self._tokenizer: PreTrainedTokenizerBase | None = None
         if tokenizer is not None:
@@ -54,7 +54,7 @@ class RowReader:
         """The rows of a batch with the columns ROW_COLUMNS.
 
         Raises:
-            RewardInvalidError: the metadata of a row is no JSON object; names the row.
+            RewardInvalidError: The metadata of a row is no JSON object; the text names the row.
         """
         tokens = [row.tolist() for row in batch["tokens"].rows()]
         lengths = batch["prompt_lengths"].values.tolist()
@@ -86,7 +86,7 @@ class RowReader:
     def _with_special_tokens(self, completion: str, ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return completion
-        # The prompt was rendered with its special tokens; of the completion they were left out.
+        # The text of the prompt has its special tokens; the text of the completion has none.
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

@@ -50,9 +50,9 @@ T = TypeVar("T")
 
 
 class RewardRole(ModelRole):
-    """Holds one reward source, and its trainer where the recipe gives it optimizer and data.
+    """Holds one reward source, and its trainer if the recipe gives it optimizer and data.
 
-    Invariant: a source that is trained scores with the weights that its trainer has.
+    Invariant: a trained source scores with the current weights of its trainer.
     """
 
     name = "reward"
@@ -69,18 +69,18 @@ class RewardRole(ModelRole):
 
     @property
     def judge(self) -> Judge:
-        """What judges; raises NOT_INITIALIZED before Initialize."""
+        """The judge; raises NOT_INITIALIZED before Initialize."""
         return self.initialized(self._judge)
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer; raises NOT_INITIALIZED, or NOT_TRAINABLE where there is none."""
+        """The trainer; raises NOT_INITIALIZED, or NOT_TRAINABLE if there is none."""
         return self._trained(self._trainer)
 
     def initialize(
         self, spec: RewardSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
-        """Builds the source, and loads its model when it has one."""
+        """Builds the source, and loads its model if it has one."""
         progress("load reward", 0, 1)
         facts = {f"{self.name}.source": spec.source.type}
         if (
@@ -108,7 +108,7 @@ class RewardRole(ModelRole):
         )
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
-        """Serves rewards; and training, weights and data, which refuse where nothing is trained."""
+        """Serves rewards, training, weights and data; without a trainer only rewards are served."""
         self._observer = runtime.metrics
         reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
@@ -129,11 +129,11 @@ class RewardRole(ModelRole):
         return learner.as_scored(batch)
 
     def sleep(self) -> int:
-        """Moves what is trained to host memory; other rewards stay, their weights are small."""
+        """Moves a trained model to host memory. Others stay, since their weights are small."""
         return 0 if self._trainer is None else super().sleep()
 
     def wake(self) -> int:
-        """Brings back what sleep has moved."""
+        """Brings back the model that sleep has moved."""
         return 0 if self._trainer is None else super().wake()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             current_step.set(request.key.step)
             mesh, judge = self._runtime.mesh, self._role.judge
             batch = _experience_of(request.trajectories)
-            # Ranks agree, and a classifier's scores come out of its last stage: one rank speaks.
+            # One rank answers: ranks agree, and a classifier's scores come from its last stage.
             speaks = mesh.pp.is_last and mesh.tp.index == 0 and mesh.dp.index == 0
             judged = await self._judged(batch, None, call, counts=speaks)
             if judged is None:
@@ -256,10 +256,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def _judged(
         self, batch: Experience, prompt_ids: torch.Tensor | None, call: Call, *, counts: bool
     ) -> Judged | None:
-        """This rank's rows judged; None where another rank's judgement of them counts.
+        """Judges this rank's rows; returns None if another rank's judgement of them counts.
 
         Raises:
-            OutsideRewardError: a reward from outside failed; on other ranks RewardInvalidError.
+            OutsideRewardError: A reward from outside failed; on other ranks RewardInvalidError.
         """
         judge, world = self._role.judge, self._runtime.mesh.world
         judged, failure = None, None
@@ -271,7 +271,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         except (OutsideRewardError, RewardInvalidError) as error:
             failure = error
         if judge.asks_outside and world.size > 1:
-            # Ranks of which one alone fails would count as torn apart, and end the service.
+            # If only one rank failed, the ranks would count as diverged, and the service would end.
             told = None if failure is None else str(failure)
             found = await call.compute(gather_facts, told, world, rank_device())
             others = [text for text in found if text is not None]
@@ -284,7 +284,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def _share(
         self, ref: experience_pb2.ExperienceRef, call: Call
     ) -> tuple[Share, tuple[str, ...]]:
-        """This rank's rows, and what is read of them: whole groups where these may be dropped."""
+        """This rank's rows and the columns to read: whole groups if groups may be dropped."""
         judge, lengths = self._role.judge, row_tokens(ref)
         if not judge.may_drop:
             return self._runtime.share("3D_PROTO", lengths), judge.columns

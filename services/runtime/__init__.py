@@ -1,1 +1,1 @@
-"""What every service needs, written once."""
+"""The runtime: code that every service needs."""

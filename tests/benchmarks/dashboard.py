@@ -1,4 +1,4 @@
-"""How long the dashboard takes until all of its panels are drawn.
+"""Measures how long the dashboard takes until all of its panels are drawn.
 
     python tests/benchmarks/dashboard.py [--steps 1000] [--rounds 10]
 

@@ -1,4 +1,4 @@
-"""What the coordinator adds to a call, and what grows with calls, tokens and services.
+"""Measures what the coordinator adds to a call, and what grows with calls, tokens and services.
 
     python tests/benchmarks/dispatch.py [--only latency|load|traffic] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""What being watched costs a step: dashboard, traces and a tracker on, against all of them off.
+"""Measures the cost of being watched: dashboard, traces and a tracker on, against all of them off.
 
     python tests/benchmarks/outward_overhead.py [--recipe recipes/quickstart-ppo.yaml]
         [--pairs 3] [--steps 6] [--tiny]

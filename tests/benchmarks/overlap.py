@@ -1,4 +1,4 @@
-"""What a placement lets overlap: a step's time against the critical path of its graph.
+"""Measures how far a placement overlaps calls: a step's time against its graph's critical path.
 
     python tests/benchmarks/overlap.py [--steps 12] [--scale 1.0]
 

@@ -1,4 +1,4 @@
-"""What it saves to compute a prompt once for all of its completions.
+"""Measures what it saves to compute a prompt once for all of its completions.
 
     python tests/benchmarks/prefix_sharing.py [--model .models/SmolLM2-135M-Instruct] [--rows 8]
         [--groups 1,2,4,8] [--prompts 32,128,512] [--completion 64] [--repetitions 2] [--threads 2]

@@ -1,4 +1,4 @@
-"""What each primitive costs through the SDK, beside a direct call of the engine in one process.
+"""Measures what each primitive costs through the SDK, beside a direct call of the engine.
 
     PYTHONPATH=tests python tests/benchmarks/sdk_latency.py [--repetitions 30]
 

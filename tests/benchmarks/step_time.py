@@ -1,4 +1,4 @@
-"""Where a PPO step's time goes: the quickstart's recipe, real model, real vLLM, real processes.
+"""Measures the parts of a PPO step's time: the quickstart's recipe, real model, vLLM, processes.
 
     python tests/benchmarks/step_time.py [--recipe recipes/quickstart-ppo.yaml] [--steps 5]
 

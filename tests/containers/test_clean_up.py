@@ -1,4 +1,4 @@
-"""What the fixtures of these tests leave on an engine: nothing, however a test ends."""
+"""Tests that the fixtures of these tests leave nothing on an engine, however a test ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in containers that asks a reward of somebody else's, driven from this host with a token."""
+"""Test of a run in containers that asks a reward from outside, driven from this host by a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a mesh whose containers hang or are killed."""
+"""Tests of a mesh whose containers hang or are killed."""
 
 from __future__ import annotations
 

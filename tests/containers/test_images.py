@@ -1,4 +1,4 @@
-"""What the images hold, and how large they are."""
+"""Tests of what the images hold, and of how large they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/algorithms.md says of each algorithm is so, and its example runs."""
+"""Tests that docs/algorithms.md is true of each algorithm, and that its example runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Docker Compose makes of every documented combination of files, against reviewed ones.
+"""Tests of every documented combination of compose files, against reviewed results.
 
 compose/cpu.yaml is docker-compose.yml alone, resolved. Every other combination is kept as its
 difference from that. After a change that is meant, write them again and read the difference:

@@ -1,4 +1,4 @@
-"""What the pages tell a user to type exists."""
+"""Tests that everything exists which the pages tell a user to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripts that need a Docker engine say where it is missing, silent or too old."""
+"""Tests of what scripts say where a Docker engine is missing, silent or too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/environments.md shows is what happens."""
+"""Tests that docs/environments.md shows what happens."""
 
 from __future__ import annotations
 

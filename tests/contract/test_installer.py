@@ -1,4 +1,4 @@
-"""What the installer says on a machine that lacks something: one clear line, before a download."""
+"""Tests of the installer on a machine that lacks something: one clear line, before a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target of the Makefile does before its own work."""
+"""Tests of what a target of the Makefile does before its own work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/observability.md shows works."""
+"""Tests that what docs/observability.md shows works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator makes of services that somebody else wrote."""
+"""Tests of the coordinator with services that are not ours."""
 
 from __future__ import annotations
 

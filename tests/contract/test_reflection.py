@@ -1,4 +1,4 @@
-"""Whoever has an address and no proto can use a server: it describes itself."""
+"""Tests that a client with an address and no proto can use a server: it describes itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator shows of a run over real services, and a run that a client drives."""
+"""Tests of a coordinator's answers about a real run, and of a run that a client drives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says and leaves behind when a role, a service, the store or the disk fails."""
+"""Tests of runs in which a role, a service, the store or the disk fails."""
 
 from __future__ import annotations
 

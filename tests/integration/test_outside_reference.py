@@ -1,4 +1,4 @@
-"""A reference that somebody else wrote stands in for ours, by its address in the recipe alone."""
+"""Test of a reference that is not ours: it stands in by its address in the recipe alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where roles stand and when they sample is the recipe's: what comes out, and what may differ."""
+"""Tests of placements and schedules of a recipe: what comes out, and what may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong around a service of several ranks, and what must not go wrong with it."""
+"""Tests of faults around a service of several ranks."""
 
 from __future__ import annotations
 

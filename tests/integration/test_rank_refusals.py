@@ -1,4 +1,4 @@
-"""What roles spread over ranks refuse, as a user reads it; they stay fit for another run."""
+"""Tests of what roles over several ranks refuse; they stay fit for another run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service of several ranks says of its weights."""
+"""Tests of what a service of several ranks reports of its weights."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_all_rewards_of_a_recipe_are_checked(tmp_path: Path) -> None:
         (["grpc://host"], "give the port too"),
         (["grpc://h:1", "--prompt=a"], "stand together"),
         (["grpc://h:1", "--jsonl=/nowhere"], "cannot be read"),
-        (["--recipe", str(ROOT / "recipes" / "quickstart-grpo.yaml")], "nobody to call"),
+        (["--recipe", str(ROOT / "recipes" / "quickstart-grpo.yaml")], "no server or function"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], text: str) -> None:

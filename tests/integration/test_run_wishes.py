@@ -1,4 +1,4 @@
-"""What is asked of a run over CoordinatorService while it goes on, against fake roles."""
+"""Tests of wishes over CoordinatorService while a run goes on, against fake roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a service that sleeps, or whose work failed: state, refusals, remedies."""
+"""Tests of a service that sleeps, or whose work failed: state, refusals, remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which run has a service: refusals, take-over from a run whose coordinator is dead, drains."""
+"""Tests of which run holds a service: refusals, take-over from a dead coordinator, drains."""
 
 from __future__ import annotations
 

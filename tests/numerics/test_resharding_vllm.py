@@ -1,4 +1,4 @@
-"""What a trainer delivers to vLLM is what vLLM loads from the trainer's export, bit by bit.
+"""Tests that a trainer delivers to vLLM what vLLM loads from its export, bit by bit.
 
 Slow: each test loads vLLM in several processes, which takes minutes on two cores.
 """

@@ -1,4 +1,4 @@
-"""What a rank loads: its stage and slice of the folder, bit by bit, and what it refuses."""
+"""Tests of what a rank loads: its stage and slice of the folder, bit by bit; and its refusals."""
 
 from __future__ import annotations
 

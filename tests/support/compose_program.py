@@ -1,4 +1,4 @@
-"""Where the real Docker Compose is."""
+"""Finds the real Docker Compose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rollout back end owes to episodes: turns that end where they are told to."""
+"""Checks of episodes that every rollout back end must pass: turns end where they are told to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every fake role does with a call: note it, hold it, fail it, answer it once."""
+"""Base of every fake role: it notes a call, holds it, fails it, and answers it once."""
 
 from __future__ import annotations
 

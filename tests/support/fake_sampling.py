@@ -1,4 +1,4 @@
-"""How a fake role samples: completions in blocks, and weights that come between two tokens."""
+"""Sampling of a fake role: completions in blocks, and weights that come between two tokens."""
 
 from __future__ import annotations
 

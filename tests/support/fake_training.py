@@ -1,4 +1,4 @@
-"""How a fake role judges and trains."""
+"""Judging and training of a fake role."""
 
 from __future__ import annotations
 

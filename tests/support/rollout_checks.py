@@ -1,4 +1,4 @@
-"""What every rollout back end is compared with: a full forward pass of the trainer's model."""
+"""Checks of every rollout back end against a full forward pass of the trainer's model."""
 
 from __future__ import annotations
 

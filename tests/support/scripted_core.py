@@ -1,4 +1,4 @@
-"""What every server of another make has: plumbing, a life within runs, experience.
+"""Base of scripted servers of another make: plumbing, a life within runs, experience.
 
 It does each of these right, but for the faults that it is told to have.
 """

@@ -1,4 +1,4 @@
-"""What the real packages keep, offline, read back with their own readers or formats."""
+"""Tests of what the real packages keep, offline, read back with their own readers or formats."""
 
 from __future__ import annotations
 

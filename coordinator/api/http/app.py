@@ -55,12 +55,12 @@ def make_app(
     """The app of one coordinator, to be served by serve_http on the loop of the operations.
 
     Args:
-        operations: what it translates.
-        token: what requests of /api/ and /metrics have to carry as `authorization: Bearer`. None:
+        operations: The operations that it serves.
+        token: Token that requests of /api/ and /metrics carry as `authorization: Bearer`. None:
             only requests for a loopback host are answered, on a loopback address.
-        pages: folder of the dashboard's files.
-        heartbeat_s: an event stream is never silent for longer.
-        stream_lifetime_s: an event stream ends after that; its reader comes back for the rest.
+        pages: Folder of the dashboard's files.
+        heartbeat_s: An event stream is never silent for longer.
+        stream_lifetime_s: An event stream ends after that; its reader comes back for the rest.
     """
     app = FastAPI(
         title="rolemesh coordinator",
@@ -132,7 +132,7 @@ def _add_process_routes(app: FastAPI, operations: Operations, metrics: RequestMe
         try:
             runs = await operations.list_runs(1000)
         except UnavailableError:
-            # The rest is worth the more then; rolemesh_store_up says so.
+            # The other metrics matter most now; rolemesh_store_up reports that the store is away.
             runs = None
         return Response(expose(metrics, runs), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 

@@ -44,7 +44,7 @@ def to_metrics(answer: coordinator_pb2.GetMetricsResponse) -> dict[str, Any]:
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    # One sum in place of a test a value: a whole run is sent at once.
+    # One sum instead of one test for each value, since a whole run may be sent at once.
     if math.isfinite(sum(values)):
         return list(values)
     return [value if math.isfinite(value) else None for value in values]
@@ -75,7 +75,7 @@ def _to_plain_one(field: Any, value: Any) -> Any:
     if field.cpp_type in _FLOATS and not math.isfinite(value):
         return None
     if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
-        # Nine digits tell every float32 apart; the other eight are of its float64 alone.
+        # Nine digits distinguish all float32 values; further digits belong to the float64 only.
         return float(f"{value:.9g}")
     return value
 

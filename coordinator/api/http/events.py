@@ -1,7 +1,7 @@
 """The events of a run as server-sent events (WHATWG HTML, section 9.2).
 
-An event's `id` is that of the store, so whoever comes back with the last one misses none and gets
-none twice, whichever coordinator answers.
+The `id` of an event is that of the store. A reader that comes back with its last id therefore gets
+every later event once, from any coordinator on the store.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rolemesh.rpc.errors import CapacityError, RolemeshError
 from rolemesh.v1 import coordinator_pb2
 
 MAX_STREAMS = 100
-"""Streams that are open at once; one more is refused."""
+"""Most streams that are open at once; one more is refused."""
 
 FIRST_ANSWER_S = 0.5
-"""How long a stream waits for its first event, which may be an error, before it begins."""
+"""How long a stream waits for its first event before it begins: the first may be an error."""
 
 END_S = 4.0
-"""How long it waits so where the run has ended: its end, with events or without, is to come."""
+"""The same for a run that has ended: the end of its stream is about to come."""
 
 RETRY_MS = 1000
-"""What a browser is told to wait before it comes back."""
+"""Pause that a browser is told to make before it connects again."""
 
 EVENT_STREAM_TYPE = "text/event-stream"
 
@@ -65,8 +65,8 @@ class EventStreams:
     """The open streams of an app.
 
     Owner: one asyncio loop. At most MAX_STREAMS are open; `close` ends them all, and none opens
-    afterwards. A reader that is gone, or whose stream is as old as it may get, leaves nothing
-    behind: the iterator of its events is closed before its request ends.
+    afterwards. When a reader is gone, or its stream has reached its lifetime, the iterator of its
+    events is closed before its request ends.
     """
 
     def __init__(self, metrics: RequestMetrics, *, heartbeat_s: float, lifetime_s: float) -> None:
@@ -77,7 +77,7 @@ class EventStreams:
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """Ends all streams; readers come back to the coordinator that follows."""
+        """Ends all streams; readers come back to the next coordinator."""
         self._closing.set()
 
     async def open(
@@ -87,15 +87,15 @@ class EventStreams:
         *,
         has_ended: bool,
     ) -> Response:
-        """The answer that sends events; 204 when there will be none, so that nobody comes back.
+        """The answer that sends events; 204 if there will be none, so that the reader stays away.
 
         Args:
-            events: what to send.
-            request_id: of the request.
-            has_ended: whether the run has.
+            events: The events to send.
+            request_id: Id of the request.
+            has_ended: Whether the run has ended.
 
         Raises:
-            RolemeshError: what the first event turned out to be.
+            RolemeshError: Reading the first event failed with it.
         """
         if self._num_open >= MAX_STREAMS:
             raise CapacityError(
@@ -118,7 +118,7 @@ class EventStreams:
         return Response(status_code=204)
 
     async def send(self, reading: _Reading, request_id: str, receive: Receive, send: Send) -> None:
-        """Sends the body of a stream until its end, the reader's, or the coordinator's."""
+        """Sends the body of a stream until the stream, the reader or the coordinator ends."""
         sending = asyncio.create_task(self._send_events(reading, request_id, send))
         ends = (
             sending,
@@ -136,7 +136,7 @@ class EventStreams:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def release(self, reading: _Reading) -> None:
-        """Closes what a stream read from, and makes room for another one."""
+        """Closes the source of a stream, and makes room for another stream."""
         self._num_open -= 1
         self._metrics.event_streams.set(self._num_open)
         await reading.close()
@@ -150,7 +150,7 @@ class EventStreams:
             try:
                 event = reading.peek()
             except RolemeshError as error:
-                # The status is sent already.
+                # The status has been sent already.
                 await send(_body(_frame("problem", to_problem(error, request_id))))
                 return
             if event is None:
@@ -171,7 +171,7 @@ class _Reading:
         self._next = asyncio.ensure_future(anext(self._events, None))
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether the next event, the end or an error is there."""
+        """Waits at most so long; returns whether the next event, the end or an error has come."""
         done, _ = await asyncio.wait((self._next,), timeout=timeout_s)
         return bool(done)
 

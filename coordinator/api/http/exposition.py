@@ -1,7 +1,7 @@
-"""What Prometheus reads at /metrics: the requests, the process, and the runs of the store.
+"""Metrics for Prometheus at /metrics: the requests, the process, and the runs of the store.
 
-The number of label sets is bounded: routes are named by their template, and metrics are told of
-the newest live runs alone.
+The number of label sets is bounded: routes are named by their template, and only the newest
+live runs have metrics here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rolemesh.coordinator.api.messages import FINAL_STATES
 from rolemesh.v1 import coordinator_pb2
 
 MAX_TOLD_RUNS = 20
-"""Live runs whose metrics are told."""
+"""Most live runs whose metrics are exposed."""
 
 MAX_TOLD_METRICS = 200
-"""Metrics of a run that are told, by name."""
+"""Most metrics of a run that are exposed, in the order of their names."""
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -103,8 +103,8 @@ def expose(metrics: RequestMetrics, runs: Sequence[coordinator_pb2.Run] | None) 
     """The text of /metrics.
 
     Args:
-        metrics: of the app.
-        runs: of the store, newest first; None when it does not answer.
+        metrics: Metrics of the app.
+        runs: Runs of the store, newest first; None when the store does not answer.
     """
     registry = CollectorRegistry()
     registry.register(_Runs(runs))

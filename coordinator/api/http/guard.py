@@ -1,9 +1,9 @@
-"""What stands before every route: who may ask, how much, and that every request gets an answer.
+"""Checks before every route: who may ask and how much; every request gets an answer.
 
 A coordinator can start programs, so a page that a browser of this machine shows must not be able
-to use it. Without a token only names of the loopback interface are answered (a page that rebinds
-its own name to 127.0.0.1 still sends that name), and nothing is changed for another origin. A
-coordinator that listens elsewhere has a token.
+to use it. Without a token a request must name a loopback host (a page that rebinds its own name to
+127.0.0.1 still sends that name), and a request from another origin may change nothing. A
+coordinator that listens on other addresses has a token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Guard:
     """Middleware around all routes.
 
     Owner: one asyncio loop. Every request gets an id, which is in `x-request-id`, in problems and
-    in the log; is counted; and is answered with a problem whatever a route raises.
+    in the log. Every request is counted. When a route raises, the answer is a problem.
     """
 
     def __init__(self, app: ASGIApp, *, token: str | None, metrics: RequestMetrics) -> None:
@@ -92,7 +92,7 @@ class Guard:
 
 
 def refusal(scope: Scope, headers: Headers, token: str | None) -> RolemeshError | None:
-    """Why a request is not answered; None when it may go on to its route."""
+    """Returns the error for a refused request; None when it may go on to its route."""
     host = headers.get("host", "")
     if token is None and not _is_loopback(host):
         return ForbiddenError(
@@ -129,7 +129,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _limited(receive: Receive) -> Receive:
-    """`receive` that gives no more than a body may have."""
+    """Returns a `receive` that gives at most as many bytes as a body may have."""
     num_bytes = 0
 
     async def receive_limited() -> Message:

@@ -1,4 +1,4 @@
-"""What travels as JSON: the messages of coordinator.proto under the same names.
+"""JSON models of REST: the messages of coordinator.proto under the same names.
 
 Three things differ from the protos: times are RFC 3339 text, states are lower-case words, and a
 number that is NaN or infinite is null. A member of the proto that may be absent is null.
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rolemesh.v1 import coordinator_pb2
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-"""Of a run's id and of a log's name."""
+"""Pattern of a run's id and of a log's name."""
 
 MAX_INT64 = 2**63 - 1
 
@@ -33,13 +33,13 @@ AlertLevelWord = Literal["info", "warning", "critical"]
 
 
 class Answer(BaseModel):
-    """Base of what is sent: exactly the fields that are declared."""
+    """Base of all answers: exactly the declared fields."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Wish(BaseModel):
-    """Base of what is taken: no further field, and no value of another type."""
+    """Base of all request bodies: no further field, and no value of another type."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, use_attribute_docstrings=True, hide_input_in_errors=True

@@ -1,6 +1,6 @@
 """The files of the dashboard, as they are on disk.
 
-They hold no data and no secret: the page asks for the token and sends it with what it reads.
+They hold no data and no secret: the page asks for the token and sends it with its requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""Types of the files that are served, by suffix: no other file is."""
+"""Types of files by suffix; a file with another suffix is not served."""
 
 
 def page_routes(directory: Path) -> Iterator[Route]:
-    """One route a file, and `/` for index.html.
+    """Makes one route for each file, and `/` for index.html.
 
     Files are looked up when the routes are made, so that no path of a request ever reaches the
     file system; their content is read by each request.
@@ -42,7 +42,8 @@ def _sender(file: Path) -> Callable[[Request], Awaitable[Response]]:
     async def send(request: Request) -> Response:
         content = await asyncio.to_thread(file.read_bytes)
         tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        # no-cache: kept, but asked for anew each time, so that page and coordinator fit.
+        # no-cache: a browser keeps the file but asks for it again each time, so that page and
+        # coordinator have the same version.
         headers = {"etag": tag, "cache-control": "no-cache"}
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)

@@ -1,6 +1,6 @@
-"""Errors as application/problem+json, after RFC 9457: one form whatever went wrong.
+"""Errors as application/problem+json (RFC 9457): one form for every error.
 
-The status follows the gRPC status of the error, so that both ways in say the same.
+The HTTP status follows the gRPC status of the error, so that both interfaces say the same.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ STATUS_BY_CODE: Mapping[grpc.StatusCode, int] = {
 """HTTP status of an error; 500 for every other code."""
 
 STATUS_BY_REASON: Mapping[str, int] = {"EVENTS_EXPIRED": 410}
-"""Reasons for which HTTP has a better word."""
+"""Reasons for which HTTP has a better status."""
 
 REASON_BY_STATUS: Mapping[int, str] = {
     404: "ROUTE_NOT_FOUND",
     405: "METHOD_NOT_ALLOWED",
     413: "BODY_TOO_LARGE",
 }
-"""Reasons of what HTTP alone can get wrong."""
+"""Reasons of errors that only HTTP requests can have."""
 
 _DESCRIPTIONS: Mapping[int, str] = {
     400: "The request is wrong in itself; `errors` names the fields.",
@@ -54,7 +54,7 @@ _DESCRIPTIONS: Mapping[int, str] = {
     410: "Events after that one are no longer kept: read the run and begin anew.",
     413: "The body is larger than 1 MiB.",
     429: "As many are at work as there may be: try again later.",
-    500: "The coordinator failed in a way that nobody foresaw: its log has the request id.",
+    500: "The coordinator failed unexpectedly: its log has the request id.",
     503: "The store does not answer: try again later.",
 }
 
@@ -87,10 +87,10 @@ def to_problem(
     """An error as the members of a problem.
 
     Args:
-        error: what went wrong; its metadata become further members.
-        request_id: of the request.
-        status: where it is not the one of the error's class.
-        errors: `field` and `detail` of all that is wrong with the request.
+        error: The error; its metadata become further members.
+        request_id: Id of the request.
+        status: HTTP status, if it is not that of the error's class.
+        errors: `field` and `detail` of every fault of the request.
     """
     status = status or status_of(error)
     members: dict[str, Any] = {
@@ -104,7 +104,7 @@ def to_problem(
     }
     if errors:
         members["errors"] = [dict(one) for one in errors]
-    # What the error calls "status" or "reason" does not replace the problem's own.
+    # Metadata named "status" or "reason" must not replace the members of the problem.
     return {**error.metadata, **members}
 
 
@@ -122,7 +122,7 @@ def problem_response(
 
 
 async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """Answers what an operation refused."""
+    """Answers a request that an operation refused."""
     assert isinstance(error, RolemeshError)
     return problem_response(error, request.state.request_id)
 
@@ -140,7 +140,7 @@ async def answer_invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_http(request: Request, error: Exception) -> JSONResponse:
-    """Answers what is wrong on the level of HTTP: the route, the method or the body."""
+    """Answers an error of HTTP itself: of the route, the method or the body."""
     assert isinstance(error, HTTPException)
     status, path, detail = error.status_code, request.url.path, error.detail
     headers = {}
@@ -154,7 +154,7 @@ async def answer_http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    # Starlette names those of the first route of the path alone.
+    # Starlette names only the methods of the first route with this path.
     allowed: set[str] = set()
     for route in request.app.routes:
         regex, methods = getattr(route, "path_regex", None), getattr(route, "methods", None)
@@ -164,7 +164,7 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """How a route declares the errors that it may answer with, beside those of every route."""
+    """Declares the errors of a route, in addition to those of every route."""
     return {status: _declared(status) for status in sorted(statuses)}
 
 

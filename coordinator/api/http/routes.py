@@ -22,7 +22,7 @@ from rolemesh.rpc.errors import InvalidRequestError
 _TIME = re.compile(
     r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})", re.ASCII | re.IGNORECASE
 )
-"""RFC 3339, section 5.6: of what fromisoformat reads, a part."""
+"""RFC 3339, section 5.6: a part of the forms that fromisoformat reads."""
 
 
 def _read_bool(value: object) -> object:

@@ -17,7 +17,7 @@ STOP_S = 5.0
 """How long requests in progress may take when the server stops."""
 
 STUCK_READER_S = 60.0
-"""After that, a connection whose other end takes nothing is given up."""
+"""A connection whose other end reads nothing for this long is closed."""
 
 
 class _Server(uvicorn.Server):
@@ -43,7 +43,7 @@ class HttpServer:
         self._streams.close()
         self._server.should_exit = True
         await self._serving
-        # Those that never took their answer would keep their sockets until the process ends.
+        # Clients that never read their answer would keep their sockets until the process ends.
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
@@ -54,23 +54,23 @@ async def serve_http(
     """Starts serving an app of make_app on the running loop.
 
     Args:
-        app: of make_app.
-        host: name or address to bind; of loopback, when the app asks for no token.
-        port: port to bind; 0 takes a free one.
-        stuck_reader_s: after that, a connection whose other end takes nothing is given up.
+        app: An app made by make_app.
+        host: Name or address to bind; of loopback, when the app asks for no token.
+        port: Port to bind; 0 takes a free one.
+        stuck_reader_s: A connection whose other end reads nothing for this long is closed.
 
     Returns:
         The started server, and its port.
 
     Raises:
-        ValueError: the address cannot be bound, e.g. since the port is in use; or it can be reached
+        ValueError: The address cannot be bound, e.g. since the port is in use; or it can be reached
             from elsewhere, and the app asks for no token.
     """
     listener = _bind(host, port, stuck_reader_s, needs_loopback=not app.state.has_token)
     server = _Server(
         uvicorn.Config(
             app,
-            # Whichever else is installed, the same bytes are answered.
+            # The answer must not depend on which other packages are installed.
             http="h11",
             ws="none",
             lifespan="off",
@@ -99,13 +99,13 @@ def _bind(host: str, port: int, stuck_reader_s: float, *, needs_loopback: bool) 
         )[0]
         if needs_loopback and not is_loopback(str(address[0])):
             raise ValueError(
-                f"host {host} can be reached from elsewhere, and without a token everybody could "
-                "start and stop runs: configure a token, or bind to 127.0.0.1"
+                f"host {host} can be reached from elsewhere, and without a token other "
+                "machines could start and stop runs: configure a token, or bind to 127.0.0.1"
             )
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit both from the socket that they are accepted on: a peer that is gone
-        # or reads nothing ends like one that hung up, and with it all that it held here.
+        # Connections inherit both settings from the listening socket. The connection of a peer that
+        # is gone, or reads nothing, then ends, and all that it held here is freed.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(

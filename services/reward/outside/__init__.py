@@ -1,4 +1,4 @@
-"""Rewards that somebody else gives: one client a protocol, and what is the same around them all.
+"""Rewards from outside: one client for each protocol, and the code around all of them.
 
 Nothing in here imports torch.
 """

@@ -1,4 +1,4 @@
-"""What every outside reward is handed, gives, and may fail with."""
+"""Contract of outside rewards: what they are given, what they return, how they fail."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 current_step: ContextVar[int | None] = ContextVar("rolemesh_reward_step", default=None)
-"""Step of the run for which rows are judged, set by whoever asks; None where nobody said."""
+"""Step of the run for which rows are judged. The caller sets it; None if it did not."""
 
 SHOWN_CHARACTERS = 200
-"""Of a foreign answer, the part that a message shows."""
+"""Most characters of a foreign answer that a message shows."""
 
 MAX_FLOAT32 = 3.4028234663852886e38
-"""Rewards are float32: a larger number would become infinite."""
+"""Largest float32. Rewards are float32, so a larger number would become infinite."""
 
 MAX_METRICS = 32
-"""More scalars of one reward than this are refused."""
+"""Most scalars of one reward; more are refused."""
 
 _METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}")
 
@@ -29,18 +29,18 @@ class RewardRow:
     """One trajectory, as plain Python."""
 
     prompt: str
-    """As rendered for the policy."""
+    """Prompt as rendered for the policy."""
     completion: str
-    """Without special tokens."""
+    """Completion without special tokens."""
     query: str
     """Prompt and completion, with special tokens where the policy's tokenizer is known."""
     prompt_tokens: tuple[int, ...] = ()
     completion_tokens: tuple[int, ...] = ()
-    """Exactly as sampled."""
+    """Token ids exactly as sampled."""
     answer: str = ""
-    """The expected one; empty where the data has none."""
+    """Expected answer; empty if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The data set's row."""
+    """Row of the data set."""
 
 
 class OutsideRewardError(RuntimeError):
@@ -50,13 +50,13 @@ class OutsideRewardError(RuntimeError):
     """Whether the same request may succeed a little later."""
 
     def __init__(self, endpoint: str, *, expected: str, found: str, remedy: str) -> None:
-        """Takes what a person needs to mend it.
+        """Takes the facts that a person needs to repair it.
 
         Args:
-            endpoint: Whom we asked.
-            expected: What would have been right.
-            found: What came instead.
-            remedy: What to do.
+            endpoint: Place that was asked.
+            expected: Description of a right answer.
+            found: Description of the actual answer.
+            remedy: Advice to the user.
         """
         super().__init__(f"reward {endpoint}: expected {expected}, found {found}; {remedy}")
         self.endpoint = endpoint
@@ -66,7 +66,7 @@ class OutsideRewardError(RuntimeError):
 
 
 class RewardUnavailableError(OutsideRewardError):
-    """It does not answer, or says that it cannot now: the same request may succeed later."""
+    """It does not answer, or cannot answer now: the same request may succeed later."""
 
     may_pass = True
 
@@ -79,7 +79,7 @@ class RewardUnavailableError(OutsideRewardError):
         remedy: str = "look whether the reward service runs and is reachable from ours",
         retry_after_s: float | None = None,
     ) -> None:
-        """As the base; `retry_after_s` is how long it asks us to wait, where it does."""
+        """Takes the base's arguments, and the pause that the endpoint asks for, if any."""
         super().__init__(endpoint, expected=expected, found=found, remedy=remedy)
         self.retry_after_s = retry_after_s
 
@@ -93,7 +93,7 @@ class RewardRefusedError(OutsideRewardError):
 
 
 class RewardAnswerInvalidError(OutsideRewardError):
-    """It answered, with what cannot be a reward: asking again would be asking a liar."""
+    """Its answer cannot be a reward. It is not asked again: the next answer could be wrong, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,64 +105,64 @@ class Judgement:
     """
 
     rewards: list[float | None]
-    """One a row, finite; None: does not apply to the row, or failed."""
+    """One finite number for each row; None: does not apply to the row, or failed."""
     failures: Mapping[int, OutsideRewardError] = field(default_factory=dict)
-    """Why a row has no reward though it should, by its position."""
+    """Errors of rows that should have a reward but have none, by position."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Scalars over these rows."""
 
 
 class OutsideReward(ABC):
-    """Judges rows; says of each one that it cannot judge why.
+    """Judges rows, and gives an error for each row that it cannot judge.
 
-    Owner: the loop on which it is first used. What fails for all rows may be raised; it then stands
-    for each of them.
+    Owner: the loop on which it is first used. An error that concerns all rows may be raised; it
+    then counts for each of them.
     """
 
     async def open(self) -> None:  # noqa: B027  (most have nothing to prepare)
-        """Prepares for the first rows, so that what can never work shows before a run's first step.
+        """Prepares for the first rows, so that a lasting fault shows before a run's first step.
 
         Raises:
-            OutsideRewardError: it cannot work.
+            OutsideRewardError: It cannot work.
         """
 
     @abstractmethod
     async def judge(self, rows: Sequence[RewardRow]) -> Judgement:
-        """Judges rows, at least one. Cancelling it ends all requests that it began.
+        """Judges at least one row. Cancelling it ends all requests that it began.
 
         Raises:
-            OutsideRewardError: no row could be judged.
+            OutsideRewardError: No row could be judged.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Gives back connections and processes."""
+        """Frees connections and processes."""
 
 
 class RewardClient(ABC):
-    """Speaks one protocol to one place. It sends a request once: what is around it is not its own.
+    """Speaks one protocol to one place. It sends each request once.
 
     `rolemesh.services.reward.outside.endpoints` adds batches, tries, hedging and all the rest.
     """
 
     endpoint: str
-    """Whom it asks, for messages."""
+    """Place that it asks, for messages."""
 
     @abstractmethod
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
-        """Sends one request for rows, at least one; has a bound of its own on what it reads.
+        """Sends one request for at least one row. It limits the size of the answer by itself.
 
         Raises:
-            OutsideRewardError: the subclass says whether it may pass.
+            OutsideRewardError: The request failed; `may_pass` says whether it may succeed later.
         """
 
     @abstractmethod
     def sent(self, row: RewardRow) -> bytes:
-        """All of a row that decides its reward, i.e. what is sent: the key of the cache."""
+        """The bytes that are sent for a row. They decide its reward: the key of the cache."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Gives back connections."""
+        """Closes its connections."""
 
 
 def checked_rewards(
@@ -174,18 +174,18 @@ def checked_rewards(
     maximum: float | None = None,
     takes_none: bool = False,
 ) -> list[float | None]:
-    """A foreign list of rewards, if it is one finite number a row.
+    """Checks that a foreign list has one finite number for each row, and returns it.
 
     Args:
-        values: What came.
-        num_rows: Rewards that there must be.
-        endpoint: Who gave them.
-        minimum: Lowest that is taken.
-        maximum: Highest that is taken.
-        takes_none: Whether None may stand for "does not apply".
+        values: The answer.
+        num_rows: Number of rewards that it must have.
+        endpoint: Place that gave it.
+        minimum: Lowest allowed reward; None: no bound.
+        maximum: Highest allowed reward; None: no bound.
+        takes_none: Whether None is allowed, for "does not apply".
 
     Raises:
-        RewardAnswerInvalidError: names the first row that is wrong.
+        RewardAnswerInvalidError: Names the first row that is wrong.
     """
 
     def invalid(expected: str, found: str) -> RewardAnswerInvalidError:
@@ -205,7 +205,7 @@ def checked_rewards(
         if value is None and takes_none:
             rewards.append(None)
             continue
-        # bool is an int in Python, and some judges answer it; but so is a mistake.
+        # bool is an int in Python. Some judges answer it, but it may also be a mistake.
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid(f"a number for row {row}", shown(value))
         if not abs(value) <= MAX_FLOAT32:  # also NaN
@@ -220,10 +220,10 @@ def checked_rewards(
 
 
 def checked_metrics(metrics: Mapping[str, float], endpoint: str) -> dict[str, float]:
-    """Foreign scalars by name, if they are few, named plainly and finite: each becomes a curve.
+    """Checks foreign scalars, each of which becomes a curve: few, with plain names, finite.
 
     Raises:
-        RewardAnswerInvalidError: names what is wrong.
+        RewardAnswerInvalidError: One of them is wrong; the text names it.
     """
     if len(metrics) > MAX_METRICS:
         found = f"{len(metrics)}"
@@ -247,7 +247,7 @@ def _bound(bound: float | None) -> str:
 
 
 def shown(value: object) -> str:
-    """A foreign value in a message: its type, and its beginning."""
+    """Describes a foreign value for a message: its type and its beginning."""
     if isinstance(value, str):
         cut = value[:SHOWN_CHARACTERS]
         return f"the text {cut!r}{'...' if len(cut) < len(value) else ''}"

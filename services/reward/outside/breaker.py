@@ -1,4 +1,4 @@
-"""Leaves a replica alone that fails again and again."""
+"""Circuit breaker: a replica that fails again and again is not asked for a while."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 class CircuitBreaker:
     """Says whether a replica may be asked. Owner: one loop.
 
-    Invariant: while it is open nobody asks; after the pause one request at a time tries, whose
-    success closes it and whose failure opens it again.
+    Invariant: while it is open, the replica is not asked. After the pause, one request at a time
+    tries it: a success closes the breaker, a failure opens it again.
 
     Example, with `failures=2` and `pause_s=10`: two failures in a row at 0 s open it; at 10 s one
     request may go; if that succeeds, all may.
@@ -30,7 +30,7 @@ class CircuitBreaker:
 
     @property
     def wait_s(self) -> float:
-        """Seconds until a request may go; 0: now."""
+        """Seconds until a request may be sent; 0: now."""
         if self._opened_at is None:
             return 0.0
         if self._is_tried:
@@ -38,20 +38,20 @@ class CircuitBreaker:
         return max(0.0, self._opened_at + self._pause_s - self._clock())
 
     def begin(self) -> bool:
-        """A request goes, when wait_s is 0; whether it is the one that tries."""
+        """Notes that a request is sent when wait_s is 0; returns whether it is the trial."""
         self._is_tried = self.is_open
         return self._is_tried
 
     def succeeded(self) -> None:
-        """It was answered."""
+        """Notes that a request was answered."""
         self._in_a_row, self._opened_at, self._is_tried = 0, None, False
 
     def failed(self) -> None:
-        """It was not answered."""
+        """Notes that a request was not answered."""
         self._in_a_row += 1
         if self._opened_at is not None or self._in_a_row >= self._allowed:
             self._opened_at, self._is_tried = self._clock(), False
 
     def given_up(self) -> None:
-        """The one that tries was cancelled, which says nothing of the replica."""
+        """Notes that the trial was cancelled, which says nothing of the replica."""
         self._is_tried = False

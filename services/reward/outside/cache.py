@@ -1,4 +1,4 @@
-"""Rewards by what was sent for them."""
+"""Cache of rewards, with the bytes that were sent for a row as the key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 
 class RewardCache:
-    """The rewards of the rows that were used last, at most so many. Owner: one loop.
+    """The rewards of the last used rows, at most `capacity` of them. Owner: one loop.
 
     Example: with `capacity=1`, put(b"a", 1.0) and put(b"b", 2.0) leave get(b"a") missing.
     """
@@ -27,7 +27,7 @@ class RewardCache:
 
     @staticmethod
     def key(sent: bytes) -> bytes:
-        """Of all that is sent of a row: 32 bytes, however long it is."""
+        """Key of a row: 32 bytes, computed from all that is sent of it."""
         return hashlib.sha256(sent).digest()
 
     def has(self, key: bytes) -> bool:
@@ -35,12 +35,12 @@ class RewardCache:
         return key in self._rewards
 
     def get(self, key: bytes) -> float | None:
-        """The reward, None being "does not apply"; KeyError where `has` says no."""
+        """Returns the reward, None for "does not apply"; raises KeyError if it is not known."""
         self._rewards.move_to_end(key)
         return self._rewards[key]
 
     def put(self, key: bytes, reward: float | None) -> None:
-        """Remembers a reward, and forgets the one whose last use is longest ago."""
+        """Keeps a reward. If the cache is full, the least recently used one is dropped."""
         if not self.is_on:
             return
         self._rewards[key] = reward

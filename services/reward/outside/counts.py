@@ -1,4 +1,4 @@
-"""What asking an outside reward took: scalars of one judgement, and Prometheus over all of them."""
+"""Counters of outside rewards: scalars of one judgement, and totals for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Protocol
 
 
 class RequestObserver(Protocol):
-    """Is told of every request that has ended."""
+    """Observer of requests that have ended."""
 
     def reward_request(self, name: str, outcome: str, seconds: float) -> None:
         """A request of the reward `name` ended.
 
         Args:
-            name: of the reward.
+            name: Name of the reward.
             outcome: "ok", or the class of the error.
-            seconds: since it was sent.
+            seconds: Duration of the request.
         """
 
 
@@ -26,16 +26,16 @@ class RequestCounts:
     """Counts of one judgement. Owner: the loop."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of each request that was answered."""
+    """Duration of each answered request."""
     errors: int = 0
     """Requests that were not answered, or answered wrongly."""
     retries: int = 0
     hedged: int = 0
     cache_hits: int = 0
     waiting: int = 0
-    """Requests that wait for a free place, now."""
+    """Requests that wait for a free place now."""
     queue_peak: int = 0
-    """Most of these."""
+    """Largest number of waiting requests so far."""
 
     def enter_queue(self) -> None:
         """A request begins to wait."""
@@ -43,7 +43,7 @@ class RequestCounts:
         self.queue_peak = max(self.queue_peak, self.waiting)
 
     def metrics(self) -> dict[str, float]:
-        """As scalars; latencies only where something was answered."""
+        """The counts as scalars; latencies only if a request was answered."""
         latencies = (
             {
                 "latency_p50_seconds": quantile(self.seconds, 0.5),
@@ -63,6 +63,6 @@ class RequestCounts:
 
 
 def quantile(numbers: Sequence[float], share: float) -> float:
-    """The smallest of the numbers that at least this share of them does not exceed."""
+    """The smallest of the numbers for which at least this share of all numbers is not larger."""
     ordered = sorted(numbers)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

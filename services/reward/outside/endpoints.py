@@ -1,7 +1,7 @@
-"""What is the same around every reward that is asked over the network.
+"""Handling of requests that every reward over the network shares.
 
-Batches, bounded concurrency, tries, hedging, replicas with a breaker each, a cache. The protocols
-are `RewardClient`s, which know of none of this.
+It has batches, bounded concurrency, tries, hedging, replicas with a breaker each, and a cache. The
+protocols are `RewardClient`s, which do none of this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rolemesh.services.reward.outside.cache import RewardCache
 from rolemesh.services.reward.outside.counts import RequestCounts, RequestObserver
 
 MAX_REQUEST_BYTES = 3 * 2**20
-"""Rows are sent together up to this: gRPC servers refuse 4 MiB, and web servers often less."""
+"""Most bytes of the rows of one request: gRPC servers refuse 4 MiB, web servers often less."""
 
 BACKOFF_S = 0.5
 """Upper end of the first random wait; it doubles with every further one (full jitter, see
@@ -40,13 +40,13 @@ LONGEST_BACKOFF_S = 30.0
 """Upper end of the longest one."""
 
 LISTENING_S = 10.0
-"""How long nobody may listen when a run begins: a reward that starts beside it takes a while."""
+"""Longest wait at the start of a run for a reward to listen: it may start beside the run."""
 
 _jitter = tenacity.wait_random_exponential(multiplier=BACKOFF_S, max=LONGEST_BACKOFF_S)
 
 
 class _Replica:
-    """One place that answers."""
+    """One place that serves the reward."""
 
     def __init__(self, client: RewardClient, breaker: CircuitBreaker) -> None:
         self.client = client
@@ -57,7 +57,7 @@ class _Replica:
         self.last_error: OutsideRewardError | None = None
 
     def begin(self, request: Coroutine[Any, Any, Judgement]) -> asyncio.Task[Judgement]:
-        """Sends a request; from now on, and not when its task gets a turn, it is busy with it."""
+        """Sends a request. It counts as busy from now on, not only when the task begins to run."""
         self.in_flight += 1
         is_trial = self.breaker.begin()
         task = asyncio.create_task(request)
@@ -93,15 +93,15 @@ class EndpointReward(OutsideReward):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Asks nobody yet.
+        """Prepares; sends nothing yet.
 
         Args:
-            name: Of the reward, for metrics.
-            spec: How to ask.
-            clients: One a replica.
-            observer: Is told of each request.
-            sleep: Waits between tries.
-            clock: Seconds, for the breakers.
+            name: Name of the reward, for metrics.
+            spec: Settings of the requests.
+            clients: One client for each replica.
+            observer: Observer of each request.
+            sleep: Coroutine that waits between tries.
+            clock: Returns seconds, for the breakers.
         """
         self._name = name
         self._spec = spec
@@ -115,10 +115,10 @@ class EndpointReward(OutsideReward):
         self._places = asyncio.Semaphore(spec.concurrency)
 
     async def open(self) -> None:
-        """Waits a little for somebody to listen, where a failure would end the first step anyway.
+        """Waits a little for a replica to listen, if a failure would end the first step anyway.
 
         Raises:
-            RewardUnavailableError: no replica takes a connection.
+            RewardUnavailableError: No replica takes a connection.
         """
         if not isinstance(self._spec.on_failure, FailSpec):
             return
@@ -152,7 +152,7 @@ class EndpointReward(OutsideReward):
         async def one(batch: Sequence[int]) -> None:
             async with self._place(counts):
                 if failures and isinstance(self._spec.on_failure, FailSpec):
-                    # The step has failed: an hour of further tries would change nothing.
+                    # The step has failed already, so further tries would only take time.
                     failures.update(dict.fromkeys(batch, next(iter(failures.values()))))
                     return
                 try:
@@ -196,7 +196,7 @@ class EndpointReward(OutsideReward):
         rewards: list[float | None],
         counts: RequestCounts,
     ) -> list[int]:
-        """Rows that have to be asked for; fills in the others. Of equal rows one is asked for."""
+        """Rows to send: one of each set of equal rows. Fills in rewards that the cache has."""
         if not keys:
             return list(range(len(rows)))
         asked, seen = [], set()
@@ -210,7 +210,7 @@ class EndpointReward(OutsideReward):
         return asked
 
     async def _with_tries(self, rows: Sequence[RewardRow], counts: RequestCounts) -> Judgement:
-        """One request, sent until it is answered or must not be sent again."""
+        """Sends one request until it is answered or must not be sent again."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self._spec.deadline_s
         tries = tenacity.AsyncRetrying(
@@ -225,7 +225,7 @@ class EndpointReward(OutsideReward):
         async for attempt in tries:
             with attempt:
                 await self._trials(ends_at - loop.time())
-                # Whoever fails at once is the least busy: the next try goes elsewhere.
+                # A replica that fails at once is the least busy one. The next try goes to another.
                 replica = self._least_busy(but=failed)
                 if attempt.retry_state.attempt_number > 1:
                     counts.retries += 1
@@ -253,12 +253,12 @@ class EndpointReward(OutsideReward):
     async def _hedged(
         self, first: _Replica, rows: Sequence[RewardRow], left_s: float, counts: RequestCounts
     ) -> Judgement:
-        """The first answer of a request and, when it takes long, of a second one."""
+        """Returns the first answer; if it takes long, a second equal request is sent, too."""
         pending = {first.begin(self._ask(first, rows, left_s, counts))}
         try:
             done, _ = await asyncio.wait(pending, timeout=self._spec.hedge_after_s)
             if not done:
-                with contextlib.suppress(RewardUnavailableError):  # nobody else may be asked now
+                with contextlib.suppress(RewardUnavailableError):  # no second replica
                     other = self._least_busy(but=first)
                     pending.add(other.begin(self._ask(other, rows, left_s, counts)))
                     counts.hedged += 1
@@ -308,9 +308,9 @@ class EndpointReward(OutsideReward):
                 self._observer.reward_request(self._name, outcome, time.monotonic() - started)
 
     async def _trials(self, left_s: float) -> None:
-        """Waits, where nobody may be asked, for the request that tries a replica again.
+        """If no replica may be asked, waits for the request that tries one again.
 
-        Its answer may take longer than breaker_pause_s: tries are not spent on waiting for it.
+        That may take longer than breaker_pause_s. The wait does not use up tries.
         """
         if all(replica.breaker.wait_s > 0 for replica in self._replicas):
             trials = [replica.trial for replica in self._replicas if replica.trial is not None]
@@ -320,15 +320,15 @@ class EndpointReward(OutsideReward):
                 )
 
     def _least_busy(self, but: _Replica | None) -> _Replica:
-        """The replica to ask: another one than `but` where one may be asked.
+        """Chooses the replica to ask, if possible another one than `but`.
 
         Raises:
-            RewardUnavailableError: all are left alone for now.
+            RewardUnavailableError: The breakers of all replicas are open.
         """
         ready = [replica for replica in self._replicas if replica.breaker.wait_s == 0]
         ready = [replica for replica in ready if replica is not but] or ready
         if ready:
-            # One that is tried again must get a request some time, busy or not.
+            # A replica that is due for a trial must get a request at some time, even if it is busy.
             return min(ready, key=lambda replica: (not replica.breaker.is_open, replica.in_flight))
         soonest = min(self._replicas, key=lambda replica: replica.breaker.wait_s)
         raise RewardUnavailableError(
@@ -340,7 +340,7 @@ class EndpointReward(OutsideReward):
 
 
 def _mean(parts: Sequence[tuple[float, int]]) -> float:
-    """Of means over so many rows each."""
+    """Mean over all rows, from pairs of a mean and its number of rows."""
     return sum(mean * rows for mean, rows in parts) / sum(rows for _, rows in parts)
 
 
@@ -356,7 +356,7 @@ def _wait(state: tenacity.RetryCallState) -> float:
 
 
 def _batches(rows: Sequence[int], num_bytes: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Neighbouring rows that go together; a row that is too large goes alone."""
+    """Cuts rows into batches of neighbours; a row that is too large goes alone."""
     batches: list[list[int]] = []
     held = 0
     for row in rows:
@@ -377,7 +377,7 @@ def _copy_to_equal_rows(
     rewards: list[float | None],
     failures: dict[int, OutsideRewardError],
 ) -> None:
-    """Gives rows that were not asked for what the equal row before them got."""
+    """Gives each repeated row the reward of the equal row before it."""
     first: dict[bytes, int] = {}
     for index, key in enumerate(keys):
         source = first.setdefault(key, index)
@@ -389,7 +389,7 @@ def _copy_to_equal_rows(
 
 @contextlib.asynccontextmanager
 async def _all_at_once() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose first error leaves it bare, so that its class is known outside."""
+    """A task group that raises its first error itself, not an ExceptionGroup around it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -398,10 +398,10 @@ async def _all_at_once() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def _connect(url: str) -> None:
-    """Opens a connection and lets it go.
+    """Opens a connection and closes it.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: No server listens there.
     """
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -27,16 +27,16 @@ from rolemesh.services.reward.outside.http import bearer_token
 
 
 class GrpcEndpoint:
-    """One place: grpc://host:port or, with TLS and the system's certificates, grpcs://host:port.
+    """One address: grpc://host:port or, with TLS and the system's certificates, grpcs://host:port.
 
     Owner: the loop on which it is first used; a channel belongs to the loop that opened it.
     """
 
     def __init__(self, url: str, spec: EndpointRewardSpec) -> None:
-        """Connects to nobody yet.
+        """Prepares; opens no connection yet.
 
         Raises:
-            ValueError: the URL has no port, or a path, or the token is not there.
+            ValueError: The URL has no port, or has a path, or the token is not set.
         """
         parts = urlsplit(url)
         if parts.port is None:
@@ -53,16 +53,16 @@ class GrpcEndpoint:
         self._channel: MeshChannel | None = None
         token = bearer_token(spec)
         self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        """Of each call: the token, where there is one."""
+        """Metadata of each call: the token, if there is one."""
 
     @property
     def channel(self) -> MeshChannel:
-        """The connection, opened when it is first asked for."""
+        """The connection, opened at first use."""
         if self._channel is None:
             options: list[tuple[str, Any]] = [
                 *CLIENT_OPTIONS,
                 ("grpc.max_receive_message_length", self._max_bytes),
-                # Tries are counted and spaced by `EndpointReward` alone.
+                # Only `EndpointReward` counts and spaces tries.
                 ("grpc.enable_retries", 0),
             ]
             channel = (
@@ -82,7 +82,7 @@ class GrpcEndpoint:
 
 
 def reward_error(endpoint: str, error: RolemeshError) -> OutsideRewardError:
-    """What the end of a call means: whether the same request may succeed later."""
+    """Translates the error of a call: its class says whether a repeat may succeed."""
     found = f"{error.code.name}: {error.message}"
     if isinstance(error, DeadlineError):
         return RewardTimeoutError(endpoint, found=found, remedy="raise timeout_s")

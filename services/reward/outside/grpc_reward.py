@@ -1,4 +1,4 @@
-"""A reward service of somebody else's that speaks rolemesh.v1.RewardService."""
+"""A reward service from outside that speaks rolemesh.v1.RewardService."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rolemesh.v1 import operation_pb2, reward_pb2, reward_pb2_grpc
 
 
 class GrpcRewardClient(RewardClient):
-    """ComputeReward with trajectories inline, as an outsider's service takes them.
+    """Calls ComputeReward with inline trajectories, as a service from outside takes them.
 
-    The key of a request is made of its content and of the step, under a run of this client's own:
-    a try that is sent again has the same key, so that a service which heeds keys judges it once.
+    The key of a request follows from its content and the step, under this client's own run. A try
+    that is sent again has the same key, so a service that keeps keys judges it once.
     """
 
     def __init__(self, url: str, spec: GrpcRewardSpec) -> None:
-        """Connects to nobody yet; ValueError when the URL or the token's variable is wrong."""
+        """Prepares; raises ValueError if the URL or the token's variable is wrong."""
         self.endpoint = url
         self._spec = spec
         self._run_id = f"reward-{uuid.uuid4().hex}"
@@ -55,7 +55,7 @@ class GrpcRewardClient(RewardClient):
             async for message in stub.ComputeReward(
                 request, timeout=self._spec.timeout_s, metadata=self._grpc.metadata
             ):
-                if message is None:  # what gRPC gives for bytes that it cannot read
+                if message is None:  # gRPC gives None for bytes that it cannot read
                     raise self._invalid("bytes that are no ComputeRewardResponse")
                 event = message.WhichOneof("event")
                 if found is not None:
@@ -108,5 +108,5 @@ def _trajectory(row: RewardRow) -> reward_pb2.Trajectory:
 
 
 def _utf8(text: str) -> str:
-    """The text without halves of characters, which UTF-8 cannot carry."""
+    """The text with lone surrogates replaced, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

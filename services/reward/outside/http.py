@@ -1,4 +1,4 @@
-"""POST of JSON to a place that is not trusted: bounds on time and size, meaning of a status."""
+"""POST of JSON to an untrusted server: bounds on time and size, and meanings of a status."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ _TOKEN = re.compile(r"[!-~]+")
 class JsonEndpoint:
     """One URL that takes JSON and answers it. Owner: one loop.
 
-    It follows no redirect, takes no cookie, and uses no proxy of the environment, so that rows go
-    where the recipe says and nowhere else. Answers are asked for uncompressed: what is counted is
-    then what comes.
+    It follows no redirect, takes no cookie, and uses no proxy of the environment, so rows go only
+    where the recipe says. It asks for uncompressed answers, so that the limit counts what arrives.
     """
 
     def __init__(self, url: str, spec: EndpointRewardSpec) -> None:
-        """Connects to nobody yet.
+        """Prepares; opens no connection yet.
 
         Args:
-            url: Where it is.
+            url: URL of the server.
             spec: Bounds, and the name of the token's variable.
 
         Raises:
-            ValueError: nobody can be reached under that URL, or the token is not there.
+            ValueError: The URL cannot be used, or the token is not set.
         """
         try:
             _ = httpx.URL(url).host  # decodes it
@@ -65,7 +64,7 @@ class JsonEndpoint:
             headers=headers,
             timeout=httpx.Timeout(spec.timeout_s),
             limits=httpx.Limits(
-                # A hedged request is one more than its place allows.
+                # A hedged request is one more than the concurrency allows.
                 max_connections=2 * spec.concurrency,
                 max_keepalive_connections=spec.concurrency,
                 keepalive_expiry=IDLE_CONNECTION_S,
@@ -82,14 +81,14 @@ class JsonEndpoint:
 
         Args:
             content: The encoded JSON.
-            url: Another place of the same server; None: the URL.
-            cookies: To send along.
+            url: Another URL of the same server; None: the endpoint's own.
+            cookies: Cookies to send.
 
         Raises:
-            RewardTimeoutError: no byte came within timeout_s.
-            RewardUnavailableError: no connection, or 408, 429 or 5xx.
-            RewardRefusedError: any other status that is no success.
-            RewardAnswerInvalidError: the answer is too long, compressed, or no JSON.
+            RewardTimeoutError: No byte came within timeout_s.
+            RewardUnavailableError: No connection, or 408, 429 or 5xx.
+            RewardRefusedError: Any other status but a success.
+            RewardAnswerInvalidError: The answer is too long, compressed, or no JSON.
         """
         url = url or self.url
         headers = {"Content-Type": "application/json"}
@@ -98,7 +97,7 @@ class JsonEndpoint:
         try:
             async with self._client.stream("POST", url, content=content, headers=headers) as answer:
                 body = await self._read(answer)
-                # Of several with one name, of other paths or domains, the last counts.
+                # Of several cookies with one name (other paths or domains) the last one counts.
                 set_cookies = {one.name: one.value or "" for one in answer.cookies.jar}
         except httpx.TimeoutException as error:
             raise RewardTimeoutError(
@@ -152,7 +151,7 @@ class JsonEndpoint:
         return bytes(body)
 
     async def _refusal(self, answer: httpx.Response) -> OutsideRewardError:
-        """What a status that is no success comes to; reads no more of the answer than it shows."""
+        """The error for a status other than success; reads only as much as it shows."""
         status, url = answer.status_code, str(answer.request.url)
         start = bytearray()
         async for piece in answer.aiter_raw(SHOWN_CHARACTERS):
@@ -184,10 +183,10 @@ class JsonEndpoint:
 
 
 def bearer_token(spec: EndpointRewardSpec) -> str | None:
-    """The token to send; None where the spec names none.
+    """The token to send; None if the spec names none.
 
     Raises:
-        ValueError: the variable is not set, or holds what no header takes.
+        ValueError: The variable is not set, or holds text that no header may have.
     """
     if spec.token_variable is None:
         return None
@@ -198,7 +197,7 @@ def bearer_token(spec: EndpointRewardSpec) -> str | None:
             "the reward service: set it there, or leave token_variable out"
         )
     if not _TOKEN.fullmatch(token):
-        # Refused here: who refuses it later may say what it is.
+        # Refused here, since a later error could show the token.
         raise ValueError(
             f"token_variable is {spec.token_variable!r}, whose value has a space, a line end or "
             "another character that no header takes: set it to the token alone"
@@ -207,17 +206,17 @@ def bearer_token(spec: EndpointRewardSpec) -> str | None:
 
 
 def encoded(payload: Any) -> bytes:
-    """JSON as it is sent: the same bytes for the same payload."""
+    """Encodes a payload as JSON; equal payloads give equal bytes."""
     return json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _retry_after_s(header: str) -> float | None:
-    """Seconds that Retry-After asks for (RFC 9110, 10.2.3); None where it says nothing."""
+    """Seconds that Retry-After asks for (RFC 9110, 10.2.3); None if it cannot be read."""
     if header.isdecimal():
         return float(header)
     try:
         moment = parsedate_to_datetime(header)
-    except (ValueError, OverflowError):  # no date, or one of a year that no calendar has
+    except (ValueError, OverflowError):  # not a date, or one with an impossible year
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)

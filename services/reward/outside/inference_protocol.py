@@ -1,7 +1,7 @@
 """Messages of the open inference protocol, version 2 (gRPC), as far as an inference needs them.
 
-Made here from their field numbers, in a pool of their own: a package `inference` of somebody
-else's in this process neither disturbs nor is disturbed.
+They are made here from their field numbers, in their own descriptor pool. So they cannot clash with
+another package `inference` in this process.
 """
 
 from __future__ import annotations

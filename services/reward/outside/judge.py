@@ -21,12 +21,13 @@ from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
 CHAT_PATH = "/chat/completions"
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
-# Spaces inside are stripped later: named here too, many of them would be tried in every division.
+# Spaces inside are stripped later. If the pattern matched them too, a long run of spaces could be
+# divided in many ways, and each would be tried.
 _FENCE = re.compile(r"```(?:json)?(?P<inside>.*?)```", re.DOTALL)
 _NUMBER = re.compile(r"(?:score\s*[:=]\s*)?(?P<score>-?\d{1,12}(?:\.\d{1,12})?)", re.IGNORECASE)
 
 _LARGEST = 1e12
-"""A score beyond is none: no rubric has it, and it may not fit a float."""
+"""Largest score that is accepted: no rubric has a larger one, and it might not fit a float."""
 
 _GIVEN = """
 
@@ -39,10 +40,10 @@ _GIVEN = """
 
 
 class JudgeClient(RewardClient):
-    """POST /chat/completions -> text, of which one score is read.
+    """POST /chat/completions -> text, from which one score is read.
 
-    The score is `{"score": n}` or a bare number, alone or as the last line. What the model writes
-    is data: nothing of it is evaluated.
+    The score is `{"score": n}` or a bare number, alone or as the last line. The model's text is
+    data, and is never evaluated.
     """
 
     def __init__(self, url: str, spec: JudgeRewardSpec) -> None:
@@ -101,13 +102,13 @@ class JudgeClient(RewardClient):
 
 
 def filled(rubric: str, row: RewardRow) -> str:
-    """The rubric with the row in it; what a completion has in braces stays as it is."""
+    """Fills the row into the rubric. Braces inside a completion are not replaced."""
     values = {"prompt": row.prompt, "completion": row.completion, "answer": row.answer}
     return _PLACEHOLDER.sub(lambda found: values[found[1]], rubric)
 
 
 def score_in(text: str) -> float | None:
-    """The score that a model's answer states; None where it states none, or more than one."""
+    """The score in a model's answer; None if there is none, or more than one."""
     text = text.strip()
     fenced = [inside.strip() for inside in _FENCE.findall(text)]
     candidates = [text, *(fenced if len(fenced) == 1 else ()), text.rsplit("\n", 1)[-1].strip()]

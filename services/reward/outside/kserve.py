@@ -37,7 +37,7 @@ _CONTENTS = {
 
 
 def make_kserve_client(url: str, spec: KServeRewardSpec) -> RewardClient:
-    """A client of the protocol that the URL's scheme asks for."""
+    """Makes the client for the scheme of the URL."""
     is_grpc = urlsplit(url).scheme in ("grpc", "grpcs")
     return KServeGrpcClient(url, spec) if is_grpc else KServeHttpClient(url, spec)
 
@@ -46,7 +46,7 @@ class KServeGrpcClient(RewardClient):
     """ModelInfer over gRPC."""
 
     def __init__(self, url: str, spec: KServeRewardSpec) -> None:
-        """Connects to nobody yet; ValueError when the URL or the token's variable is wrong."""
+        """Prepares; raises ValueError if the URL or the token's variable is wrong."""
         self.endpoint = url
         self._spec = spec
         self._grpc = GrpcEndpoint(url, spec)
@@ -71,7 +71,7 @@ class KServeGrpcClient(RewardClient):
             )
         except RolemeshError as error:
             raise reward_error(self.endpoint, error) from error
-        if response is None:  # what gRPC gives for bytes that it cannot read
+        if response is None:  # gRPC gives None for bytes that it cannot read
             raise _invalid(self.endpoint, self._spec, "bytes that are no ModelInferResponse")
         names = [tensor.name for tensor in response.outputs]
         if self._spec.output not in names:
@@ -90,7 +90,7 @@ class KServeGrpcClient(RewardClient):
         await self._grpc.close()
 
     def _values(self, response: Any, index: int) -> list[Any]:
-        """Numbers of an output, wherever the server has put them."""
+        """Numbers of an output, from its typed contents or from raw bytes."""
         tensor = response.outputs[index]
         if not response.raw_output_contents:
             if tensor.datatype not in _CONTENTS:
@@ -110,7 +110,7 @@ class KServeHttpClient(RewardClient):
     """POST /v2/models/<model>[/versions/<version>]/infer with JSON tensors."""
 
     def __init__(self, url: str, spec: KServeRewardSpec) -> None:
-        """Connects to nobody yet; ValueError when the token's variable is not set."""
+        """Prepares; raises ValueError if the token's variable is not set."""
         version = f"/versions/{quote(spec.version, safe='')}" if spec.version else ""
         path = f"/v2/models/{quote(spec.model, safe='')}{version}/infer"
         self.endpoint = url.rstrip("/") + path
@@ -173,7 +173,7 @@ def _judgement(
     if shape not in ([num_rows], [num_rows, 1]):
         raise _invalid(endpoint, spec, f"shape {shown(shape)} for {num_rows} rows")
     if shape == [num_rows, 1] and all(isinstance(v, list) and len(v) == 1 for v in values):
-        # JSON tensors may be nested, or flat.
+        # Tensors in JSON may be nested or flat.
         values = [value for (value,) in values]
     return Judgement(
         rewards=checked_rewards(

@@ -1,4 +1,4 @@
-"""From a spec to the reward that it describes."""
+"""Makes the reward that a spec describes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from rolemesh.services.reward.outside.slime import SlimeClient
 def make_outside_reward(
     name: str, spec: OutsideRewardSpec, observer: RequestObserver | None = None
 ) -> OutsideReward:
-    """The reward that the spec describes; it asks nobody before it is used.
+    """Makes the reward that the spec describes. It sends no request before it is used.
 
     Args:
-        name: For metrics and messages.
-        spec: Which.
-        observer: Is told of each request.
+        name: Name for metrics and messages.
+        spec: Spec of the reward.
+        observer: Observer of each request.
 
     Raises:
-        ValueError: no reward is made of this spec, or its token is not there.
+        ValueError: There is no reward for this spec, or its token is not set.
     """
     if isinstance(spec, EndpointRewardSpec):
         clients = [make_client(url, spec) for url in spec.urls]

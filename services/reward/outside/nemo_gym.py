@@ -19,13 +19,13 @@ from rolemesh.services.reward.outside.base import (
 from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
 
 FAILURE_KEY = "_ng_failure_class"
-"""A verifier that could not judge answers reward 0.0 and this key: a failure, not a reward."""
+"""Key that a verifier adds to reward 0.0 if it could not judge: a failure, not a reward."""
 
 
 class NemoGymClient(RewardClient):
     """POST /verify {responses_create_params, response, fields of the data row} -> {"reward"}.
 
-    Fields of the data row are its metadata; "answer" is the row's where the metadata has none.
+    Fields of the data row are its metadata. If they lack "answer", the row's answer is added.
     """
 
     def __init__(self, url: str, spec: NemoGymRewardSpec) -> None:
@@ -74,14 +74,14 @@ class NemoGymClient(RewardClient):
 
 
 def _fields(row: RewardRow) -> dict[str, Any]:
-    """The data row, with what its prompt would have been asked with."""
+    """The data row, with the request that its prompt would have been."""
     params = {"input": [{"role": "user", "content": row.prompt}]}
     answer = {"answer": row.answer} if row.answer else {}
     return {"responses_create_params": params, **answer, **row.metadata}
 
 
 def _response(completion: str) -> dict[str, Any]:
-    """A completion as the OpenAI Response object that a policy server would have answered."""
+    """A completion as the OpenAI Response object of a policy server."""
     text = {"type": "output_text", "text": completion, "annotations": []}
     message = {
         "id": "msg_0",

@@ -1,4 +1,4 @@
-"""OpenRLHF's remote reward form (0.11): what its trainer posts, and what its servers answer."""
+"""OpenRLHF's remote reward form (0.11): the requests of its trainer, the answers of its servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rolemesh.services.reward.outside.base import (
 from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
 
 MAX_EXTRA_LOGS = 32
-"""More names than this are refused: each becomes a curve of the run."""
+"""Most names in extra_logs, each of which becomes a curve of the run; more are refused."""
 
 _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
@@ -26,9 +26,9 @@ _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 class OpenRlhfClient(RewardClient):
     """POST {"query", "prompts", "labels"} -> {"rewards", "scores"?, "extra_logs"?}.
 
-    Every field is a list with one entry a row. Servers that were written for OpenRLHF, which posts
-    one row at a time, may answer a bare number for a list of one: it is taken as such. `scores`
-    and `extra_logs` become metrics by their means.
+    Every field is a list with one entry for each row. OpenRLHF itself posts one row at a time, so
+    its servers may answer a bare number for a list of one; this is accepted. The means of `scores`
+    and `extra_logs` become metrics.
     """
 
     def __init__(self, url: str, spec: OpenRlhfRewardSpec) -> None:
@@ -83,7 +83,7 @@ class OpenRlhfClient(RewardClient):
         return metrics
 
     def _listed(self, values: Any, num_rows: int) -> Any:
-        """A bare number for a list of one, as a list."""
+        """Returns a bare number as a list if one row was sent."""
         is_bare = isinstance(values, int | float) and not isinstance(values, bool)
         if not is_bare:
             return values

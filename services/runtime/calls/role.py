@@ -1,4 +1,4 @@
-"""What a role adds to the runtime."""
+"""Contract of a role: what it adds to the runtime."""
 
 from __future__ import annotations
 

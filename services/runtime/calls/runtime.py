@@ -1,4 +1,4 @@
-"""What the servicers of every role are written against: pull, publish, keyed."""
+"""Interface of the runtime for the servicers of every role: pull, publish, keyed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Starts the ranks of a service with torch's elastic launcher, and ends with them.
 
-The agent computes nothing: it starts one process a rank, all from the same command line, and waits.
-When a rank ends by itself, the others are ended too, and the agent says which one it was. Ranks are
-not started again: a rank alone cannot take up the work of the others in the middle of a step.
+The agent computes nothing: it starts one process for each rank, all from the same command line, and
+waits. When a rank ends by itself, the agent ends the others and reports which one it was. A rank is
+not started again, since it could not join the others in the middle of a step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rolemesh.services.runtime.server.parent import follow_parent
 logger = logging.getLogger(__name__)
 
 MONITOR_INTERVAL_S = 0.1
-"""How often the launcher looks whether its ranks live."""
+"""How often the launcher checks that its ranks live."""
 
 LAST_GRACE_S = 1
-"""How long the other ranks have to leave before SIGKILL when one has failed."""
+"""Time that the other ranks have to end before SIGKILL when one has failed."""
 
 STORE_FILE = "ranks"
 """File in the agent's private folder through which its ranks meet."""
@@ -40,8 +40,8 @@ STORE_FILE = "ranks"
 def as_rank(config: ServiceConfig, environment: Mapping[str, str]) -> ServiceConfig:
     """The settings of the rank that this process is.
 
-    All ranks get one command line. Rank 0 is the service's face and keeps the port and the announce
-    file that it asks for; the others take a free port and tell it to rank 0 alone.
+    All ranks get one command line. Rank 0 is the service's face and uses its port and its announce
+    file. The other ranks take a free port, and only rank 0 learns it.
     """
     rank = int(environment["RANK"])
     own: dict[str, Any] = {"rank": rank}
@@ -56,12 +56,12 @@ def run_ranks(config: ServiceConfig) -> int:
     """Starts the service's ranks and waits for their end.
 
     Args:
-        config: of the service; world_size says how many.
+        config: Settings of the service; world_size is the number of ranks.
 
     Returns:
         0 when all ranks ended well; 1 when one failed, which is logged with rank, pid and cause.
     """
-    # elastic's own messages are about its configuration; ours name the rank and the cause.
+    # Messages of elastic are about its configuration. Our own name the rank and the cause.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     if config.parent_pid is not None:
         follow_parent(config.parent_pid, config.drain_timeout_s + 3 * LAST_GRACE_S, lambda: None)
@@ -81,14 +81,14 @@ def run_ranks(config: ServiceConfig) -> int:
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            # Our own handlers let ranks drain. What the launcher ends, it ends because a rank has
-            # failed: what the others do is then of no use, and they may hang waiting for it.
+            # Our own handlers let ranks drain. The launcher ends ranks only when one has failed.
+            # The work of the others is then useless, and they may hang while they wait for it.
             signals_to_handle="SIGQUIT",
             shutdown_timeout=LAST_GRACE_S,
         )
-        # As this process was started, so that a role of a user's own needs no name here. The last
-        # of two flags counts. Ranks are told whom to follow: one that looked for its parent after
-        # minutes of importing might find another one.
+        # The command of this process, so that a user's own role needs no name here. The last of
+        # two equal flags counts. Ranks get the pid of their parent: after minutes of importing,
+        # a rank that looks for its parent might find another process.
         command = [*sys.orig_argv[1:], "--rank-store", str(Path(folder) / STORE_FILE)]
         command += ["--parent-pid", str(os.getpid())]
         end = _End()
@@ -118,10 +118,10 @@ def run_ranks(config: ServiceConfig) -> int:
 
 
 class _End:
-    """What the agent does when it is told to end: rank 0 drains, and then ends the others.
+    """Handler of the signals that end the agent: rank 0 drains, and then ends the others.
 
-    They are needed until then, since work in progress takes all ranks. Told a second time, all end
-    at once.
+    The others are needed until then, since work in progress takes all ranks. At the second signal
+    all ranks end at once.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Choice of the device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def rank_device() -> torch.device:
     """The GPU of this rank, counted among those that the service sees; without GPUs the CPU.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks.
+        ValueError: There are fewer GPUs than ranks.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""How busy the devices of a service are: GPUs by NVML, CPUs by what the process took of them."""
+"""Use of a service's devices: of GPUs by NVML, of CPUs by the time that the process took."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 STATUS_METHOD = "/rolemesh.v1.WorkerService/GetStatus"
 
 SHORTEST_LOOK_S = 0.25
-"""Looks that follow each other faster give the same answer: processor time comes in ticks of
-10 ms."""
+"""Shortest time between two looks; a faster one gives the same answer. Processor time is counted in
+ticks of 10 ms."""
 
 PEERS_TIMEOUT_S = 2.0
 
@@ -31,10 +31,10 @@ class RankDevice:
     """The device of this process's rank. Owner: the loop."""
 
     def __init__(self, rank: int) -> None:
-        """Begins to count.
+        """Begins to measure.
 
         Args:
-            rank: Of this process within its service.
+            rank: Rank of this process within its service.
         """
         self._rank = rank
         self._process = psutil.Process()
@@ -47,7 +47,7 @@ class RankDevice:
         self._last = self._of_cpu(0.0)
 
     def look(self) -> worker_pb2.DeviceUse:
-        """How busy it was since the look before."""
+        """Returns how busy the device was since the look before."""
         now = time.monotonic()
         elapsed_s = now - self._looked_at
         if elapsed_s < SHORTEST_LOOK_S:
@@ -55,14 +55,14 @@ class RankDevice:
         self._looked_at = now
         is_cuda_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if is_cuda_up and not self._is_gpu_looked_for:
-            # Not before: looking for it would itself bring CUDA up, which takes seconds.
+            # Not earlier: the search itself would start CUDA, which takes seconds.
             self._is_gpu_looked_for = True
             self._gpu = _Gpu.of_this_rank()
         seconds = self._own_cpu_seconds()
         spent, self._cpu_seconds = seconds - self._cpu_seconds, seconds
         use = None if self._gpu is None else self._gpu.look(self._rank)
         if use is None:
-            # Also where NVML has failed: how busy a device is must not end a run.
+            # Also after a failure of NVML: measuring a device must not end a run.
             self._gpu = None
             use = self._of_cpu(min(1.0, spent / elapsed_s / self._num_cores))
         self._last = use
@@ -92,7 +92,7 @@ class _Gpu:
 
     @classmethod
     def of_this_rank(cls) -> _Gpu | None:
-        """The current CUDA device; None where NVML is not installed or does not know it."""
+        """The current CUDA device; None if NVML is not installed or does not know it."""
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
@@ -101,7 +101,7 @@ class _Gpu:
         index = torch.cuda.current_device()
         try:
             nvml.nvmlInit()
-            # By id: CUDA_VISIBLE_DEVICES numbers GPUs anew, NVML does not.
+            # By id, since CUDA_VISIBLE_DEVICES renumbers GPUs for CUDA but not for NVML.
             uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
             return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), f"cuda:{index}")
         except nvml.NVMLError as error:
@@ -109,7 +109,7 @@ class _Gpu:
             return None
 
     def look(self, rank: int) -> worker_pb2.DeviceUse | None:
-        """Its use; None when NVML fails: a slice of a GPU, for one, says nothing of its use."""
+        """Returns its use; None if NVML fails, e.g. for a slice of a GPU, which has no use."""
         try:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
             busy = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
@@ -126,10 +126,11 @@ class _Gpu:
 
 
 class ServiceDevices:
-    """The devices of all ranks of a service, as its face knows them.
+    """The devices of all ranks of a service, for its face.
 
-    Other ranks are asked beside the answer, which carries what they said the time before: a rank
-    that computes may be slow to answer, and the face must not be. Owner: the loop.
+    A rank that computes may answer slowly, but the face must answer at once. So the face answers
+    with the last known use of the other ranks, and asks them in the background for the next time.
+    Owner: the loop.
     """
 
     def __init__(self, rank: int) -> None:
@@ -138,10 +139,10 @@ class ServiceDevices:
         self._asking: asyncio.Task[None] | None = None
 
     def look(self, face: Face | None) -> list[worker_pb2.DeviceUse]:
-        """How busy they were, by rank.
+        """Returns how busy they were, by rank.
 
         Args:
-            face: Of rank 0 of several ranks; None for any other rank.
+            face: The face, on rank 0 of several ranks; None on any other rank.
         """
         if face is not None and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask(face))
@@ -152,7 +153,7 @@ class ServiceDevices:
         try:
             answers = await face.tell(STATUS_METHOD, request, PEERS_TIMEOUT_S)
         except RolemeshError as error:
-            # What it means for the service, the call says that needs the rank.
+            # The next call that needs this rank will report the fault.
             logger.debug("a rank does not say how busy it is: %s", error)
             return
         self._others = [use for answer in answers for use in answer.devices]

@@ -1,8 +1,8 @@
 """The face of a service of several ranks: rank 0 passes a call on to all, and joins the answers.
 
-Every rank gets the same message and works out by itself which rows are its own, so the face holds
-no data of the others. Calls go one at a time, so that collective operations have one order on all
-ranks.
+Every rank gets the same message and finds its own rows by itself, so the face holds no data of the
+others. The face passes on one call at a time, so that collective operations have the same order on
+all ranks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Message)
 
 EVENTS_AHEAD = ("block",)
-"""Fields of a response that carry something ahead of its result."""
+"""Fields of a response with events that come before the result."""
 
 SETTLE_S = 10.0
-"""When one rank has failed, the others get this long to end the same call. A rank that waits for
-the failed one inside a collective operation never does."""
+"""Time for the other ranks to end a call that one rank has failed. A rank that waits for the failed
+one inside a collective operation never ends it."""
 
 LEAVE_S = 10.0
-"""A rank without work answers within this that it ends."""
+"""Longest wait for a rank without work to confirm that it ends."""
 
 DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
 
 
 class Face:
-    """Rank 0's hold of its service's other ranks. Owner: the loop.
+    """Calls of rank 0 to the other ranks of its service. Owner: the loop.
 
-    Invariant: at most one call is with the ranks at a time. When ranks end a call differently, what
-    they hold no longer fits together: `on_divergence` is told, and nothing may be computed then.
+    Invariant: the ranks have at most one call at a time. If ranks end a call differently, their
+    states no longer fit together: `on_divergence` is called, and nothing may be computed then.
 
     Example: with 4 ranks, `await face.everywhere(request, work)` returns 4 answers of the type that
     `work` returns, rank 0's own first.
@@ -61,9 +61,9 @@ class Face:
         """Prepares.
 
         Args:
-            role: of the service.
-            peers: channels to ranks 1, 2, ...
-            on_divergence: told why the ranks can no longer work together.
+            role: Role of the service.
+            peers: Channels to ranks 1, 2, ...
+            on_divergence: Called with the reason why the ranks can no longer work together.
         """
         self._role = role
         self._peers = tuple(peers)
@@ -77,23 +77,23 @@ class Face:
         work: Callable[[], Awaitable[Answer]],
         on_event: Callable[[Message], None] | None = None,
     ) -> list[Answer]:
-        """Has every rank do the work of a request.
+        """Makes every rank do the work of a request.
+
+        The work goes on when the caller's deadline has passed. Otherwise each rank would end at
+        another moment, and their states would no longer fit together.
 
         Args:
-            request: passed on as it is.
-            work: this rank's own part.
-            on_event: is handed what the other ranks tell ahead of their answers; what it raises
+            request: Request, which is passed on unchanged.
+            work: Work of this rank.
+            on_event: Called with events that other ranks send before their answers; an error of it
                 fails the call.
-
-        The work goes on when the caller's deadline has passed: were each rank to end at a moment of
-        its own, they would no longer fit together.
 
         Returns:
             The answers by rank.
 
         Raises:
-            RolemeshError: of the first rank that failed; a peer's names the rank.
-            UnavailableError: RANKS_DIVERGED: since an earlier call the ranks do not fit together.
+            RolemeshError: Error of the first rank that failed; that of a peer names the rank.
+            UnavailableError: RANKS_DIVERGED: the ranks have diverged in an earlier call.
         """
         async with self._turn:
             self._check_fit()
@@ -111,7 +111,7 @@ class Face:
                 cause = next(iter(failures.values()))
                 if not any(_is_gone(error) for error in failures.values()):
                     await self._settle(tasks)
-                # That a rank is gone explains what the others say.
+                # A lost rank explains the errors of the others.
                 gone = [error for error in _failures(tasks).values() if _is_gone(error)]
                 if gone:
                     cause = gone[0]
@@ -126,12 +126,12 @@ class Face:
         """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
 
         Args:
-            path: full name of the method.
-            request: the same for each.
-            timeout_s: None takes the method's deadline.
+            path: Full name of the method.
+            request: Request, the same for each rank.
+            timeout_s: Deadline in seconds; None takes that of the method.
 
         Raises:
-            RolemeshError: of the first rank that failed; names the rank.
+            RolemeshError: Error of the first rank that failed; it names the rank.
         """
         return list(
             await asyncio.gather(
@@ -143,10 +143,10 @@ class Face:
         )
 
     async def give_back(self) -> None:
-        """Has every other rank give up its work and forget the run, as the face itself does.
+        """Makes every other rank give up its work and forget the run, as the face itself does.
 
         Raises:
-            RolemeshError: a rank cannot, which is a divergence.
+            RolemeshError: A rank cannot, which is a divergence.
         """
         try:
             with _without_deadline():
@@ -156,7 +156,7 @@ class Face:
             raise
 
     async def leave(self) -> bool:
-        """Ends the processes of the other ranks. False when one does not say that it will."""
+        """Ends the processes of the other ranks. Returns False if one does not confirm it."""
         try:
             await self.tell(DRAIN_METHOD, worker_pb2.DrainRequest(exit=True), LEAVE_S)
         except RolemeshError as error:
@@ -237,7 +237,7 @@ class Face:
 
     def _of_rank(self, rank: int, error: RolemeshError) -> RolemeshError:
         who = f"{self._role} rank {rank}"
-        # Of an INTERNAL error the rank has said already whose it is.
+        # The message of an INTERNAL error names the rank already.
         message = error.message if error.message.startswith(who) else f"{who}: {error.message}"
         return type(error)(
             message,
@@ -250,7 +250,7 @@ class Face:
 
 @contextmanager
 def _without_deadline() -> Iterator[None]:
-    """Calls and tasks that begin inside have their methods' own deadlines, not the caller's."""
+    """Calls and tasks that begin inside have the deadlines of their methods, not the caller's."""
     caller = current_call()
     request_id = new_request_id() if caller is None else caller.request_id
     with serving_call(request_id, math.inf):
@@ -269,7 +269,7 @@ def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
 def _is_gone(error: BaseException) -> bool:
     """Whether a rank of this service no longer answers.
 
-    A rank that answers says its role, also of another service that it could not reach.
+    An error with a role comes from a rank that answers, e.g. about another, unreachable service.
     """
     return (
         isinstance(error, UnavailableError)
@@ -294,10 +294,10 @@ def _response_type(path: str) -> type[Message]:
 
 
 def join_answers(answers: Sequence[Answer]) -> Answer:
-    """One answer from those of all ranks.
+    """Joins the answers of all ranks into one.
 
-    References to experience and reports are joined; everything else is that of the first rank that
-    has an answer, which ranks that work in step agree on.
+    References to experience and reports are joined. Everything else comes from the first rank with
+    an answer: ranks that work in step agree on it.
     """
     spoken = next((answer for answer in answers if answer.ByteSize()), answers[0])
     joined = type(spoken)()
@@ -315,7 +315,7 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
 
 
 def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2.CallReport:
-    """One report: rank 0's metrics, the slowest rank of each phase, all tokens, bytes and peaks.
+    """Joins reports: metrics of rank 0, time of the slowest rank, all tokens, bytes and peaks.
 
     A rank whose output does not count reports no tokens.
     """

@@ -1,4 +1,4 @@
-"""Where the ranks of a service meet: their addresses once, and the process groups of each run.
+"""Meeting of the ranks of a service: their addresses once, and the process groups of each run.
 
 They meet through a file in the agent's private folder: torch's TCP store would listen on all
 interfaces without authentication.
@@ -17,27 +17,27 @@ from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 
 MEET_TIMEOUT_S = 300.0
-"""Longest wait for a rank to start: it imports torch and vLLM before."""
+"""Longest wait for a rank to start. It imports torch and vLLM first."""
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest wait inside one collective operation: a rank may still be in a long forward pass. That a
-rank died is noticed by the agent, and much sooner."""
+"""Longest wait inside one collective operation: another rank may be in a long forward pass. The
+agent notices the death of a rank much sooner."""
 
 
 class Meeting:
-    """This rank's end of the meeting. Used before the first run, then by the compute thread.
+    """This rank's part of the meeting. Used before the first run, then by the compute thread.
 
-    Invariant: every rank makes the meshes of a service in the same order, since each makes one for
-    each Initialize that its face passes on; so the n-th of one rank meets the n-th of the others.
+    Invariant: every rank makes the meshes of a service in the same order, one for each Initialize
+    that the face passes on. So the n-th mesh of one rank meets the n-th mesh of the others.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
-        """Joins.
+        """Joins the meeting.
 
         Args:
-            path: file that all ranks were given.
-            rank: this one.
-            world_size: how many there are.
+            path: File of the meeting, the same for all ranks.
+            rank: This rank.
+            world_size: Number of ranks.
         """
         self._rank = rank
         self._world_size = world_size
@@ -48,13 +48,13 @@ class Meeting:
         self._store.set_timeout(datetime.timedelta(seconds=MEET_TIMEOUT_S))
 
     def exchange(self, address: str) -> list[str]:
-        """Tells all ranks this one's address, and waits for theirs.
+        """Gives this rank's address to all ranks, and waits for theirs.
 
         Returns:
-            host:port by rank.
+            "host:port" by rank.
 
         Raises:
-            RuntimeError: a rank did not come within MEET_TIMEOUT_S.
+            RuntimeError: A rank did not come within MEET_TIMEOUT_S.
         """
         self._store.set(f"address/{self._rank}", address)
         return [self._store.get(f"address/{rank}").decode() for rank in range(self._world_size)]

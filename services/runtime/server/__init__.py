@@ -1,1 +1,1 @@
-"""What a service process stands on: settings, logs, metrics, errors, the ledger of its effects."""
+"""Base of a service process: settings, logs, metrics, errors, the ledger of its effects."""

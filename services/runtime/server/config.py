@@ -1,7 +1,7 @@
-"""Settings of one service process: where it listens, what it holds, whom it follows.
+"""Settings of one service process: address, layout, limits, and the process that it follows.
 
-Precedence: defaults < ROLEMESH_SERVICE__<FIELD> < command line flags. What a role computes is not
-set here but comes with Initialize.
+Precedence: defaults < ROLEMESH_SERVICE__<FIELD> < command line flags. Initialize, and not these
+settings, says what a role computes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def parse_layout(text: str) -> dict[str, str]:
     """Sizes of a layout from a flag or a variable, e.g. "tp=2,dp=2".
 
     Raises:
-        ConfigError: a part is not name=number, or a name stands twice.
+        ConfigError: A part is not name=number, or a name stands twice.
     """
     sizes: dict[str, str] = {}
     for part in text.split(","):
@@ -151,12 +151,12 @@ def load_config(
     """Resolves the settings of a process.
 
     Args:
-        role: name of the role, which is fixed by the program.
-        arguments: command line without the program's name.
-        environment: environment variables.
+        role: Name of the role, which is fixed by the program.
+        arguments: Command line without the program's name.
+        environment: Environment variables.
 
     Raises:
-        ConfigError: a setting is unknown or wrong; the message names it, its value and a remedy.
+        ConfigError: A setting is unknown or wrong; the message names it, its value and a remedy.
     """
     values: dict[str, Any] = {**_from_environment(environment), **_from_flags(role, arguments)}
     if isinstance(values.get("layout"), str):

@@ -94,7 +94,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.transport.selection.TransportUnavailableError": CatalogueEntry(
             _PRECONDITION, "TRANSPORT_UNAVAILABLE"
         ),
-        # The weights are quarantined: the step starts again, not the call.
+        # The weights may not be used any more, so the step starts again, not the call.
         "rolemesh.engine.transport.base.TransferFailedError": CatalogueEntry(
             grpc.StatusCode.ABORTED, "TRANSFER_FAILED"
         ),
@@ -121,7 +121,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.services.reward.outside.base.OutsideRewardError": CatalogueEntry(
             _PRECONDITION, "REWARD_FAILED"
         ),
-        # FAILED_PRECONDITION too: who asks us reaches us, and all tries have been made.
+        # Also FAILED_PRECONDITION: the caller did reach this service, and all tries have been made.
         "rolemesh.services.reward.outside.base.RewardUnavailableError": CatalogueEntry(
             _PRECONDITION, "REWARD_UNAVAILABLE"
         ),
@@ -162,7 +162,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "builtins.ValueError": CatalogueEntry(_INVALID, "VALUE_INVALID"),
     }
 )
-"""Every exception class that may leave a service as something better than INTERNAL."""
+"""Every exception class that leaves a service as another status than INTERNAL."""
 
 
 def dotted_name(exception_class: type[BaseException]) -> str:
@@ -180,7 +180,7 @@ def entry_for(exception_class: type[BaseException]) -> CatalogueEntry | None:
 
 
 def describe(error: BaseException) -> RolemeshError:
-    """What the wire says about an exception.
+    """Translates an exception into the error that is sent.
 
     A class outside the catalogue becomes INTERNAL whose message carries type and message of the
     exception and of its root cause: the user sees why, and the log has the traceback.
@@ -224,7 +224,7 @@ def _with_cause(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> tuple[str, ...]:
-    """Where it happened, outermost first; not what was there: a line of code may hold a secret."""
+    """Places of the traceback, outermost first, without lines of code: they may hold a secret."""
     return tuple(
         f"{frame.filename}:{frame.lineno} in {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)

@@ -26,7 +26,8 @@ from rolemesh.v1 import experience_pb2, operation_pb2
 logger = logging.getLogger(__name__)
 
 OUR_METHODS = "/rolemesh."
-"""Standard services (health, reflection) are left alone: their clients know no policy of ours."""
+"""Beginning of our methods. Clients of standard services (health, reflection) do not know our
+policies, so those services are not wrapped."""
 
 MAX_REQUEST_ID_CHARACTERS = 64
 """A longer request id is replaced: it goes into logs."""
@@ -35,9 +36,9 @@ MAX_REQUEST_ID_CHARACTERS = 64
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every rolemesh call. Servicers raise; this is the only place that aborts.
 
-    A call without a deadline is refused, since nothing would ever end it. An exception leaves as
-    google.rpc.Status with ErrorInfo; one that nobody foresaw is logged with its traceback and
-    leaves as INTERNAL with its type and message.
+    A call without a deadline is refused, since nothing would ever end it. An exception is sent as
+    google.rpc.Status with ErrorInfo. An unexpected one is logged with its traceback, and is sent as
+    INTERNAL with its type and message.
     """
 
     def __init__(self, role: str, rank: int, metrics: ServiceMetrics) -> None:
@@ -55,7 +56,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         full_method = handler_call_details.method
         if handler is None or not full_method.startswith(OUR_METHODS):
             return handler
-        # Checks that the method has a policy, before anybody relies on its idempotency.
+        # Checks that the method has a policy, before a caller relies on its idempotency.
         method_policy(full_method)
         if handler.response_streaming:
             make = (
@@ -93,7 +94,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     def _streaming(self, full_method: str, behavior: Any) -> Any:
-        # No generator: grpc.aio would drive it, and a write that fails would leave it open.
+        # Not a generator: grpc.aio would iterate over it, and leave it open when a write fails.
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             with self._serving(full_method, context, request) as (call, outcome, span):
                 try:
@@ -178,14 +179,14 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _note_operation(span: Span, request: Any) -> None:
-    """What the caller asks for, where the request carries a key."""
+    """Adds the key of the request, if it has one, to the span."""
     key = getattr(request, "key", None)
     if span.is_recording() and isinstance(key, operation_pb2.OperationKey) and key.operation:
         tracing.note(span, run_id=key.run_id, step=key.step, operation=key.operation)
 
 
 def _note_result(span: Span, response: Any) -> None:
-    """What a call took and left, where the response says it."""
+    """Adds the report of the response, if it has one, to the span."""
     if not span.is_recording():
         return
     result = getattr(response, "result", response)
@@ -199,10 +200,10 @@ def _note_result(span: Span, response: Any) -> None:
 
 
 async def _send(full_method: str, sending: Awaitable[None]) -> None:
-    """Sends; a client that has left ends the call like its cancellation.
+    """Sends a message. If the client has left, the call ends as if it was cancelled.
 
-    grpc.aio cancels the call's task when the client leaves, but the operation that is under way
-    may fail before. grpc.aio.InternalError is the public base of what it raises then.
+    grpc.aio cancels the call's task when the client leaves, but the send in progress may fail
+    before. grpc.aio.InternalError is the public base of the errors that it then raises.
     """
     try:
         await sending

@@ -15,7 +15,7 @@ from rolemesh.rpc.channel import current_call
 from rolemesh.services.runtime.server.config import ServiceConfig
 
 AGENT = "agent"
-"""Stands in the place of the rank in lines of the process that starts the ranks."""
+"""Word for the rank in log lines of the process that starts the ranks."""
 
 
 class _TextFormatter(logging.Formatter):
@@ -77,7 +77,7 @@ def _request_id(record: logging.LogRecord) -> str | None:
 
 
 def log_path(config: ServiceConfig) -> Path | None:
-    """The process's own log file, None when it logs to standard error only."""
+    """Log file of the process; None when it logs to standard error only."""
     if config.log_directory is None:
         return None
     suffix = "" if config.rank_store is None else f"-{config.rank}"

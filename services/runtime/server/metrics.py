@@ -14,7 +14,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
-"""From a status call to an epoch."""
+"""Upper ends of the buckets: from the time of a status call to that of an epoch."""
 
 LAG_INTERVAL_S = 1.0
 """How often the event loop's lag is measured."""
@@ -60,7 +60,7 @@ class ServiceMetrics:
 
     @contextmanager
     def call(self, full_method: str) -> Iterator[list[str]]:
-        """Counts a call; the block puts the status code's name into the list it is handed."""
+        """Counts a call; the block appends the name of the status code to the list."""
         labels = {**self._labels, "method": full_method}
         outcome = ["OK"]
         in_flight = self._in_flight.labels(**labels)
@@ -77,9 +77,9 @@ class ServiceMetrics:
         """Counts a request to an outside reward; from any thread.
 
         Args:
-            name: of the reward.
+            name: Name of the reward.
             outcome: "ok", or the class of the error.
-            seconds: since it was sent.
+            seconds: Duration of the request.
         """
         labels = {**self._labels, "reward": name, "outcome": outcome}
         self._reward_seconds.labels(**labels).observe(seconds)
@@ -95,7 +95,7 @@ class ServiceMetrics:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn on a loop that is not its own: signals belong to the service."""
+    """uvicorn on the loop of the service, which handles the signals itself."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

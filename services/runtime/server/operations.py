@@ -1,4 +1,4 @@
-"""The idempotency ledger: one effect an OperationKey, and its first answer for every repeat."""
+"""Ledger of operations: each OperationKey has one effect, and repeats get its first answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Identity = tuple[str, int, int, str, int]
 """(run_id, fencing_epoch, step, operation, sequence)."""
 
 Payload: TypeAlias = "bytes | memoryview"
-"""Bytes that came beside a request, and belong to it."""
+"""Bytes that came with a request and are part of it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +37,7 @@ class Operation:
     method: str
     """Full method name."""
     digest: bytes
-    """SHA-256 of the request, to tell a repeat from a reused key."""
+    """SHA-256 of the request, which distinguishes a repeat from a reused key."""
     stage: str = "queued"
     done: int = 0
     total: int = 0
@@ -46,7 +46,7 @@ class Operation:
     """Callers that wait for the answer right now."""
     task: asyncio.Task[Message] | None = None
     events: list[Message] = field(default_factory=list)
-    """What the work has told ahead of its answer, in order; kept for repeats."""
+    """Events that the work sent before its answer, in order; kept for repeats."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced by a new one, with each event and at the end."""
 
@@ -61,26 +61,26 @@ class Operation:
         return operation_pb2.Progress(stage=self.stage, done=self.done, total=self.total)
 
     def add_event(self, event: Message) -> None:
-        """Tells all callers something ahead of the answer. On the loop."""
+        """Sends an event to all callers before the answer. To be called on the loop."""
         self.events.append(event)
         self.changed()
 
     def changed(self) -> None:
-        """Wakes the callers that wait in `told`. On the loop."""
+        """Wakes the callers that wait in `told`. To be called on the loop."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def told(self, interval_s: float) -> AsyncGenerator[Message | None, None]:
-        """All events from the first one, until the work has ended; then the answer is due.
+        """Yields all events from the first one on, and ends with the work. Then the answer is due.
 
-        Each caller gets every event once and in order, whether it came first or long after.
+        Each caller gets every event once and in order, also a caller that came late.
 
         Args:
-            interval_s: after a silence of this long, None: a sign of life is due.
+            interval_s: After a silence of this many seconds it yields None, for a sign of life.
         """
         task, sent = task_of(self), 0
         while True:
-            # Asked first: what is told before the end is told before the answer.
+            # Read before the events below: events that came before the end are then not missed.
             is_done, changed = task.done(), self._changed
             while sent < len(self.events):
                 sent += 1
@@ -106,7 +106,7 @@ def identity_of(key: operation_pb2.OperationKey) -> Identity:
     """The identity of a key.
 
     Raises:
-        InvalidRequestError: a field of the key is out of range.
+        InvalidRequestError: A field of the key is out of range.
     """
     problem = None
     if not 1 <= len(key.run_id) <= MAX_RUN_ID_CHARACTERS:
@@ -143,10 +143,10 @@ class OperationLedger:
         self._highest_epochs: OrderedDict[str, int] = OrderedDict()
 
     def check_epoch(self, key: operation_pb2.OperationKey) -> Identity:
-        """Refuses a key of an older coordinator; remembers a newer one.
+        """Refuses a key of an older coordinator; keeps the epoch of a newer one.
 
         Raises:
-            InvalidRequestError: the key itself is malformed.
+            InvalidRequestError: The key itself is malformed.
             PreconditionError: STALE_EPOCH.
         """
         identity = identity_of(key)
@@ -158,7 +158,7 @@ class OperationLedger:
         return identity in self._operations
 
     def fence(self, run_id: str, epoch: int) -> None:
-        """Refuses an older coordinator of the run; remembers a newer one.
+        """Refuses an older coordinator of the run; keeps the epoch of a newer one.
 
         Raises:
             PreconditionError: STALE_EPOCH.
@@ -181,10 +181,10 @@ class OperationLedger:
         """The running or answered operation of that identity.
 
         Args:
-            identity: of the key.
-            method: full method name.
-            request: what is asked for.
-            payload: bytes that came with the request.
+            identity: Identity of the key.
+            method: Full method name.
+            request: The request.
+            payload: Bytes that came with the request.
 
         Raises:
             InvalidRequestError: KEY_REUSED: the key belongs to another request.
@@ -238,7 +238,7 @@ class OperationLedger:
         if task.cancelled() or error is not None:
             self._operations.pop(operation.identity, None)
         if error is not None and operation.num_listeners == 0:
-            # Nobody waits any more: this is the only place where the reason is told.
+            # No caller waits any more, so only the log gets the reason.
             logger.error(
                 "%s of %s failed after its caller had gone: %s: %s",
                 operation.method,

@@ -1,4 +1,4 @@
-"""Children never outlive their parent."""
+"""Bond of a process to its parent: it ends when the parent is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
-"""How often a parent is looked for where the kernel cannot tell."""
+"""How often the parent is looked for if the kernel cannot report its end."""
 
 
 def follow_parent(parent_pid: int, grace_s: float, before_exit: Callable[[], None]) -> None:
@@ -24,9 +24,9 @@ def follow_parent(parent_pid: int, grace_s: float, before_exit: Callable[[], Non
     while the loop is blocked.
 
     Args:
-        parent_pid: process to follow; already gone counts as gone.
-        grace_s: how long the drain may take.
-        before_exit: frees what must not be left behind when the drain took too long.
+        parent_pid: Process to follow. It may be gone already, which ends this process, too.
+        grace_s: Longest time for the drain.
+        before_exit: Called if the drain took too long, to free what must not be left behind.
     """
 
     def watch() -> None:
@@ -47,7 +47,8 @@ def _wait_for_end(pid: int) -> None:
     except ProcessLookupError:
         return
     except OSError:
-        # No pidfd in this kernel: a child of a dead parent is handed to another one.
+        # This kernel has no pidfd. A child of a dead parent gets another parent, so the pid is
+        # compared.
         is_child = os.getppid() == pid
         while os.getppid() == pid if is_child else _exists(pid):
             time.sleep(POLL_INTERVAL_S)

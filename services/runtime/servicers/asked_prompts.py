@@ -1,4 +1,4 @@
-"""What a generation is asked to complete: positions in the service's data, or given prompts."""
+"""Prompts of a generation: positions in the service's data, or prompts that the caller gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every trained role shares: a trainer, and what becomes of it in a run's life."""
+"""Base of every trained role: its trainer, and the trainer's state over the life of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExperienceService.Put: rows of somebody who serves none himself, held as if made here."""
+"""ExperienceService.Put: rows from a client without a server, held as if made here."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def _opening(messages: AsyncIterator[bytes]) -> experience_pb2.PutOpening:
 
 
 def _checked(batch: Experience) -> Experience:
-    """The batch, whose values are what their types say; they were made by nobody we know."""
+    """Checks rows, names and values of a batch from an untrusted client; returns it."""
     if batch.num_rows < 1:
         raise ValueError("num_rows is 0: put one row at least")
     for name, column in batch.columns.items():

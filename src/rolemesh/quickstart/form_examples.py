@@ -1,4 +1,4 @@
-"""Completions by form, for the judge of form: bare numbers, and what else a policy may write."""
+"""Completions of several forms, for the judge of form: bare numbers, and other texts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def completion(kind: Kind, draw: random.Random, *, held_out: bool) -> str:
     """Draws a completion of the kind.
 
     Args:
-        kind: which of KINDS.
-        draw: decides whatever the kind leaves open.
-        held_out: draw from words and numbers that are never drawn otherwise.
+        kind: One of KINDS.
+        draw: Source of random choices within the kind.
+        held_out: Draw from words and numbers that are used for nothing else.
 
     Returns:
         Text to follow a prompt that ends with an equals sign.

@@ -1,7 +1,7 @@
 """Makes a judge of form: a small reward model, trained here in minutes, without a model hub.
 
-It scores a completion near 1 when it is a bare number and nothing more, near 0 otherwise. Whether
-the number is right it cannot tell. It knows the quickstart's prompts and no others::
+It scores a bare number near 1, and any other completion near 0. It cannot tell whether the number
+is right. It knows only the prompts of the quickstart::
 
     python -m rolemesh.quickstart.form_judge \
         --model .models/SmolLM2-135M-Instruct --out .models/form-judge
@@ -53,29 +53,29 @@ PROMPTS = ReasoningGymSpec(
     question_template="{expression} = ?",
     assistant_prefix="{expression} =",
 )
-"""The prompts of recipes/classifier-reward-ppo.yaml, fewer of them."""
+"""Fewer of the prompts of recipes/classifier-reward-ppo.yaml."""
 THRESHOLD = 0.5
-"""A score above it says "a bare number": the targets are 1 and 0."""
+"""A higher score means "a bare number": the targets are 1 and 0."""
 REPORT_FILE = "judge.json"
-"""How the judge was made and how well it does, inside its folder."""
+"""File in the judge's folder that says how it was made, and how accurate it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeTraining:
-    """How the judge is made."""
+    """Settings of the judge's training."""
 
     num_layers: int = 3
-    """First layers of the language model that the judge keeps; form needs few."""
+    """Layers of the language model that the judge keeps, from the first; form needs few."""
     steps: int = 200
     """Optimizer steps."""
     rows_per_step: int = 32
     """Completions a step, half of them bare numbers."""
     learning_rate: float = 5e-4
-    """Peak, after a warm-up; falls linearly to 0."""
+    """Peak after a warm-up; then it falls linearly to 0."""
     draws_per_kind: int = 100
     """Held-out completions of each kind on which the judge is examined."""
     min_accuracy: float = 0.9
-    """Of every kind, held out; a weaker judge is not written."""
+    """Least accuracy on held-out completions of every kind; a weaker judge is not written."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -101,20 +101,20 @@ def write_judge(
     The same arguments give the same weights on one machine, for one number of threads.
 
     Args:
-        directory: target; left alone when it holds a judge already.
-        model: folder of the language model whose first layers the judge starts from.
-        seed: of the head's first weights and of every draw.
-        training: None takes the tested setting.
-        report: gets a line of text now and then.
+        directory: Target; not changed if it holds a judge already.
+        model: Folder of the language model whose first layers the judge starts from.
+        seed: Seed of the head's first weights and of every draw.
+        training: Settings; None takes the tested ones.
+        report: Called with a line of text from time to time.
 
     Returns:
         Share of held-out completions judged right, by kind; None when the folder was there.
 
     Raises:
-        ModelFolderError: the model's folder is missing or not whole.
-        ValueError: the model has fewer layers, or some kind is judged worse than
+        ModelFolderError: The model's folder is missing or not whole.
+        ValueError: The model has fewer layers, or some kind is judged worse than
             training.min_accuracy; nothing is written.
-        FolderExistsError: the target exists and holds something else.
+        FolderExistsError: The target exists and holds something else.
     """
     directory, model = Path(directory), Path(model)
     training = training or JudgeTraining()
@@ -134,7 +134,7 @@ def write_judge(
         # The loader draws the head's weights from the global generator.
         torch.manual_seed(derive_seed("form_judge", seed))
         judge = SequenceClassifier(spec, config=config, may_miss=("score",))
-    # Entered before the training: a folder that may not be written is told at once.
+    # Entered before the training, so that a folder that cannot be written fails at once.
     with whole_folder(directory) as temporary:
         _train(
             judge,
@@ -146,7 +146,7 @@ def write_judge(
         )
         judge.lm.to(torch.bfloat16).save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        # Examined as the reward service will load it, from the folder itself.
+        # Examined from the folder, as the reward service will load it.
         accuracy = accuracy_by_kind(
             Classifier(ModelSpec(path=temporary)),
             held_out_prompts,
@@ -174,7 +174,7 @@ def _refuse_weak(accuracy: Mapping[Kind, float], least: float) -> None:
 
 
 def _prompts(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Rendered prompts to train on and held-out ones; both end with the equals sign."""
+    """Rendered prompts to train on, and held-out ones; both end with the equals sign."""
     rows = PromptSet(*load_rows(PROMPTS), tokenizer=tokenizer, seed=PROMPTS.seed)
     train = rows.slice("train", 0, PROMPTS.train_size)
     held_out = rows.slice("held_out", 0, PROMPTS.held_out_size)
@@ -191,7 +191,7 @@ def _train(
     report: Callable[[str], None],
 ) -> None:
     judge.lm.requires_grad_(True)
-    # The words are known already, and they are most of the weights.
+    # The embeddings are trained already, and are most of the weights.
     judge.lm.get_input_embeddings().requires_grad_(False)
     peak = training.learning_rate
     optimizer = Optimizer(OptimizerSpec(learning_rate=peak), Gradients(RankModel(judge)))
@@ -203,11 +203,11 @@ def _train(
             for row in range(training.rows_per_step)
         ]
         texts = [draw.choice(prompts) + completion(kind, draw, held_out=False) for kind in kinds]
-        # What Classifier computes, with gradients.
+        # The same as Classifier computes, with gradients.
         scores_B = judge(pad_token_rows(tokenizer(texts)["input_ids"]))[:, 0]
         target_B = torch.tensor([float(kind in NUMBER_KINDS) for kind in kinds])
-        # Squared error on the logit itself: cross-entropy would push the two apart without end,
-        # and a reward's scale should not depend on how long its judge was trained.
+        # Squared error on the logit itself: cross-entropy would move the two classes apart without
+        # end, but the scale of a reward should not depend on the length of the training.
         loss = functional.mse_loss(scores_B, target_B)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(warmed_up(peak, step, _WARMUP_STEPS) * (1 - step / training.steps))
@@ -222,10 +222,10 @@ def accuracy_by_kind(
     """Examines a judge on completions with words and numbers that it was not trained on.
 
     Args:
-        classifier: the judge.
-        prompts: rendered prompts to put before the completions.
-        draws: completions of each kind.
-        seed: of the draws.
+        classifier: The judge.
+        prompts: Rendered prompts to put before the completions.
+        draws: Completions of each kind.
+        seed: Seed of the draws.
 
     Returns:
         Share of completions on the right side of THRESHOLD, by kind.
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=tested.num_layers, help="layers to keep")
     parser.add_argument("--steps", type=int, default=tested.steps, help="optimizer steps")
     options = parser.parse_args(arguments)
-    # Its loading report lists every layer that is left out on purpose.
+    # Otherwise its report would list every layer that is left out on purpose.
     transformers_logging.set_verbosity_error()
     try:
         accuracy = write_judge(

@@ -48,20 +48,21 @@ def write_smollm2(directory: Path) -> bool:
     """Dequantizes the packaged model into a folder.
 
     Args:
-        directory: target; left alone when it holds the model already.
+        directory: Target; not changed if it holds the model already.
 
     Returns:
         True when the folder was written, False when it was there.
 
     Raises:
-        ModelPackageMissingError: the package is not installed.
-        FolderExistsError: the target exists and holds something else.
+        ModelPackageMissingError: The package is not installed.
+        FolderExistsError: The target exists and holds something else.
     """
     directory = Path(directory)
     if is_written(directory):
         return False
     source = find_gguf()
-    # Not before: containers ask at each start whether the model is there, and this takes seconds.
+    # Imported late: containers check at each start whether the model is there, and these imports
+    # take seconds.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

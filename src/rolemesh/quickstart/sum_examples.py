@@ -1,6 +1,6 @@
 """Writes examples of sums: demonstrations, pairs and judgements, for recipes that learn from data.
 
-What is wanted is the right number and nothing else; what is not are wrong numbers and words::
+Wanted is the right number and nothing else. Not wanted are wrong numbers and words::
 
     python -m rolemesh.quickstart.sum_examples --out .data/sums
 """
@@ -20,7 +20,7 @@ Row = Mapping[str, str | bool]
 
 LARGEST_TERM = 99
 WRONG_NUMBERS = 0.5
-"""Share of what is not wanted that is a bare wrong number; the rest has the wrong form."""
+"""Share of bare wrong numbers among the unwanted completions; the others have the wrong form."""
 _WRONG_FORMS: tuple[Kind, ...] = tuple(
     kind for kind in KINDS if kind not in NUMBER_KINDS and kind != "empty"
 )
@@ -44,7 +44,7 @@ def preference(draw: random.Random) -> Row:
 
 
 def judgement(draw: random.Random) -> Row:
-    """A sum with its answer, or with something worse, which the label says."""
+    """A sum with its answer, or with something worse; the label says which."""
     prompt, answer = _sum(draw)
     is_wanted = draw.random() < 0.5
     given = answer if is_wanted else _unwanted(draw, answer)
@@ -56,16 +56,16 @@ FILES: Mapping[str, Callable[[random.Random], Row]] = {
     "preferences.jsonl": preference,
     "judgements.jsonl": judgement,
 }
-"""What makes the rows of each file."""
+"""The function that makes the rows of each file."""
 
 
 def write_examples(directory: Path, *, num_rows: int, seed: int) -> None:
     """Writes FILES; the same arguments write the same bytes.
 
     Args:
-        directory: Made if absent.
-        num_rows: Of each file.
-        seed: Of everything that is drawn.
+        directory: Target folder, made if it is missing.
+        num_rows: Number of rows of each file.
+        seed: Seed of all draws.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, make in FILES.items():

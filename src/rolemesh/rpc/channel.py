@@ -30,7 +30,8 @@ CHUNK_BYTES = 1 << 20
 """Payload bytes of one stream message. 1 MiB is where loopback throughput peaks."""
 
 DEADLINE_MARGIN_S = 0.25
-"""A call made while serving another ends this much earlier, so that its reason still gets back."""
+"""A call that is made while serving another one ends this much earlier, so that the reason of its
+failure can still be sent back."""
 
 RETRY_POLICY: dict[str, Any] = {
     "maxAttempts": 4,
@@ -41,8 +42,8 @@ RETRY_POLICY: dict[str, Any] = {
 }
 """gRPC's own retries (with jitter, inside the deadline), for idempotent methods only."""
 
-# gRPC ignores a misspelt option without a word: names stand here only, and a test looks each one
-# up in the library. Message caps stay at gRPC's 4 MiB, so that a giant message is a loud error.
+# gRPC silently ignores a misspelt option. So all names are here, and a test looks each of them up
+# in the library. Message limits stay at gRPC's 4 MiB: a giant message is a loud error.
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -52,11 +53,11 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted peer is seen within seconds; the default backs off up to two minutes.
+    # A restarted peer is found within seconds; gRPC's default waits up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # A mesh address is reached directly, whatever http_proxy says.
+    # A mesh address is reached directly, even if http_proxy is set.
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 1),
 )
@@ -66,7 +67,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Pings during a long silent call must not end the connection with "too_many_pings".
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # Else a second process on the port silently shares it.
+    # Otherwise a second process on the port would silently share it.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 1_024),
 )
@@ -78,7 +79,7 @@ class CallContext:
 
     request_id: str
     deadline: float
-    """On time.monotonic()."""
+    """End of the call on the clock time.monotonic()."""
 
 
 _current_call: ContextVar[CallContext | None] = ContextVar("rolemesh_current_call", default=None)
@@ -109,7 +110,7 @@ def new_request_id() -> str:
 
 @dataclass(slots=True)
 class MethodTraffic:
-    """What one method moved over a channel."""
+    """Calls and bytes of one method over a channel."""
 
     calls: int = 0
     sent_bytes: int = 0
@@ -145,11 +146,11 @@ def open_channel(
 
     Args:
         address: "host:port".
-        traffic: counters to add to, e.g. one for all channels of a process; None makes fresh ones.
-        retries: whether gRPC repeats idempotent calls by itself; not where the caller does.
+        traffic: Counters to add to, e.g. one for all channels of a process; None makes fresh ones.
+        retries: Whether gRPC repeats idempotent calls; False if the caller repeats them itself.
 
     Raises:
-        ValueError: the address is not "host:port".
+        ValueError: The address is not "host:port".
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -205,11 +206,11 @@ class MeshChannel(grpc.aio.Channel):
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Returns once the state is another one."""
+        """Returns when the state is another one."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Returns once the connection stands."""
+        """Returns when the connection is established."""
         await self._channel.channel_ready()
 
     def unary_unary(  # type: ignore[override]
@@ -289,7 +290,7 @@ class _MeshMethod:
         self._address = address
         self._traffic = traffic
         policy = method_policies().get(full_method)
-        # Standard services (health, reflection) have no policy of ours.
+        # Standard services (health, reflection) do not have our policies.
         self._deadline_s = None if policy is None else policy.deadline_s
 
     def __call__(
@@ -317,7 +318,7 @@ class _MeshMethod:
 
 
 class MeshCall:
-    """A call in flight: await it, or iterate over it, as its kind asks for."""
+    """A call in flight. Await it for one response, or iterate over it for many."""
 
     def __init__(self, call: Any, full_method: str, address: str) -> None:
         self._call = call
@@ -325,7 +326,7 @@ class MeshCall:
         self._address = address
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else (cancel, code, trailing_metadata, ...) is the call's own."""
+        """Passes everything else (cancel, code, trailing_metadata, ...) to gRPC's call."""
         return getattr(self._call, name)
 
     def __await__(self) -> Generator[Any, None, Any]:

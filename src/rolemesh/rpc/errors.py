@@ -20,29 +20,29 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 """Trailing metadata key under which gRPC carries google.rpc.Status."""
 
 MAX_MESSAGE_CHARACTERS = 2000
-"""Longer messages are cut: the message travels twice within gRPC's 16 KiB of metadata."""
+"""Longest message; longer ones are cut, since gRPC sends a message twice in 16 KiB of metadata."""
 
 MAX_METADATA_CHARACTERS = 500
 """Longest value of ErrorInfo.metadata, for the same reason."""
 
 
 MAX_TRACEBACK_ENTRIES = 16
-"""Innermost frames of a traceback that travel, for the same reason."""
+"""Most frames of a traceback that are sent, the innermost ones, for the same reason."""
 
 MAX_TRACEBACK_CHARACTERS = 200
-"""Longest text of a frame; of a longer one the end counts."""
+"""Longest text of a frame; a longer one keeps its end."""
 
 
 class RolemeshError(Exception):
-    """What went wrong in a call, as typed attributes.
+    """The error of a call, with typed attributes.
 
     Attributes:
         message: for people: the field, the value and the remedy.
         reason: UPPER_SNAKE constant of the catalogue, for programs.
         retryable: whether the same call may succeed later without a change.
         metadata: every dynamic value, e.g. role, rank, request_id, method.
-        remote_traceback: frames of the service that failed in a way that nobody foresaw, outermost
-            first; empty for every other error.
+        remote_traceback: frames of the service that failed unexpectedly, outermost first; empty
+            for every other error.
 
     Example::
 
@@ -95,14 +95,14 @@ class InvalidRequestError(RolemeshError):
 
 
 class NotFoundError(RolemeshError):
-    """What the request names is not here."""
+    """The service does not have what the request names."""
 
     code = grpc.StatusCode.NOT_FOUND
     default_reason = "NOT_FOUND"
 
 
 class OutOfRangeError(RolemeshError):
-    """A range reaches beyond what there is."""
+    """A range reaches beyond the existing rows, steps or bytes."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
     default_reason = "OUT_OF_RANGE"
@@ -173,7 +173,7 @@ class ForbiddenError(RolemeshError):
 
 
 class InternalError(RolemeshError):
-    """The service failed in a way that nobody foresaw; the message carries the root cause."""
+    """The service failed unexpectedly; the message carries the root cause."""
 
     code = grpc.StatusCode.INTERNAL
     default_reason = "INTERNAL"
@@ -215,8 +215,9 @@ def to_status(error: RolemeshError, metadata: Mapping[str, str] | None = None) -
     """The wire form: google.rpc.Status with an ErrorInfo, and a DebugInfo with the traceback.
 
     Args:
-        error: what to send.
-        metadata: more dynamic values, e.g. the sender's role and rank; they win over the error's.
+        error: What to send.
+        metadata: Further dynamic values, e.g. role and rank of the sender; they replace equal names
+            of the error.
     """
     message = error.message
     if len(message) > MAX_MESSAGE_CHARACTERS:
@@ -265,12 +266,12 @@ def from_status(status: status_pb2.Status) -> RolemeshError:
 def from_rpc_error(
     error: BaseException, *, address: str | None = None, method: str | None = None
 ) -> RolemeshError:
-    """The RolemeshError behind whatever a call raised.
+    """Translates any error of a call into a RolemeshError.
 
     Args:
-        error: a grpc.RpcError, or a RolemeshError, which is returned as it is.
-        address: the peer, for the message.
-        method: full name of the method, for the message.
+        error: A grpc.RpcError, or a RolemeshError, which is returned as it is.
+        address: The peer, for the message.
+        method: Full name of the method, for the message.
     """
     if isinstance(error, RolemeshError):
         return error
@@ -284,7 +285,7 @@ def from_rpc_error(
         sent = from_status(status)
         sent.metadata = {**where, **sent.metadata}
         return sent
-    # No status of ours: gRPC itself speaks (connection, deadline, message too large, ...).
+    # Not a status of ours: gRPC itself failed (connection, deadline, message too large, ...).
     code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
     details = error.details() if callable(getattr(error, "details", None)) else str(error)
     peer = address or "the peer"

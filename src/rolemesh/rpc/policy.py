@@ -1,6 +1,6 @@
 """Deadline and idempotency of every method, read from the descriptors.
 
-The protos are the one table: `option (rolemesh.v1.policy)` on each RPC. Nothing is repeated here.
+The protos are the only table: `option (rolemesh.v1.policy)` on each RPC.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Idempotency(enum.Enum):
     """Whether and how a call may be repeated."""
 
     IDEMPOTENT = operation_pb2.IDEMPOTENCY_IDEMPOTENT
-    """Reads, or sets to a value: repeat at will."""
+    """The call reads, or sets a value: it may be repeated at any time."""
     KEYED = operation_pb2.IDEMPOTENCY_KEYED
     """A repeat with the same OperationKey returns the first answer."""
 
@@ -42,10 +42,10 @@ def method_policy(full_method: str) -> Policy:
     """The policy of a rolemesh method.
 
     Args:
-        full_method: as gRPC spells it, e.g. "/rolemesh.v1.WorkerService/GetStatus".
+        full_method: As gRPC spells it, e.g. "/rolemesh.v1.WorkerService/GetStatus".
 
     Raises:
-        ValueError: no such method, or its proto lacks a policy.
+        ValueError: No such method, or its proto lacks a policy.
     """
     policy = method_policies().get(full_method)
     if policy is None:

@@ -4,9 +4,8 @@
                                                                > fetch > ExperienceService/Fetch
 
 The context travels as W3C `traceparent` in gRPC metadata. Only OpenTelemetry's interface is
-imported here; without `tracing_to` (or a provider that the program has set up itself) spans are
-made of nothing. Spans are made and sent in the background; a collector that is gone costs the spans
-alone.
+imported here. Without `tracing_to`, or a provider that the program has set up itself, spans do
+nothing. Spans are sent in the background; if the collector is gone, only the spans are lost.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ FLUSH_DEADLINE_S = 2.0
 """Longest wait at the end of a process for its last spans to be sent."""
 
 UNTRACED = ("/rolemesh.v1.WorkerService/GetStatus", "/rolemesh.v1.WorkerService/Drain")
-"""Calls about processes and no work: made once a second whatever happens, or at the end."""
+"""Calls that do no work of a run: they are made once a second, or at the end."""
 
 PREFIX = "rolemesh."
-"""Of attributes: rolemesh.role, rolemesh.step and so on."""
+"""Prefix of attributes: rolemesh.role, rolemesh.step and so on."""
 
 AttributeValue = str | int | float | bool
 
-# That of the program, should it have one; `tracing_to` replaces it.
+# The provider of the program, if it has one; `tracing_to` replaces it.
 _tracer = trace.get_tracer("rolemesh")
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class TracingError(ValueError):
-    """Traces cannot be sent as asked for."""
+    """Traces cannot be sent with these settings."""
 
 
 def is_configured(environment: Mapping[str, str]) -> bool:
@@ -57,7 +56,7 @@ def is_configured(environment: Mapping[str, str]) -> bool:
 
 
 def from_environment(service: str, environment: Mapping[str, str]) -> AbstractContextManager[None]:
-    """`tracing_to` where the standard variables ask for it, and nothing otherwise."""
+    """`tracing_to` if the standard variables ask for traces; otherwise it does nothing."""
     return tracing_to(service) if is_configured(environment) else nullcontext()
 
 
@@ -96,9 +95,9 @@ def tracing_to(
         service: Name under which the process is shown, e.g. "rolemesh-actor".
         endpoint: http://host:port of the collector, https:// for an encrypted one; None takes the
             standard variables.
-        sample_ratio: Share of traces that are kept, of those that begin here; None takes the
-            standard variables.
-        on_problem: Told once when spans cannot be sent, from any thread; None logs.
+        sample_ratio: Share of the traces beginning here that are kept; None takes the standard
+            variables.
+        on_problem: Called once, from any thread, if spans cannot be sent; None logs the problem.
 
     Raises:
         TracingError: The packages of the extra "otel" are missing.
@@ -130,7 +129,7 @@ def tracing_to(
                 last.start()
                 last.join(FLUSH_DEADLINE_S)
                 if last.is_alive():
-                    # A collector that hangs must not keep the process: this ends the call to it.
+                    # A collector that hangs must not keep the process: this ends the call.
                     sender.shutdown()
                     last.join(FLUSH_DEADLINE_S)
     finally:
@@ -139,7 +138,7 @@ def tracing_to(
 
 @contextmanager
 def _problems_told_once(tell: Callable[[str], None]) -> Iterator[None]:
-    """The first warning of OpenTelemetry and no other: a dead collector would fill the log."""
+    """Passes on only the first warning of OpenTelemetry: a dead collector would fill the log."""
     logs = logging.getLogger("opentelemetry")
     handler = _FirstProblem(tell)
     propagate, logs.propagate = logs.propagate, False
@@ -172,9 +171,9 @@ def span(
     """A span that is the current one inside the block, and fails with it.
 
     Args:
-        name: For people, e.g. "actor.update".
-        parent: Another one than the current span.
-        attributes: In our words, e.g. step=3; None leaves one out.
+        name: Name for people, e.g. "actor.update".
+        parent: Parent of the span; None: the current span.
+        attributes: Attributes without the prefix, e.g. step=3; one that is None is left out.
     """
     context = None if parent is None else trace.set_span_in_context(parent)
     made = _tracer.start_span(name, context, attributes=_named(attributes))
@@ -214,7 +213,7 @@ def serving(
 
 
 def outgoing(full_method: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that lets the callee's span stand below the current one; empty outside of any."""
+    """Metadata that puts the callee's span below the current one; empty without a span."""
     if not trace.get_current_span().get_span_context().is_valid or full_method in UNTRACED:
         return ()
     carrier: dict[str, str] = {}
@@ -229,8 +228,8 @@ def note(noted: Span, **attributes: AttributeValue | None) -> None:
 
 
 def fail(failed: Span, error: BaseException) -> None:
-    """Marks a span as failed, with the reason that programs know the error by."""
-    # What a servicer aborts with says nothing: the error behind it was told before.
+    """Marks a span as failed, with the reason of the error."""
+    # The error of an abort says nothing: its cause was noted before.
     if not failed.is_recording() or isinstance(error, grpc.aio.AbortError):
         return
     known = error if isinstance(error, RolemeshError) else error.__cause__

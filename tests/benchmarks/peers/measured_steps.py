@@ -1,4 +1,4 @@
-"""What both peers share: the work they are given, the clock over their steps, the reward.
+"""Parts that both peers share: the work, the clock over their steps, the reward.
 
 Runs in the peers' environment, without rolemesh.
 """

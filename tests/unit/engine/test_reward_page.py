@@ -1,4 +1,4 @@
-"""What docs/rewards.md shows is what recipes take."""
+"""Tests that recipes take what docs/rewards.md shows."""
 
 import re
 from pathlib import Path

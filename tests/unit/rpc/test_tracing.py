@@ -1,4 +1,4 @@
-"""Traces that nobody asked for, and those of a program that has its own."""
+"""Tests of traces that are off, and of traces of a program that has its own."""
 
 from __future__ import annotations
 

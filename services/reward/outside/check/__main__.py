@@ -43,7 +43,7 @@ EXIT_INTERRUPTED = 130
 _SOURCE: TypeAdapter[Any] = TypeAdapter(SingleRewardSpec)
 _SHOWN_CHARACTERS = 60
 _REQUEST_METRICS = {*RequestCounts(seconds=[0.0]).metrics()}
-"""What asking took, and no word of the reward's own."""
+"""Metrics of the requests, which do not come from the reward itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, help="timeout_s of the sources")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    # What a function prints is worth seeing; what libraries say is not.
+    # The output of a function is shown, but logs of libraries are not.
     handler = logging.StreamHandler(sys.stderr)
     logging.getLogger("rolemesh").addHandler(handler)
     logging.getLogger("rolemesh").setLevel(logging.INFO)
@@ -81,13 +81,13 @@ class Report:
         self.num_wrong = 0
 
     def begin(self, name: str, rows: Sequence[RewardRow]) -> None:
-        """A source is about to be tried."""
+        """Announces the source that is tried next."""
         if not self._as_json:
             count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
             print(f"{name}: sending {count}, and variations", flush=True)
 
     def judged(self, name: str, rows: Sequence[RewardRow], prober: Prober) -> None:
-        """The answer to the first call."""
+        """Shows the answer to the first call."""
         assert prober.first is not None
         rewards = prober.first.rewards
         if self._as_json:
@@ -108,7 +108,7 @@ class Report:
             print(f"  {prober.first.metrics[metric]:>10g}  metric {metric}")
 
     def found(self, name: str, finding: Finding) -> None:
-        """One finding."""
+        """Shows one finding."""
         self.num_wrong += finding.level is Level.FAIL
         if self._as_json:
             self._write(
@@ -125,7 +125,7 @@ class Report:
             print(f"{'':18}-> {finding.remedy}", flush=True)
 
     def end(self) -> None:
-        """The verdict."""
+        """Shows the verdict."""
         if self._as_json:
             self._write("verdict", num_wrong=self.num_wrong)
         elif self.num_wrong:
@@ -174,7 +174,7 @@ async def _check(
 
 
 def _malformed(spec: OutsideRewardSpec) -> Malformed | None:
-    """Sends what is no request of this protocol."""
+    """Returns a function that sends a malformed request of this protocol."""
     if not isinstance(spec, EndpointRewardSpec):
         return None
     url = spec.urls[0]
@@ -219,14 +219,14 @@ def _rows(given: argparse.Namespace) -> list[RewardRow]:
 def _problems(error: ValidationError) -> str:
     texts = []
     for problem in error.errors():
-        # The first name of the place is the type, which the source says.
+        # The first name of the error's place is the type, which the source states already.
         field = ".".join(map(str, problem["loc"][1:]))
         texts.append(f"{field}: {problem['msg']}" if field else problem["msg"])
     return "; ".join(texts)
 
 
 def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewardSpec]]:
-    """The source with a name, once for each replica, so that each shows what it does by itself."""
+    """Names and specs to try: one for each replica, so that each is tried alone."""
     try:
         try:
             source: Any = outside_source(text)
@@ -242,13 +242,13 @@ def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewar
     if not isinstance(spec, OutsideRewardSpec):
         raise CheckInputError(
             f"SOURCE {shown(text)} is a reward that the reward service computes itself: there is "
-            "nobody to call"
+            "no server or function to call"
         )
     changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
     if isinstance(spec, PythonRewardSpec):
         return [(f"python:{spec.function}", spec.model_copy(update=changes))]
     assert isinstance(spec, EndpointRewardSpec)
-    # Whatever would hide what an endpoint does.
+    # These settings would hide the endpoint's own behaviour.
     changes |= {"tries": 1, "cache_rows": 0, "hedge_after_s": None, "breaker_failures": 1 << 30}
     return [(url, spec.model_copy(update={**changes, "urls": (url,)})) for url in spec.urls]
 

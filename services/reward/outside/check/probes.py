@@ -1,4 +1,4 @@
-"""What is tried on a reward, one probe after another, and what each finds."""
+"""Probes of a reward: each tries one thing and reports what it finds."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rolemesh.services.reward.outside.base import (
 from rolemesh.services.reward.outside.check import samples
 
 TOLERANCE = 1e-3
-"""Relative, or absolute below 1, between two rewards of one row: a model in a batch rounds
-otherwise than alone."""
+"""Largest difference between two rewards of one row: relative, or absolute below 1. A model rounds
+differently in a batch and alone."""
 
 MOST_AT_ONCE = 8
-"""Requests that the probe of concurrency sends at once, where the source allows so many."""
+"""Most requests that the probe of concurrency sends at once, if the source allows so many."""
 
 MOST_ALONE = 3
-"""Rows that are also judged alone."""
+"""Most rows that are also judged alone."""
 
 
 class Level(StrEnum):
-    """How a probe went."""
+    """Result of a probe."""
 
     OK = "ok"
     WARN = "warn"
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a probe found."""
+    """The finding of a probe."""
 
     probe: str
     level: Level
@@ -50,7 +50,7 @@ class Finding:
 
 
 Malformed = Callable[[], Awaitable[object]]
-"""Sends what is no request; returns what came, or raises OutsideRewardError."""
+"""Sends a malformed request; returns the answer, or raises OutsideRewardError."""
 
 
 class Prober:
@@ -65,15 +65,15 @@ class Prober:
         malformed: Malformed | None,
         is_keyed: bool = False,
     ) -> None:
-        """Sends nothing yet.
+        """Prepares; sends nothing yet.
 
         Args:
-            reward: to try; it must not try again by itself, nor remember.
-            rows: to send, at least one.
-            at_once: requests that it has to bear at once.
-            malformed: sends what is no request; None: there is no such thing here.
-            is_keyed: requests have keys by rows and step, by which a service may know them again:
-                each call then is of a step of its own.
+            reward: The reward to try. It must not repeat requests, and must not cache.
+            rows: Rows to send, at least one.
+            at_once: Number of concurrent requests that it has to serve.
+            malformed: Sends a malformed request; None: the protocol has none.
+            is_keyed: Requests carry keys of rows and step, so a service may recognise a repeat.
+                Each call then gets its own step.
         """
         self._reward = reward
         self._rows = list(rows)
@@ -81,12 +81,12 @@ class Prober:
         self._malformed = malformed
         self._steps: Iterator[int] = itertools.count() if is_keyed else itertools.repeat(0)
         self.first: Judgement | None = None
-        """Of the first call with all rows."""
+        """Judgement of the first call with all rows."""
         self.seconds = 0.0
-        """What that took."""
+        """Seconds of that call."""
 
     async def run(self) -> AsyncIterator[Finding]:
-        """All findings; nothing more is tried when the first call fails."""
+        """Yields all findings. If the first call fails, no further probe is made."""
         started = time.monotonic()
         self.first = await self._judged(self._rows)
         self.seconds = time.monotonic() - started
@@ -149,7 +149,7 @@ class Prober:
                 text=f"{why}, so that their order cannot be told",
                 remedy="give rows that earn different rewards: --jsonl" if is_steady else "",
             )
-        # Backwards and turned by one: sorting, or forgetting the order, shows in one of them.
+        # In reverse and rotated by one: one of them shows a service that sorts or loses the order.
         count = len(self._rows)
         for order in (range(count - 1, -1, -1), [*range(1, count), 0]):
             judgement = await self._judged([self._rows[index] for index in order])
@@ -259,7 +259,7 @@ def _close(left: float | None, right: float | None) -> bool:
 
 
 def _difference(expected: Sequence[float | None], judgement: Judgement) -> str | None:
-    """The first row that got something else than expected."""
+    """Describes the first row whose reward is not the expected one; None if there is none."""
     for row, (before, now) in enumerate(zip(expected, judgement.rewards, strict=True)):
         if not _close(before, now):
             return f"row {row} got {_shown(now)}, where {_shown(before)} was expected"

@@ -1,4 +1,4 @@
-"""Rows that a reward is tried with."""
+"""Sample rows with which a reward is tried."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from rolemesh.services.reward.outside.base import RewardRow
 
 LONG_CHARACTERS = 200_000
-"""Of a completion that is longer than most rewards expect; 50,000 tokens or so."""
+"""Length of a completion that is longer than most rewards expect: about 50,000 tokens."""
 
 MOST_ROWS = 64
-"""Of a file: each row is sent about ten times."""
+"""Most rows that are read from a file: each row is sent about ten times."""
 
 _ARITHMETIC = (
     ("What is 12 + 30?", "42", ("42", "41", "12 + 30 = 42")),
@@ -27,7 +27,7 @@ _ODD_TEXTS = (
 
 
 class CheckInputError(ValueError):
-    """What is to be tried, or the rows to try it with, cannot be read."""
+    """The source, or the rows to try it with, cannot be read."""
 
 
 def sample_rows() -> list[RewardRow]:
@@ -42,7 +42,7 @@ def sample_rows() -> list[RewardRow]:
 def make_row(
     prompt: str, completion: str, answer: str = "", metadata: Mapping[str, Any] | None = None
 ) -> RewardRow:
-    """A row; its token ids are the bytes of its texts, since no tokenizer is at hand."""
+    """Makes a row. Its token ids are the bytes of its texts, since there is no tokenizer here."""
     return RewardRow(
         prompt=prompt,
         completion=completion,
@@ -55,10 +55,10 @@ def make_row(
 
 
 def read_rows(path: Path) -> list[RewardRow]:
-    """Rows of a JSONL file: prompt and completion as text, maybe answer; the rest is metadata.
+    """Reads a JSONL file: prompt and completion, optionally answer; other keys are metadata.
 
     Raises:
-        CheckInputError: it cannot be read; names the line.
+        CheckInputError: The file cannot be read; the text names the line.
     """
     try:
         lines = path.read_text().splitlines()

@@ -1,1 +1,1 @@
-"""Reward functions of the user's, each in worker processes of its own."""
+"""Reward functions of users, each in its own worker processes."""

@@ -1,4 +1,4 @@
-"""What a reward function gave back, checked: it is the user's code, so it may be anything."""
+"""Checks of what a reward function returned: it is a user's code, so it may be anything."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _SHOWN_CHARACTERS = 80
 
 
 class FunctionFaultError(ValueError):
-    """A function cannot be called, or what it gave back is no list of rewards."""
+    """A function cannot be called, or it returned no list of rewards."""
 
     def __init__(self, found: str, remedy: str) -> None:
-        """Takes what is wrong, and what to do."""
+        """Takes the fault and the remedy."""
         super().__init__(f"{found}; {remedy}")
         self.found = found
         self.remedy = remedy
 
 
 def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[float | None]:
-    """The list of numbers that a value is.
+    """Reads a value as a list of numbers.
 
     Args:
-        value: a list or tuple, or a tensor or array of one dimension; its numbers may be 0-d.
-        num_rows: how many there must be.
-        what: in messages, e.g. "the function's list".
-        may_be_none: whether None (does not apply to this row) is allowed.
+        value: A list or tuple, or a tensor or array of one dimension; its numbers may be 0-d.
+        num_rows: Number of entries that it must have.
+        what: Name of the value in messages, e.g. "the function's list".
+        may_be_none: Whether None (does not apply to this row) is allowed.
 
     Raises:
-        FunctionFaultError: it is no such list, names row and value.
+        FunctionFaultError: It is no such list; the text names row and value.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -55,7 +55,7 @@ def numbers(value: Any, num_rows: int, what: str, *, may_be_none: bool) -> list[
 
 
 def number(value: Any, what: str, *, may_be_none: bool = False) -> float:
-    """The finite number that a value is; FunctionFaultError when it is none."""
+    """Reads a value as a finite number; raises FunctionFaultError if it is none."""
     or_none = ", or None where the reward does not apply" if may_be_none else ""
     if hasattr(value, "item"):
         # 0-d tensors, and the scalars of numpy.
@@ -80,13 +80,13 @@ def number(value: Any, what: str, *, may_be_none: bool = False) -> float:
 
 
 def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, float]]:
-    """Rewards and metrics of what a function in OpenRLHF's form gave.
+    """Reads rewards and metrics from the answer of a function in OpenRLHF's form.
 
-    That is {"rewards": ..., "scores": ..., "extra_logs": {name: ...}}, of which rewards are
-    needed, each a list or tensor; older files give the rewards alone. Metrics are means over rows.
+    The form is {"rewards": ..., "scores": ..., "extra_logs": {name: ...}}, each a list or tensor.
+    Only rewards are required; older files return the rewards alone. Metrics are means over rows.
 
     Raises:
-        FunctionFaultError: it is something else.
+        FunctionFaultError: The answer has another form.
     """
     if not isinstance(value, Mapping):
         return numbers(value, num_rows, "what the function gave", may_be_none=False), {}
@@ -112,7 +112,7 @@ def openrlhf(value: Any, num_rows: int) -> tuple[list[float | None], dict[str, f
 
 
 def mean(values: list[float | None]) -> float:
-    """Mean of those that are not None; there must be one."""
+    """Mean of the values that are not None; at least one must not be None."""
     present = [value for value in values if value is not None]
     return math.fsum(present) / len(present)
 

@@ -17,18 +17,18 @@ from rolemesh.services.reward.outside.functions.answers import FunctionFaultErro
 _TRL_NAMES = {"completions", "completion_ids"}
 _OPENRLHF_NAMES = {"queries"}
 _OWN_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns of a data set that TRL hands over under other names, never as they are."""
+"""Columns of a data set that TRL passes only under other names."""
 
 
 class Batch:
-    """Rows as they come to a worker, and what a function said about them.
+    """Rows for a worker, and the metrics that a function logs about them.
 
     Example: rows of two completions whose metadata is {"level": 3} and {} have the columns
     {"level": [3, None]}.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], step: int | None) -> None:
-        """Takes prompt, completion, query, completion_ids, answer and metadata of each."""
+        """Takes rows with prompt, completion, query, completion_ids, answer and metadata."""
         self.num_rows = len(rows)
         self.step = step
         self.metrics: dict[str, list[float]] = {}
@@ -36,16 +36,16 @@ class Batch:
         self._metadata: list[dict[str, Any]] = [row["metadata"] for row in rows]
 
     def texts(self, name: str) -> list[str]:
-        """One of prompt, query, answer."""
+        """Texts of one field: prompt, query or answer."""
         return [str(row[name]) for row in self._rows]
 
     def prompts(self) -> list[Any]:
-        """Each as the data has it where its metadata keeps "prompt", else the rendered text."""
+        """Each prompt as in the data if its metadata has "prompt", else the rendered text."""
         pairs = zip(self._metadata, self._rows, strict=True)
         return [metadata.get("prompt", row["prompt"]) for metadata, row in pairs]
 
     def completions(self) -> list[Any]:
-        """Text each, or a list of one message where the prompt is a list of messages."""
+        """Each completion as text, or as a list of one message if the prompt is a list."""
         return [
             [{"role": "assistant", "content": row["completion"]}]
             if isinstance(metadata.get("prompt"), list)
@@ -58,7 +58,7 @@ class Batch:
         return [list(row["completion_ids"]) for row in self._rows]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Every other column of the data, and "answer"; None where a row lacks it."""
+        """All other columns of the data, and "answer"; None for a row that lacks one."""
         names = dict.fromkeys(name for metadata in self._metadata for name in metadata)
         columns = {
             name: [metadata.get(name) for metadata in self._metadata]
@@ -71,12 +71,12 @@ class Batch:
         return columns
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Notes a scalar; the mean counts where a name comes several times."""
+        """Notes a scalar; of several values with one name the mean counts."""
         shown = f"log_metric({name!r})"
         self.metrics.setdefault(str(name), []).append(answers.number(value, shown))
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Notes a column: its mean becomes a metric where it holds numbers."""
+        """Notes a column; if it holds numbers, its mean becomes a metric."""
         listed = values.tolist() if hasattr(values, "tolist") else list(values)
         present = [value for value in listed if value is not None]
         if present and all(isinstance(value, int | float) for value in present):
@@ -88,15 +88,15 @@ class Batch:
 
 
 class Form(Protocol):
-    """Hands a batch to a function and reads what it gives."""
+    """Passes a batch to a function and reads its answer."""
 
     name: str
 
     def call(self, batch: Batch) -> Any:
-        """What the function gives: maybe an awaitable."""
+        """Calls the function; returns its answer, which may be an awaitable."""
 
     def read(self, given: Any, batch: Batch) -> list[float | None]:
-        """Its rewards; metrics go to the batch. FunctionFaultError when there are none."""
+        """Reads the rewards; metrics go to the batch. FunctionFaultError if there are none."""
 
 
 class TrlForm:
@@ -109,7 +109,7 @@ class TrlForm:
         self._parameters = list(_signature(function).parameters.values())
 
     def call(self, batch: Batch) -> Any:
-        """Passes everything by keyword; of a function without **kwargs only what it names."""
+        """Passes all by keyword; without **kwargs only the parameters that it names."""
         columns = batch.columns()
         own = {
             "prompts": batch.prompts(),
@@ -169,10 +169,10 @@ class OpenRlhfForm:
 
 
 def form_of(function: Any, form: str) -> Form:
-    """The form of a function: the one that is asked for, or "auto" by its parameters' names.
+    """The form of a function: the given one, or for "auto" the one that its parameters show.
 
     Raises:
-        FunctionFaultError: it cannot be called, or the names do not tell.
+        FunctionFaultError: It cannot be called, or its parameters fit no form.
     """
     if not callable(function):
         raise FunctionFaultError(f"a {type(function).__name__}", "name a function")

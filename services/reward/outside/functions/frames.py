@@ -1,7 +1,7 @@
 """Messages between a service and the worker processes of a reward function.
 
-A frame is four bytes, big-endian, that give the length of the JSON object after them. A worker
-runs code of the user's, so that what comes from it is checked like anything from outside.
+A frame is four bytes, big-endian, with the length of the JSON object after them. A worker runs code
+of the user, so its messages are checked like all data from outside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def encode(message: dict[str, Any], max_bytes: int) -> bytes:
     """The message as a frame.
 
     Raises:
-        ValueError: it takes more than `max_bytes`, or holds what JSON cannot, such as NaN.
+        ValueError: It needs more than `max_bytes`, or holds a value that JSON lacks, such as NaN.
     """
     try:
         body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
@@ -47,7 +47,7 @@ def decode(body: bytes) -> dict[str, Any]:
     """The object of a frame.
 
     Raises:
-        ValueError: it is no JSON object, or holds NaN or an infinity.
+        ValueError: It is no JSON object, or holds NaN or an infinity.
     """
     try:
         message = json.loads(body, parse_constant=_refuse_constant)
@@ -59,7 +59,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def read(connection: socket.socket, max_bytes: int) -> dict[str, Any] | None:
-    """The next message, waiting for it; None when the other end has closed between two."""
+    """Waits for the next message; None if the other end has closed between two messages."""
     header = _read_bytes(connection, HEADER.size)
     if not header:
         return None

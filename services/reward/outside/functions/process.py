@@ -20,10 +20,10 @@ from rolemesh.services.reward.outside.functions import frames
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 300.0
-"""Longest import of the user's code: it may load a model."""
+"""Longest import of the user's code, which may load a model."""
 
 MAX_LOGGED_BYTES = 16 << 10
-"""Of what one call prints, this much goes to the service's log."""
+"""Most bytes of one call's output that go to the service's log."""
 
 PASSED_VARIABLES = (
     *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
@@ -31,11 +31,11 @@ PASSED_VARIABLES = (
     *("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
 )
-"""Environment variables of the service that a worker gets; tokens and passwords are not among
-them. A recipe names further ones."""
+"""Environment variables of the service that a worker gets, without tokens and passwords. A recipe
+may name further ones."""
 
 _EXIT_GRACE_S = 1.0
-"""A process that closed its connection is about to end: its exit code then tells more."""
+"""Wait for a process that closed its connection: its exit code says more about the cause."""
 
 _EXIT_POLL_S = 0.02
 _LAST_WORDS_S = 0.2
@@ -47,10 +47,10 @@ _MESSED = "the function must leave the file descriptors of its process alone"
 
 
 class FunctionFailedError(OutsideRewardError):
-    """The function gave no rewards; says why, with its traceback where it has one."""
+    """The function gave no rewards. The text says why, with a traceback if there is one."""
 
     def __init__(self, function: str, *, found: str, remedy: str, traceback: str = "") -> None:
-        """As the base; `traceback` is text of the user's own frames."""
+        """Takes the base's arguments; `traceback` is text of the user's own frames."""
         super().__init__(
             f"python:{function}", expected="one number a completion", found=found, remedy=remedy
         )
@@ -60,33 +60,33 @@ class FunctionFailedError(OutsideRewardError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionLimits:
-    """What a worker process may do."""
+    """Limits of a worker process."""
 
     call_s: float
-    """Seconds of one call."""
+    """Most seconds of one call."""
     cpu_s: float
-    """Seconds of processor time of one call, all threads together."""
+    """Most seconds of processor time of one call, all threads together."""
     memory_bytes: int | None
     """Address space; None: no limit."""
     output_bytes: int
-    """What one call may print."""
+    """Most bytes that one call may print."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionAnswer:
-    """What a function said about a batch."""
+    """Answer of a function to a batch."""
 
     rewards: tuple[float | None, ...]
-    """One a row; None: does not apply."""
+    """One reward for each row; None: does not apply."""
     metrics: Mapping[str, float]
 
 
 class FunctionProcess:
     """A process with the function loaded, which makes one call at a time.
 
-    Owner: the loop that started it, whose thread must outlive it: the kernel kills the process when
-    that thread ends. A call that fails in a way that leaves the process in doubt ends it; another
-    one is then needed.
+    Owner: the loop that started it. The thread of that loop must outlive the process, since the
+    kernel kills the process when the thread ends. If a failed call leaves the state of the process
+    in doubt, the process is ended, and the caller needs a new one.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FunctionProcess:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been started and `end` has not been called, by whomever."""
+        """Whether it has been started and `end` has not been called."""
         return self._process is not None
 
     @property
@@ -116,7 +116,7 @@ class FunctionProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; it must be alive."""
+        """Process id; the process must be alive."""
         assert self._process is not None
         return self._process.pid
 
@@ -124,10 +124,10 @@ class FunctionProcess:
         """Starts the process and imports the function.
 
         Returns:
-            the form in which the function is called: "trl" or "openrlhf".
+            The form in which the function is called: "trl" or "openrlhf".
 
         Raises:
-            FunctionFailedError: it cannot be imported or called.
+            FunctionFailedError: It cannot be imported or called.
         """
         ours, printed = self._spawn()
         self._output = asyncio.create_task(self._read_output(printed))
@@ -152,7 +152,7 @@ class FunctionProcess:
         """Judges rows, each with prompt, completion, completion_ids, answer and metadata.
 
         Raises:
-            FunctionFailedError: the function gave no rewards.
+            FunctionFailedError: The function gave no rewards.
         """
         message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s}
         self._printed, self._tail = 0, b""
@@ -172,14 +172,14 @@ class FunctionProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        # Nobody has waited for it yet, so that its number cannot belong to another group.
+        # The process has not been waited for, so its number cannot belong to another group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         if self._writer is not None:
             self._writer.close()
         await asyncio.to_thread(process.wait)
         if self._output is not None:
-            # Its last words are yet to be read; a process that left the group may hold the pipe.
+            # Its last output is not read yet. A process that left the group may hold the pipe.
             await asyncio.wait({self._output}, timeout=_LAST_WORDS_S)
             self._output.cancel()
             await asyncio.gather(self._output, return_exceptions=True)
@@ -187,7 +187,7 @@ class FunctionProcess:
     async def _exchange(
         self, message: dict[str, Any], timeout_s: float, purpose: str
     ) -> dict[str, Any]:
-        """Sends a message and waits for the answer; whatever else happens ends the process."""
+        """Sends a message and waits for the answer. Any failure ends the process."""
         try:
             frame = frames.encode(message, frames.MAX_CALL_BYTES)
         except ValueError as error:
@@ -219,14 +219,14 @@ class FunctionProcess:
                 await self.end()
 
     async def _end_error(self) -> FunctionFailedError:
-        """Why the process closed its connection."""
+        """The error that says why the process closed its connection."""
         if self._is_talkative:
             return self._failed(
                 f"more than {self._limits.output_bytes} bytes printed in one call",
                 "print less, or raise max_output_bytes",
             )
         process = self._process
-        if process is None:  # `end` was called, by whoever stops the service
+        if process is None:  # `end` was called while the service stops
             return self._failed(
                 "the end of its process, for its service ends", "start the run anew"
             )
@@ -310,10 +310,10 @@ class FunctionProcess:
         names = (*PASSED_VARIABLES, *self._variables)
         return {
             **{name: os.environ[name] for name in names if name in os.environ},
-            # Neither the current directory nor a script's may shadow a package.
+            # No file of the current directory or of a script's may shadow a package.
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",
-            # A crash in native code says where, in the error's text.
+            # After a crash in native code, the text of the error has its place.
             "PYTHONFAULTHANDLER": "1",
         }
 
@@ -328,7 +328,7 @@ async def _ends_soon(pid: int) -> bool:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child has ended; its exit code, and so its number, stays taken."""
+    """Whether a child has ended. Its exit code is kept, so its number stays in use."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 

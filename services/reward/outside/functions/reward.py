@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class FunctionReward(OutsideReward):
-    """Calls a function of the user's in at most `concurrency` processes.
+    """Calls a user's function in at most `concurrency` processes.
 
-    Owner: one event loop. Invariant: a process is in `_idle` or makes one call; the next call
-    replaces one that was ended. A call is never repeated: the same rows would fail again.
+    Owner: one event loop. Invariant: a process is in `_idle` or makes one call. The next call
+    replaces a process that was ended. A call is never repeated: the same rows would fail again.
 
     Example: 40 rows with batch_size 16 and concurrency 1 are three calls, one after another. When
     the second hangs its rows fail after timeout_s, and a new process makes the third.
@@ -37,12 +37,12 @@ class FunctionReward(OutsideReward):
     def __init__(
         self, name: str, spec: PythonRewardSpec, *, observer: RequestObserver | None = None
     ) -> None:
-        """Starts nothing yet.
+        """Prepares; starts no process yet.
 
         Args:
-            name: of the reward, for metrics.
-            spec: which function, and what it may use.
-            observer: is told of each call.
+            name: Name of the reward, for metrics.
+            spec: The function, and its limits.
+            observer: Observer of each call.
         """
         self._name = name
         self._spec = spec
@@ -87,7 +87,7 @@ class FunctionReward(OutsideReward):
         return Judgement(rewards=rewards, failures=failures, metrics={**sums, **counts.metrics()})
 
     async def close(self) -> None:
-        """Ends all processes, and so calls in flight."""
+        """Ends all processes, and with them the calls in flight."""
         self._idle.clear()
         while self._all:
             await self._all.pop().end()
@@ -103,7 +103,7 @@ class FunctionReward(OutsideReward):
         started, outcome = time.monotonic(), "cancelled"
         try:
             if failed and isinstance(self._spec.on_failure, FailSpec):
-                # The step has failed: further calls would change nothing.
+                # The step has failed already, so further calls would change nothing.
                 return failed[0]
             judgement = await self._call(rows)
             outcome = "ok"
@@ -145,7 +145,7 @@ class FunctionReward(OutsideReward):
             process = self._idle.pop()
             if process.is_alive:
                 return process
-            # It ended between two calls, of which none is to blame.
+            # The process ended between two calls, so neither call is the cause.
             self._all.discard(process)
             await process.end()
         return await self._start()

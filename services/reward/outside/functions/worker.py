@@ -25,7 +25,7 @@ from rolemesh.services.reward.outside.functions import answers, forms, frames
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 
 MAX_TRACEBACK_CHARACTERS = 1500
-"""Of a longer one the end counts: the message of an error is cut at 2000 when it travels."""
+"""Most characters of a traceback, from its end: the text of an error is cut at 2000 when sent."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         _send(connection, {"error": _fault(error)})
         return 1
     _send(connection, {"form": form.name})
-    # One loop for all calls: what an async function keeps open belongs to it.
+    # One loop for all calls, since objects that an async function keeps open belong to a loop.
     with asyncio.Runner() as runner:
         while (call := frames.read(connection, frames.MAX_CALL_BYTES)) is not None:
             _limit_processor(call["cpu_s"])
@@ -58,28 +58,28 @@ def main(arguments: list[str]) -> int:
 def end_with_parent(parent_pid: int) -> None:
     """Asks the kernel to kill this process when the thread that started it ends.
 
-    That is the thread of the service's event loop, which lives as long as its workers. The kernel
-    also ends a function that never lets go of the interpreter, as no thread in here could.
+    This is the thread of the service's event loop, which lives as long as its workers. The kernel
+    also ends a function that never releases the interpreter, which no thread in here could do.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"prctl: {os.strerror(number)}")
-    # The parent may have ended before the kernel was asked.
+    # The parent may have ended before the request to the kernel.
     if os.getppid() != parent_pid:
         raise SystemExit(f"parent {parent_pid} is gone")
 
 
 def load(name: str, form: str) -> forms.Form:
-    """The function that a name leads to.
+    """Loads the function of a name.
 
-    A file's folder is searched for modules after everything else, so that a file can import its
-    neighbours and shadows nothing.
+    A file's folder is searched for modules last, so a file can import its neighbours but shadows no
+    package.
 
     Raises:
-        UserCodeError: it cannot be imported.
-        FunctionFaultError: it cannot be called.
+        UserCodeError: It cannot be imported.
+        FunctionFaultError: It cannot be called.
     """
     place, _, _ = name.rpartition(":")
     if place.endswith(".py"):
@@ -136,7 +136,7 @@ def _raised(error: BaseException) -> dict[str, str]:
 
 
 def _traceback(error: BaseException) -> str:
-    """The frames from the user's file on."""
+    """The traceback from the first frame in the user's file on."""
     found = error.__traceback__
     own = {__file__, forms.__file__}
     while found is not None and found.tb_next is not None:
@@ -148,20 +148,20 @@ def _traceback(error: BaseException) -> str:
 
 
 def _limit_memory(memory_bytes: int | None) -> None:
-    # A crash must not write its memory to a disk.
+    # A crash must not write memory to disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_bytes is not None:
         _set_limit(resource.RLIMIT_AS, memory_bytes)
 
 
 def _limit_processor(cpu_s: float) -> None:
-    """SIGXCPU ends this process when the next call has used that much, in whole seconds."""
+    """Limits the processor time of the next call; then SIGXCPU ends this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + cpu_s))
 
 
 def _set_limit(kind: int, value: int) -> None:
-    """Sets a limit, or keeps that of the service where this is lower."""
+    """Sets a limit, or keeps that of the service if it is lower."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

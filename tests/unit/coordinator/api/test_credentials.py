@@ -1,4 +1,4 @@
-"""Who may use a coordinator."""
+"""Tests of who may use a coordinator."""
 
 from __future__ import annotations
 

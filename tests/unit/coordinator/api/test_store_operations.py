@@ -1,4 +1,4 @@
-"""What a coordinator answers, from a store alone."""
+"""Tests of what a coordinator answers, from a store alone."""
 
 from __future__ import annotations
 

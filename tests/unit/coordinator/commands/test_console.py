@@ -1,4 +1,4 @@
-"""What people and programs see of a run."""
+"""Tests of what people and programs see of a run."""
 
 from __future__ import annotations
 

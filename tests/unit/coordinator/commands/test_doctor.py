@@ -1,4 +1,4 @@
-"""What doctor says of machines that are not this one."""
+"""Tests of what doctor says of machines that are not this one."""
 
 from __future__ import annotations
 

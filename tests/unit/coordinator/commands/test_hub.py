@@ -1,4 +1,4 @@
-"""What a hub does when callers hang up and stores fail; test_hub.py of integration has the rest."""
+"""Tests of a hub whose callers hang up and whose store fails; integration/ has the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rendered files reserve of shared memory is enough for what a role really holds."""
+"""Tests that rendered files reserve enough shared memory for what a role really holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the SDK offers: every public RPC, twice, and nothing heavy to import."""
+"""Tests of what the SDK offers: every public RPC, twice, and nothing heavy to import."""
 
 from __future__ import annotations
 

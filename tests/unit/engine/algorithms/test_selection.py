@@ -1,4 +1,4 @@
-"""Which groups are kept."""
+"""Tests of which groups are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the calculator makes of turns that a policy in training may well write."""
+"""Tests of the calculator with turns that a policy in training may well write."""
 
 from __future__ import annotations
 

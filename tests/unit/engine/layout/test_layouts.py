@@ -1,4 +1,4 @@
-"""What each rank holds: coverage, nesting, FSDP2's chunks and vLLM's tensors."""
+"""Tests of what each rank holds: coverage, nesting, FSDP2's chunks and vLLM's tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a pipeline's stages: what runs when, what is held, and that nobody waits forever."""
+"""Tests of the order of a pipeline's stages: what runs when, what is held, and no deadlock."""
 
 from __future__ import annotations
 

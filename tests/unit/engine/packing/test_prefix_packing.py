@@ -1,4 +1,4 @@
-"""Which rows share a prompt's copy, and how packed tokens are laid out: against plain words."""
+"""Tests of which rows share a prompt's copy, and of how packed tokens are laid out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From prompts to experience: order of rows, and blocks that leave as soon as they are whole."""
+"""Tests of sampling: order of rows, and blocks that leave as soon as they are whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch a data-parallel rank trains on, and which batches it refuses."""
+"""Tests of which rows of a batch a data-parallel rank trains on, and which batches it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport ranks try, from what they say about where they are."""
+"""Tests of which transport ranks try, from what they say about where they are."""
 
 from __future__ import annotations
 

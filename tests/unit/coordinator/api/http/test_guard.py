@@ -1,4 +1,4 @@
-"""Who is answered."""
+"""Tests of which requests are answered."""
 
 import httpx
 import pytest

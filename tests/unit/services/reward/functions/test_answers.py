@@ -1,4 +1,4 @@
-"""What a function gave back is taken when it is one finite number a row, and nothing else."""
+"""Tests that a function's answer is accepted only if it is one finite number for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a call's time goes, and what it reports."""
+"""Tests of the phases of a call's time, and of its reports."""
 
 from __future__ import annotations
 

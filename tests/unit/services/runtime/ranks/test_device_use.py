@@ -1,4 +1,4 @@
-"""How busy a rank's device is, by clocks and NVMLs of the test's own."""
+"""Tests of the use of a rank's device, by clocks and NVMLs of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the face makes of the answers of its ranks."""
+"""Tests of how the face joins the answers of its ranks."""
 
 from __future__ import annotations
 

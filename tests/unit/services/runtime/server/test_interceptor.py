@@ -1,4 +1,4 @@
-"""What the interceptor does when the client has left, with a context that fails to write."""
+"""Tests of the interceptor when the client has left, with a context that fails to write."""
 
 from __future__ import annotations
 
