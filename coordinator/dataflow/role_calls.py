@@ -14,6 +14,7 @@ from rolemesh.coordinator.dataflow.connection import (
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind, Outcome, Part
 from rolemesh.coordinator.dataflow.graph import Dataflow, OnBlock
 from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.recipe.algorithms import AlgorithmParts, AlgorithmSection
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
 
@@ -99,8 +100,8 @@ class StepContext:
     """What the handles of one step share."""
 
     step: int
-    algorithm: Any
-    """The recipe's algorithm section: any member of AlgorithmSpec."""
+    algorithm: AlgorithmSection
+    """The recipe's section, with the numeric parts that calls ask for."""
     dataflow: Dataflow
     journal: Journal
     connections: Mapping[str, RoleConnection]
@@ -118,18 +119,10 @@ class StepContext:
     trained_on: list[ExperienceFuture] = field(default_factory=list)
     """What the updates of the step were given."""
 
-    def part(self, name: str) -> Any:
-        """A numeric part of the algorithm, e.g. "policy_loss".
-
-        Raises:
-            ValueError: The recipe's algorithm has no such part.
-        """
-        part = getattr(self.algorithm, name, None)
-        if part is None:
-            raise ValueError(
-                f"algorithm.{name} is not given, but the algorithm asks for it: add it"
-            )
-        return part
+    @property
+    def parts(self) -> AlgorithmParts:
+        """The numeric parts of the algorithm; one that the recipe does not give raises."""
+        return self.algorithm.parts
 
 
 Call = Callable[

@@ -7,7 +7,6 @@ it to the call. What a part reads and makes its spec says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from rolemesh.coordinator.dataflow.connection import ProgressCallback, to_algorithm_part
 from rolemesh.coordinator.dataflow.errors import RunError
@@ -21,7 +20,7 @@ from rolemesh.coordinator.dataflow.futures import (
 from rolemesh.coordinator.dataflow.references import concat_references
 from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
 from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
-from rolemesh.engine.specs import SamplingSpec, SftLossSpec
+from rolemesh.engine.specs import LossSpec, SftLossSpec
 from rolemesh.v1 import (
     data_pb2,
     experience_pb2,
@@ -66,7 +65,10 @@ class _TrainedRole(RoleHandle):
     """A role whose weights change."""
 
     def _update(
-        self, experience: ExperienceFuture, loss: Any, pretraining: ExperienceFuture | None = None
+        self,
+        experience: ExperienceFuture,
+        loss: LossSpec,
+        pretraining: ExperienceFuture | None = None,
     ) -> UpdateFuture:
         algorithm = self.context.algorithm
         self.context.trained_on.append(experience)
@@ -88,7 +90,7 @@ class _TrainedRole(RoleHandle):
                 request.auxiliary.add(
                     experience=await pretraining.result(),
                     loss=to_algorithm_part(SftLossSpec()),
-                    weight=self.context.part("pretraining_weight"),
+                    weight=self.context.parts.pretraining_weight,
                 )
             stream = self.connection.trainer.Update(request)
             message = await self.connection.finish(stream, on_progress)
@@ -134,7 +136,7 @@ class ActorRole(_TrainedRole):
             prompts: What to complete.
             greedy: Takes the likeliest completion instead, one a prompt.
         """
-        sampling: SamplingSpec = self.context.part("sampling")
+        sampling = self.context.parts.sampling
         if greedy:
             sampling = sampling.model_copy(update={"greedy": True, "samples_per_prompt": 1})
         return self.context.sampler.generate(self.context, prompts, sampling)
@@ -154,7 +156,7 @@ class ActorRole(_TrainedRole):
         Raises in the node:
             RunError: algorithm.max_rounds rounds did not give enough groups.
         """
-        max_rounds: int = self.context.part("max_rounds")
+        max_rounds = self.context.parts.max_rounds
 
         async def collect() -> experience_pb2.ExperienceRef:
             kept, missing, batch = [], prompts.count, prompts
@@ -164,7 +166,7 @@ class ActorRole(_TrainedRole):
                 chosen = (await self._select(rollouts, missing).outcomes[0]).experience
                 if chosen is not None:
                     kept.append(chosen)
-                    missing -= chosen.num_rows // self.context.part("sampling").samples_per_prompt
+                    missing -= chosen.num_rows // self.context.parts.sampling.samples_per_prompt
                 if missing == 0:
                     return concat_references(kept)
                 batch = prompts.more(prompts.count)
@@ -178,7 +180,7 @@ class ActorRole(_TrainedRole):
         return self.context.dataflow.defer(collect, (*ROLLOUT_COLUMNS, "rewards"))
 
     def _select(self, rollouts: ExperienceFuture, max_groups: int) -> Part:
-        rule = self.context.part("selection")
+        rule = self.context.parts.selection
 
         async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
             request = trainer_pb2.SelectGroupsRequest(
@@ -202,7 +204,7 @@ class ActorRole(_TrainedRole):
 
     def read_pretraining(self, prompts: PromptBatch) -> ExperienceFuture | None:
         """As many pretraining texts; None where algorithm.pretraining_weight is 0."""
-        if self.context.part("pretraining_weight") == 0:
+        if self.context.parts.pretraining_weight == 0:
             return None
         return self._read(prompts, data_pb2.READ_KIND_DEMONSTRATION, is_pretraining=True)
 
@@ -228,7 +230,7 @@ class ActorRole(_TrainedRole):
         Raises:
             ValueError: The recipe's estimator is another one.
         """
-        spec = self.context.part("advantages")
+        spec = self.context.parts.advantages
         if spec.type != estimator:
             raise ValueError(
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
@@ -272,7 +274,7 @@ class ActorRole(_TrainedRole):
             experience: What the loss reads.
             pretraining: Texts whose likelihood is kept up beside it.
         """
-        loss = self.context.part("policy_loss")
+        loss = self.context.parts.policy_loss
         if PROXIMAL in loss.columns() and PROXIMAL not in experience.columns:
             experience |= self.compute_logprobs(experience)
         update = self._update(experience, loss, pretraining)
@@ -298,7 +300,7 @@ class CriticRole(_TrainedRole):
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the values with the recipe's value loss."""
-        return self._update(experience, self.context.part("value_loss"))
+        return self._update(experience, self.context.parts.value_loss)
 
 
 class ReferenceRole(RoleHandle):
@@ -313,14 +315,14 @@ class ReferenceRole(RoleHandle):
 
 
 def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> Part:
-    loss = handle.context.part("policy_loss")
+    loss = handle.context.parts.policy_loss
 
     async def call(key: _Key, reference: _Ref, on_progress: ProgressCallback) -> Outcome:
         request = logprob_pb2.ComputeLogprobsRequest(
             key=key,
             experience=reference,
             column=column,
-            temperature=getattr(loss, "temperature", 1.0),
+            temperature=loss.logprob_temperature,
         )
         stream = handle.connection.logprob.ComputeLogprobs(request)
         return await handle.experience(stream, on_progress)
@@ -373,7 +375,7 @@ class RewardRole(_JudgingRole):
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the reward model with the recipe's reward loss."""
-        return self._update(experience, self.context.part("reward_loss"))
+        return self._update(experience, self.context.parts.reward_loss)
 
 
 class CostRole(_JudgingRole):

@@ -372,6 +372,6 @@ def make_sampler(recipe: Recipe) -> Sampler:
         recipe.schedule.sampler,
         recipe.services_of("rollout"),
         rollout.rollout.dtype,
-        getattr(recipe.algorithm, "sampling", None),
+        recipe.sampling,
         columns,
     )

@@ -31,8 +31,7 @@ def experience_bytes(recipe: Recipe) -> int:
 
     All rows of the steps in flight, at full length, on one rank, although rows are dealt out.
     """
-    sampler, algorithm = recipe.schedule.sampler, recipe.algorithm
-    sampling = getattr(algorithm, "sampling", None)
+    sampler, sampling = recipe.schedule.sampler, recipe.sampling
     rollout = recipe.rollout.rollout if recipe.rollout else recipe.actor and recipe.actor.rollout
     if sampling is None or not rollout:
         return _LEAST_BYTES

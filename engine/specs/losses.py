@@ -48,6 +48,11 @@ class PolicyTermsSpec(AggregatedLossSpec):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature at which log-probs are taken: that of sampling."""
 
+    @property
+    def logprob_temperature(self) -> float:
+        """What `temperature` says."""
+        return self.temperature
+
     def columns(self) -> tuple[str, ...]:
         """Log-probs of sampling, advantages and mask; the reference's where a KL is wanted."""
         kl = ("reference_logprobs",) if self.kl_in_loss > 0 else ()
