@@ -18,9 +18,6 @@ from rolemesh.coordinator.recipe.algorithms import AlgorithmParts, AlgorithmSect
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
 
-SEQUENCES = ("tokens", "prompt_lengths")
-"""Columns that every model reads."""
-
 
 class PromptCursor:
     """Positions in the data that training has not used yet. It is part of a checkpoint."""

@@ -18,9 +18,18 @@ from rolemesh.coordinator.dataflow.futures import (
     UpdateFuture,
 )
 from rolemesh.coordinator.dataflow.references import concat_references
-from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
-from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
+from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
 from rolemesh.engine.specs import LossSpec, SftLossSpec
+from rolemesh.engine.specs.columns import (
+    DATA_COLUMNS,
+    ENVIRONMENT_REWARDS,
+    INPUT_COLUMNS,
+    IS_JUDGED,
+    PAIR_COLUMNS,
+    PROXIMAL_LOGPROBS,
+    ROLLOUT_COLUMNS,
+    TRAJECTORY_COLUMNS,
+)
 from rolemesh.v1 import (
     data_pb2,
     experience_pb2,
@@ -47,19 +56,6 @@ __all__ = [
 _Key = operation_pb2.OperationKey
 _Ref = experience_pb2.ExperienceRef | None
 
-READ_COLUMNS = (
-    *SEQUENCES,
-    "loss_mask",
-    "prompt_ids",
-    "prompt_text",
-    "completion_text",
-    "answer",
-    "metadata",
-)
-PAIR_COLUMNS = ("pair_ids", "preference")
-PROXIMAL = "proximal_logprobs"
-"""Log-probs under the weights that a step begins with."""
-
 
 class _TrainedRole(RoleHandle):
     """A role whose weights change."""
@@ -72,7 +68,7 @@ class _TrainedRole(RoleHandle):
     ) -> UpdateFuture:
         algorithm = self.context.algorithm
         self.context.trained_on.append(experience)
-        reads = experience.select((*SEQUENCES, *loss.columns()))
+        reads = experience.select((*INPUT_COLUMNS, *loss.columns()))
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
 
@@ -104,7 +100,7 @@ class _TrainedRole(RoleHandle):
         self,
         prompts: PromptBatch,
         kind: data_pb2.ReadKind.ValueType,
-        columns: tuple[str, ...] = READ_COLUMNS,
+        columns: tuple[str, ...] = DATA_COLUMNS,
         *,
         is_pretraining: bool = False,
     ) -> ExperienceFuture:
@@ -118,7 +114,7 @@ class _TrainedRole(RoleHandle):
     def read_preferences(self, prompts: PromptBatch) -> ExperienceFuture:
         """Pairs of the data: for each row the chosen completion, then the rejected one."""
         kind = data_pb2.READ_KIND_PREFERENCE
-        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+        return self._read(prompts, kind, (*DATA_COLUMNS, *PAIR_COLUMNS))
 
     def _future(self, part: Part) -> ExperienceFuture:
         return ExperienceFuture(self.context.dataflow, (part,))
@@ -200,7 +196,7 @@ class ActorRole(_TrainedRole):
     def read_judgements(self, prompts: PromptBatch) -> ExperienceFuture:
         """Judged completions of the data, each with a row to estimate the divergence from."""
         kind = data_pb2.READ_KIND_JUDGEMENT
-        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+        return self._read(prompts, kind, (*DATA_COLUMNS, *PAIR_COLUMNS))
 
     def read_pretraining(self, prompts: PromptBatch) -> ExperienceFuture | None:
         """As many pretraining texts; None where algorithm.pretraining_weight is 0."""
@@ -210,7 +206,7 @@ class ActorRole(_TrainedRole):
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """Log-prob of every completion token under the weights that the step begins with."""
-        part = _compute_logprobs(self, experience, PROXIMAL)
+        part = _compute_logprobs(self, experience, PROXIMAL_LOGPROBS)
         return self._future(part)
 
     def compute_advantages(
@@ -275,7 +271,7 @@ class ActorRole(_TrainedRole):
             pretraining: Texts whose likelihood is kept up beside it.
         """
         loss = self.context.parts.policy_loss
-        if PROXIMAL in loss.columns() and PROXIMAL not in experience.columns:
+        if PROXIMAL_LOGPROBS in loss.columns() and PROXIMAL_LOGPROBS not in experience.columns:
             experience |= self.compute_logprobs(experience)
         update = self._update(experience, loss, pretraining)
         self.context.policy_updates.append(update.part)
@@ -295,7 +291,7 @@ class CriticRole(_TrainedRole):
             stream = self.connection.value.ComputeValues(request)
             return await self.experience(stream, on_progress)
 
-        reads = experience.select(SEQUENCES)
+        reads = experience.select(INPUT_COLUMNS)
         return self._future(self.node(NodeKind.INFER, "compute_values", call, reads, ("values",)))
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
@@ -327,7 +323,7 @@ def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: 
         stream = handle.connection.logprob.ComputeLogprobs(request)
         return await handle.experience(stream, on_progress)
 
-    reads = experience.select(SEQUENCES)
+    reads = experience.select(INPUT_COLUMNS)
     return handle.node(NodeKind.INFER, "compute_logprobs", call, reads, (column,))
 
 
@@ -344,15 +340,13 @@ class _JudgingRole(_TrainedRole):
             stream = self.connection.reward.ComputeReward(request)
             return await self.experience(stream, on_progress)
 
-        needs: tuple[str, ...] = (
-            *SEQUENCES, "prompt_text", "completion_text", "answer", "metadata",
-        )  # fmt: skip
+        needs: tuple[str, ...] = TRAJECTORY_COLUMNS
         produces: tuple[str, ...] = (column,)
         if self.role in self.context.may_drop:
             # A row that is left out loses its mask, and so its part in every update.
             needs = (*needs, "prompt_ids", "loss_mask")
-            produces = (*produces, "is_judged", "loss_mask")
-        uses = ("environment_rewards", "prompt_ids", "is_judged")
+            produces = (*produces, IS_JUDGED, "loss_mask")
+        uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)
         reads = experience.select(needs, uses=uses)
         return self._future(self.node(NodeKind.INFER, method, call, reads, produces))
 
