@@ -205,7 +205,7 @@ class ServiceCalls:
 
         return self.context.dataflow.call(
             kind=kind,
-            role=self.service,
+            service=self.service,
             method=method,
             sequence=key.sequence,
             work=work,
@@ -231,14 +231,14 @@ class ServiceCalls:
         kind, key = self._named(kind, method)
 
         async def work(node: Node, on_block: OnBlock) -> Outcome:
-            chosen = ServiceCalls(self.context, node.role)
+            chosen = ServiceCalls(self.context, node.service)
             return await chosen._made(
                 key, method, lambda on_progress: call(chosen, key, on_block, on_progress)
             )
 
         return self.context.dataflow.sample(
             kind=kind,
-            role=self.service,
+            service=self.service,
             method=method,
             sequence=key.sequence,
             work=work,

@@ -21,7 +21,7 @@ def node(
     **fields: int,
 ) -> Node:
     return Node(
-        node_id=node_id, step=1, kind=NodeKind.INFER, role=pool, method="work", pool=pool,
+        node_id=node_id, step=1, kind=NodeKind.INFER, service=pool, method="work", pool=pool,
         sequence=0, inputs=inputs, queued_at=0.0, started_at=start, ended_at=start + seconds,
         state=NodeState.DONE, **fields,  # type: ignore[arg-type]
     )  # fmt: skip
