@@ -53,7 +53,7 @@ def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class PathPart:
+class PathNode:
     """A node of a critical path."""
 
     node: Node
@@ -61,7 +61,7 @@ class PathPart:
     """Its own time; of a generation whose blocks are read while it runs, up to that block."""
 
 
-def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
+def critical_path(nodes: Sequence[Node]) -> list[PathNode]:
     """The chain of nodes that a step cannot be shorter than, first node first.
 
     A node comes after those whose columns it reads, and after those that held its pool before it.
@@ -96,10 +96,10 @@ def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
         place_of[node.node_id] = place
     last = max(range(len(ended)), key=lambda place: lengths[place], default=None)
     step = None if last is None else (last, ended[last].seconds)
-    path: list[PathPart] = []
+    path: list[PathNode] = []
     while step is not None:
         place, seconds = step
-        path.append(PathPart(ended[place], seconds))
+        path.append(PathNode(ended[place], seconds))
         step = before[place]
     return path[::-1]
 
