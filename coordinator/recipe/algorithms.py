@@ -234,6 +234,7 @@ class CispoAlgorithmSpec(_GroupSpec):
 ReinforceOrPpoLossSpec = Annotated[
     ReinforcePolicyLossSpec | PpoPolicyLossSpec, Field(discriminator="type")
 ]
+"""The plain policy gradient of the paper, or the clipped loss in its place."""
 
 
 class RlooAlgorithmSpec(_GroupSpec):

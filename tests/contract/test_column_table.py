@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from rolemesh.coordinator.compliance.contract import column_schema
 from rolemesh.engine.experience import Column
 from rolemesh.engine.specs import EstimatorSpec, LossSpec, SelectionSpec
 from rolemesh.engine.specs.columns import COLUMNS, DATA_COLUMNS, PAIR_COLUMNS, ROLLOUT_COLUMNS
-from rolemesh.services.runtime.experience.schema import column_schema as schema_of_values
+from rolemesh.v1 import experience_pb2, tensor_pb2
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos" / "rolemesh" / "v1"
 
@@ -64,5 +63,15 @@ def test_a_named_column_has_the_kind_and_type_of_the_table(name: str) -> None:
     rows: dict[str, list[Any]] = {"text": ["a", ""], "row": [1, 0]}
     column = Column.named(name, rows.get(COLUMNS[name].kind, [[1, 0], []]))
     assert column.num_rows == 2
-    assert column.values.dtype is getattr(torch, COLUMNS[name].dtype)
-    assert schema_of_values(name, column) == column_schema(name)
+    assert (column.kind.value, str(column.values.dtype)) == (
+        COLUMNS[name].kind,
+        f"torch.{COLUMNS[name].dtype}",
+    )
+
+
+def test_the_suite_expects_the_kinds_and_types_of_the_table() -> None:
+    assert column_schema("loss_mask") == experience_pb2.ColumnSchema(
+        name="loss_mask",
+        kind=experience_pb2.COLUMN_KIND_COMPLETION,
+        dtype=tensor_pb2.DATA_TYPE_BOOL,
+    )

@@ -27,7 +27,12 @@ DTYPES: dict[torch.dtype, tensor_pb2.DataType.ValueType] = {
 }
 """Element types that may travel."""
 
-KINDS = {kind: experience_pb2.ColumnKind.Value(f"COLUMN_KIND_{kind.name}") for kind in ColumnKind}
+KINDS: dict[ColumnKind, experience_pb2.ColumnKind.ValueType] = {
+    ColumnKind.ROW: experience_pb2.COLUMN_KIND_ROW,
+    ColumnKind.SEQUENCE: experience_pb2.COLUMN_KIND_SEQUENCE,
+    ColumnKind.COMPLETION: experience_pb2.COLUMN_KIND_COMPLETION,
+    ColumnKind.TEXT: experience_pb2.COLUMN_KIND_TEXT,
+}
 """How values relate to rows."""
 
 _DTYPE_OF = {number: dtype for dtype, number in DTYPES.items()}
