@@ -11,10 +11,12 @@ import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rolemesh.engine.layout.payload import PayloadLayout, plan_payload
+from rolemesh.engine.specs.columns import COLUMNS
 
 
 class ColumnKind(enum.Enum):
@@ -136,6 +138,21 @@ class Column:
         return Column(kind, values, offsets_of(lengths))
 
     @staticmethod
+    def named(name: str, rows: Sequence[Any]) -> Column:
+        """The column of that name, of the kind and dtype that `specs.columns.COLUMNS` states.
+
+        Args:
+            name: one of that table.
+            rows: for each row a number, a list of numbers or a text, as the kind of the column is.
+        """
+        kind, dtype = ColumnKind(COLUMNS[name].kind), getattr(torch, COLUMNS[name].dtype)
+        if kind is ColumnKind.TEXT:
+            return Column.text(rows)
+        if kind is ColumnKind.ROW:
+            return Column(kind, torch.tensor(rows, dtype=dtype))
+        return Column.ragged(kind, rows, dtype)
+
+    @staticmethod
     def text(rows: Sequence[str]) -> Column:
         """Packs strings as UTF-8."""
         encoded = [row.encode() for row in rows]
@@ -178,6 +195,11 @@ class Experience:
         self._columns = dict(columns)
         self.num_rows = next(iter(counts.values()))
         self._check_token_counts()
+
+    @staticmethod
+    def of_rows(columns: Mapping[str, Sequence[Any]]) -> Experience:
+        """A batch of plain Python values; see `Column.named`."""
+        return Experience({name: Column.named(name, rows) for name, rows in columns.items()})
 
     def _check_token_counts(self) -> None:
         """Completion columns must agree with each other and with tokens and prompt_lengths."""

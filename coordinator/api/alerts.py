@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.trace import critical_path, span_seconds
-from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.v1 import coordinator_pb2
 
 RECENT_STEPS = 10
@@ -388,15 +387,15 @@ def _roles_wait(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     for nodes in run.graphs[-RECENT_GRAPHS:]:
         total += span_seconds(nodes)
         for node in nodes:
-            roles[node.pool][role_of(node.role)] = None
+            roles[node.pool][node.role] = None
             # A reward function on a CPU holds no device that other roles could use.
-            is_judge = role_of(node.role) in ("reward", "cost") and node.kind is not NodeKind.UPDATE
-            is_worth[node.pool] |= not is_judge or node.role in with_accelerator
+            is_judge = node.role in ("reward", "cost") and node.kind is not NodeKind.UPDATE
+            is_worth[node.pool] |= not is_judge or node.service in with_accelerator
         for pool in {node.pool for node in nodes}:
             for part in critical_path(nodes):
                 if part.node.pool != pool:
                     idle = _uncovered(part.node, [node for node in nodes if node.pool == pool])
-                    waits[pool, role_of(part.node.role)] += idle
+                    waits[pool, part.node.role] += idle
     for pool, waiting in roles.items():
         seconds, other = max(
             ((waits[pool, name], name) for held in roles.values() for name in held),

@@ -105,7 +105,7 @@ def to_dataflow(
         nodes=[
             coordinator_pb2.DataflowNode(
                 name=names[node.node_id],
-                service=node.role,
+                service=node.service,
                 kind=node.kind.value.lower(),
                 pool=node.pool,
                 state=_NODE_STATES.get(

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import enum
 
+from rolemesh.engine.specs.columns import COLUMNS
+from rolemesh.v1 import experience_pb2, tensor_pb2
+
 REWARD_ROLES = ("reward", "cost")
 SAMPLING_ROLES = ("rollout", "actor")
 LOGPROB_ROLES = ("reference", "actor")
 MODEL_ROLES = ("reference", "critic", "actor", "rollout")
 """Roles that need WorkerService."""
 ALL_ROLES = (*REWARD_ROLES, "reference", "critic", *SAMPLING_ROLES)
+
+
+def column_schema(name: str) -> experience_pb2.ColumnSchema:
+    """Kind and dtype of one of the columns that the protos name."""
+    kind, dtype = COLUMNS[name]
+    return experience_pb2.ColumnSchema(
+        name=name,
+        kind=experience_pb2.ColumnKind.Value(f"COLUMN_KIND_{kind.upper()}"),
+        dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype.upper()}"),
+    )
 
 
 class Level(enum.StrEnum):

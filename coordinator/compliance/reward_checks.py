@@ -14,6 +14,7 @@ from rolemesh.coordinator.compliance.contract import (
     Level,
     NotApplicableError,
     Serves,
+    column_schema,
 )
 from rolemesh.coordinator.compliance.samples import (
     Sample,
@@ -31,7 +32,7 @@ from rolemesh.coordinator.compliance.subject import (
     shorten,
 )
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc, tensor_pb2
+from rolemesh.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 
 LARGE_BATCH_ROWS = 512
 LARGE_BATCH_BYTES = 7_000
@@ -251,11 +252,7 @@ async def column(subject: Subject) -> None:
     """The column has exactly the rows of the request."""
     ref = experience_in(await subject.usual_result(), "an experience")
     schemas = [schema for group in ref.groups for schema in group.columns]
-    wanted = experience_pb2.ColumnSchema(
-        name=subject.column,
-        kind=experience_pb2.COLUMN_KIND_ROW,
-        dtype=tensor_pb2.DATA_TYPE_FLOAT32,
-    )
+    wanted = column_schema(subject.column)
     expect(
         schemas == [wanted] and ref.num_rows == len(ordinary_samples()),
         sent=f"ComputeReward of an experience of {len(ordinary_samples())} rows",

@@ -14,6 +14,7 @@ from rolemesh.coordinator.compliance.contract import (
     Level,
     NotApplicableError,
     Phase,
+    column_schema,
 )
 from rolemesh.coordinator.compliance.scoring_checks import ABOVE_ZERO
 from rolemesh.coordinator.compliance.subject import (
@@ -28,9 +29,10 @@ from rolemesh.coordinator.compliance.subject import (
     result_in,
     shorten,
 )
+from rolemesh.engine.specs.columns import ROLLOUT_COLUMNS
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.references import names_of
-from rolemesh.v1 import experience_pb2, rollout_pb2, tensor_pb2
+from rolemesh.v1 import rollout_pb2
 
 NUM_ROWS = NUM_PROMPTS * SAMPLING.samples_per_prompt
 SENT = f"Generate of {NUM_PROMPTS} prompts, {SAMPLING.samples_per_prompt} samples each"
@@ -40,30 +42,8 @@ WEIGHTS_VERSION = 1
 
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 
-_ROW = experience_pb2.COLUMN_KIND_ROW
-_SEQUENCE = experience_pb2.COLUMN_KIND_SEQUENCE
-_COMPLETION = experience_pb2.COLUMN_KIND_COMPLETION
-_TEXT = experience_pb2.COLUMN_KIND_TEXT
-_INT64 = tensor_pb2.DATA_TYPE_INT64
-_FLOAT32 = tensor_pb2.DATA_TYPE_FLOAT32
-_BOOL = tensor_pb2.DATA_TYPE_BOOL
-_UINT8 = tensor_pb2.DATA_TYPE_UINT8
-
-COLUMNS = {
-    "tokens": (_SEQUENCE, _INT64),
-    "prompt_lengths": (_ROW, _INT64),
-    "logprobs": (_COMPLETION, _FLOAT32),
-    "loss_mask": (_COMPLETION, _BOOL),
-    "policy_versions": (_COMPLETION, _INT64),
-    "prompt_ids": (_ROW, _INT64),
-    "sample_indexes": (_ROW, _INT64),
-    "finished": (_ROW, _BOOL),
-    "prompt_text": (_TEXT, _UINT8),
-    "completion_text": (_TEXT, _UINT8),
-    "answer": (_TEXT, _UINT8),
-    "metadata": (_TEXT, _UINT8),
-}
-"""Columns that rollout.proto promises, as (kind, dtype)."""
+COLUMNS = {name: column_schema(name) for name in ROLLOUT_COLUMNS}
+"""What rollout.proto promises."""
 
 
 async def _sample(subject: Subject, *, step: int = 1, **options: Any) -> Columns:
@@ -141,9 +121,7 @@ async def update_weights(subject: Subject) -> None:
 async def columns(subject: Subject) -> None:
     """Further columns are allowed."""
     ref = experience_in(await subject.usual_result(), SENT)
-    came = {
-        schema.name: (schema.kind, schema.dtype) for group in ref.groups for schema in group.columns
-    }
+    came = {schema.name: schema for group in ref.groups for schema in group.columns}
     missing = sorted(set(COLUMNS) - set(came))
     other = [name for name in COLUMNS if name in came and came[name] != COLUMNS[name]]
     expect(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.references import concat_references, join_references
 from rolemesh.v1 import experience_pb2
 
@@ -33,12 +34,12 @@ class NodeState(StrEnum):
 
 @dataclass
 class Node:
-    """One call of a role, as it was made and as it went. Times are Unix seconds."""
+    """One call of a service, as it was made and as it went. Times are Unix seconds."""
 
     node_id: int
     step: int
     kind: NodeKind
-    role: str
+    service: str
     method: str
     pool: str
     sequence: int
@@ -68,7 +69,12 @@ class Node:
     @property
     def name(self) -> str:
         """e.g. "actor.update"."""
-        return f"{self.role}.{self.method}"
+        return f"{self.service}.{self.method}"
+
+    @property
+    def role(self) -> str:
+        """The role that the service is one of, e.g. "rollout" of "rollout-1"."""
+        return role_of(self.service)
 
     @property
     def seconds(self) -> float:
@@ -78,8 +84,9 @@ class Node:
         return self.ended_at - self.started_at
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
-        return {**self.__dict__, "kind": self.kind.value, "state": self.state.value}
+        """The record as plain JSON values. What it calls role is the name of the service."""
+        fields = {"role" if name == "service" else name: v for name, v in self.__dict__.items()}
+        return {**fields, "kind": self.kind.value, "state": self.state.value}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
@@ -93,13 +100,15 @@ class Node:
                 phase: {int(rank): peak for rank, peak in by_rank.items()}
                 for phase, by_rank in record["peak_bytes"].items()
             }
+            fields = dict(record)
             changed = {
+                "service": fields.pop("role"),
                 "kind": NodeKind(record["kind"]),
                 "state": NodeState(record["state"]),
                 "inputs": tuple(record["inputs"]),
                 "peak_bytes": peaks,
             }
-            return cls(**{**record, **changed})
+            return cls(**{**fields, **changed})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no record of a node ({error!r}): {record}") from error
 

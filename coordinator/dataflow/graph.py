@@ -1,4 +1,4 @@
-"""Futures over role calls, and the graph that they leave behind.
+"""Futures over calls of services, and the graph that they leave behind.
 
 A call makes a node and returns at once. A node starts when the columns that it needs exist and its
 pool's lease is free. Experience that comes in blocks is worked on block by block: each has a node
@@ -70,7 +70,7 @@ class Dataflow:
         self,
         *,
         kind: NodeKind,
-        role: str,
+        service: str,
         method: str,
         sequence: int,
         work: Work,
@@ -84,7 +84,7 @@ class Dataflow:
 
         Args:
             kind: What it does to the mesh.
-            role: Who does it.
+            service: Who does it.
             method: What is called.
             sequence: Number among the calls of that name in the step.
             work: Makes the call.
@@ -95,7 +95,7 @@ class Dataflow:
             is_leased: Whether it waits for its pool; else it runs beside whoever holds it.
         """
         after, columns = tuple(after), frozenset(produces)
-        node = self._node(kind, role, method, sequence, reads, block, after)
+        node = self._node(kind, service, method, sequence, reads, block, after)
 
         async def run() -> Outcome:
             await _exist(after)
@@ -118,7 +118,7 @@ class Dataflow:
         self,
         *,
         kind: NodeKind,
-        role: str,
+        service: str,
         method: str,
         sequence: int,
         work: SampleWork,
@@ -133,20 +133,20 @@ class Dataflow:
 
         Args:
             kind: What it does to the mesh.
-            role: Who does it.
+            service: Who does it.
             method: What is called.
             sequence: Number among the calls of that name in the step.
-            work: Makes the call; the node's role says with whom.
+            work: Makes the call; the node's service says with whom.
             num_blocks: Blocks that it gives.
             produces: Columns that come to be.
             after: Parts that must exist before.
-            others: Who may do it instead, when they are free before `role` is.
+            others: Who may do it instead, when they are free before `service` is.
 
         Raises in the node:
             RunError: The call ended, and a block never came.
         """
         after = tuple(after)
-        node = self._node(kind, role, method, sequence, None, None, after)
+        node = self._node(kind, service, method, sequence, None, None, after)
         loop = asyncio.get_running_loop()
         blocks: list[asyncio.Future[Outcome]] = [loop.create_future() for _ in range(num_blocks)]
 
@@ -171,7 +171,7 @@ class Dataflow:
                 raise RunError(
                     f"step {self.step}: {node.name} ended, but block {absent[0]} of {num_blocks} "
                     f"({len(absent)} such blocks) never came: a group of it is not whole; see the "
-                    f"log of the {node.role}"
+                    f"log of the {node.service}"
                 )
             return outcome
 
@@ -210,7 +210,7 @@ class Dataflow:
     def _node(
         self,
         kind: NodeKind,
-        role: str,
+        service: str,
         method: str,
         sequence: int,
         reads: ExperienceFuture | None,
@@ -226,9 +226,9 @@ class Dataflow:
             node_id=len(self.nodes),
             step=self.step,
             kind=kind,
-            role=role,
+            service=service,
             method=method,
-            pool=self._pools.of(role).name,
+            pool=self._pools.of(service).name,
             sequence=sequence,
             inputs=tuple(known.node_id for known in inputs),
             queued_at=self._now(),
@@ -255,8 +255,8 @@ class Dataflow:
         self, node: Node, work: Callable[[], Awaitable[Outcome]], others: Sequence[str] = ()
     ) -> Outcome:
         order = (self.step, node.node_id)
-        async with self._pools.lease((node.role, *others), order) as (chosen, switched):
-            node.role, node.pool = chosen, self._pools.of(chosen).name
+        async with self._pools.lease((node.service, *others), order) as (chosen, switched):
+            node.service, node.pool = chosen, self._pools.of(chosen).name
             node.phases |= switched
             return await self._started(node, work)
 
@@ -264,7 +264,7 @@ class Dataflow:
         node.started_at = self._now()
         node.state = NodeState.RUNNING
         with tracing.span(
-            node.name, parent=self._span, step=self.step, role=node.role, operation=node.method,
+            node.name, parent=self._span, step=self.step, role=node.service, operation=node.method,
             block=node.block, waited_seconds=node.started_at - node.queued_at,
         ) as span:  # fmt: skip
             outcome = await work()
@@ -288,7 +288,7 @@ class Dataflow:
             raise
         except Exception as error:
             node.state = NodeState.FAILED
-            failure = NodeFailedError(node.name, self.step, node.role, error)
+            failure = NodeFailedError(node.name, self.step, node.service, error)
             failure.__cause__ = error
             self._fail(failure)
             raise failure from error
@@ -329,12 +329,12 @@ class Dataflow:
         """Ends the step with this error: cancels what runs and what waits."""
         self._fail(error)
 
-    def running(self, role: str | None = None) -> list[Node]:
-        """Nodes whose call is in flight, of one role or of all."""
+    def running(self, service: str | None = None) -> list[Node]:
+        """Nodes whose call is in flight, of one service or of all."""
         return [
             node
             for node in self.nodes
-            if node.state is NodeState.RUNNING and role in (None, node.role)
+            if node.state is NodeState.RUNNING and service in (None, node.service)
         ]
 
     async def __aenter__(self) -> Self:
@@ -399,5 +399,5 @@ def _check_rows(
     if read is not None and made is not None and made.num_rows != read.num_rows:
         raise RunError(
             f"step {node.step}: {node.name} was given {read.num_rows} rows and answered with "
-            f"{made.num_rows}: the {node.role} must answer with one value for each row"
+            f"{made.num_rows}: the {node.service} must answer with one value for each row"
         )

@@ -29,7 +29,7 @@ class Sleeper(Protocol):
 class Pool:
     """A device set and its one lease.
 
-    Invariant: at most one holder. When the lease gets free, a waiting call of the role that is
+    Invariant: at most one holder. When the lease gets free, a waiting call of the service that is
     awake has it next, and otherwise the one that was made first. Where roles sleep, at most one of
     them is awake.
 
@@ -46,32 +46,32 @@ class Pool:
     sleeper: Sleeper | None = None
     """Puts roles to sleep while others compute; None leaves all of them where they are."""
     awake: str | None = None
-    """The role on the devices, where roles sleep."""
+    """The service on the devices, where roles sleep."""
     num_switches: int = 0
-    """Times that another role was woken."""
+    """Times that another service was woken."""
     is_held: bool = False
     _waiting: list[tuple[tuple[int, ...], str, asyncio.Future[None]]] = field(default_factory=list)
 
     @asynccontextmanager
-    async def lease(self, order: tuple[int, ...], role: str) -> AsyncIterator[dict[str, float]]:
-        """Holds the devices, with the role awake on them.
+    async def lease(self, order: tuple[int, ...], service: str) -> AsyncIterator[dict[str, float]]:
+        """Holds the devices, with the service awake on them.
 
         Args:
             order: Place of the call among all calls, unique; the lowest waiting one is next.
-            role: Who computes.
+            service: Who computes.
 
         Yields:
             Seconds that putting to sleep and waking took, by phase; nothing where nobody moved.
         """
-        await self.acquire(order, role)
+        await self.acquire(order, service)
         try:
-            yield await self.switch_to(role, order[0])
+            yield await self.switch_to(service, order[0])
         finally:
             self.pass_on()
 
-    async def switch_to(self, role: str, step: int) -> dict[str, float]:
-        """Wakes the role for the holder of the lease; gives the seconds that it took, by phase."""
-        if self.sleeper is None or self.awake == role:
+    async def switch_to(self, service: str, step: int) -> dict[str, float]:
+        """Wakes the service for the holder of the lease; gives the seconds of each phase."""
+        if self.sleeper is None or self.awake == service:
             return {}
         seconds = {}
         if self.awake is not None:
@@ -81,15 +81,15 @@ class Pool:
             await self.sleeper.sleep(previous, step)
             seconds["sleep"] = time.monotonic() - started
         started = time.monotonic()
-        await self.sleeper.wake(role, step)
-        self.awake = role
+        await self.sleeper.wake(service, step)
+        self.awake = service
         self.num_switches += 1
         return {**seconds, "wake": time.monotonic() - started}
 
-    async def acquire(self, order: tuple[int, ...], role: str) -> None:
+    async def acquire(self, order: tuple[int, ...], service: str) -> None:
         """Waits for the lease. Whoever has it must `pass_on`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((order, role, turn))
+        self._waiting.append((order, service, turn))
         try:
             # Whoever becomes ready in the same turn of the loop takes part in the choice.
             await asyncio.sleep(0)
@@ -116,7 +116,7 @@ class Pool:
 
 
 class Pools:
-    """Which pool a role stands in."""
+    """The pool of each service."""
 
     def __init__(
         self,
@@ -132,23 +132,23 @@ class Pools:
             replicas: Names of the services of a role, where it has several. Each has devices of
                 its own and a lease of its own.
         """
-        self._by_role: dict[str, Pool] = {}
+        self._by_service: dict[str, Pool] = {}
         for name, spec in specs.items():
             pool = Pool(name, spec.devices, sleeper if spec.lets_roles_sleep else None)
             for role in spec.roles:
-                self._by_role[role] = pool
+                self._by_service[role] = pool
                 services = (replicas or {}).get(role, ())
                 for index, service in enumerate(services if len(services) > 1 else ()):
                     devices = spec.devices[index :: len(services)] or spec.devices
-                    self._by_role[service] = Pool(f"{name}/{index}", devices, pool.sleeper)
+                    self._by_service[service] = Pool(f"{name}/{index}", devices, pool.sleeper)
 
-    def of(self, role: str) -> Pool:
-        """The role's pool, or ValueError."""
-        if role not in self._by_role:
+    def of(self, service: str) -> Pool:
+        """The service's pool, or ValueError."""
+        if service not in self._by_service:
             raise ValueError(
-                f"pools: role {role!r} stands in no pool; add it to the roles of one of them"
+                f"pools: role {service!r} stands in no pool; add it to the roles of one of them"
             )
-        return self._by_role[role]
+        return self._by_service[service]
 
     @asynccontextmanager
     async def lease(
@@ -187,7 +187,7 @@ class Pools:
             pools[chosen].pass_on()
 
     @asynccontextmanager
-    async def awake(self, role: str, step: int) -> AsyncIterator[None]:
-        """The role awake on its devices, for what is no node: a checkpoint, an export."""
-        async with self.of(role).lease((step, AFTER_ALL_NODES), role):
+    async def awake(self, service: str, step: int) -> AsyncIterator[None]:
+        """The service awake on its devices, for what is no node: a checkpoint, an export."""
+        async with self.of(service).lease((step, AFTER_ALL_NODES), service):
             yield

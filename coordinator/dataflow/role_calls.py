@@ -16,13 +16,11 @@ from rolemesh.coordinator.dataflow.connection import (
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind, Outcome, Part
 from rolemesh.coordinator.dataflow.graph import Dataflow, OnBlock
 from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.recipe.algorithms import AlgorithmParts, AlgorithmSection
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
-
-SEQUENCES = ("tokens", "prompt_lengths")
-"""Columns that every model reads."""
 
 
 class PromptCursor:
@@ -103,8 +101,8 @@ class StepContext:
     """What the handles of one step share."""
 
     step: int
-    algorithm: Any
-    """The recipe's algorithm section: any member of AlgorithmSpec."""
+    algorithm: AlgorithmSection
+    """The recipe's section, with the numeric parts that calls ask for."""
     dataflow: Dataflow
     journal: Journal
     connections: Mapping[str, RoleConnection]
@@ -122,18 +120,10 @@ class StepContext:
     trained_on: list[ExperienceFuture] = field(default_factory=list)
     """What the updates of the step were given."""
 
-    def part(self, name: str) -> Any:
-        """A numeric part of the algorithm, e.g. "policy_loss".
-
-        Raises:
-            ValueError: The recipe's algorithm has no such part.
-        """
-        part = getattr(self.algorithm, name, None)
-        if part is None:
-            raise ValueError(
-                f"algorithm.{name} is not given, but the algorithm asks for it: add it"
-            )
-        return part
+    @property
+    def parts(self) -> AlgorithmParts:
+        """The numeric parts of the algorithm; one that the recipe does not give raises."""
+        return self.algorithm.parts
 
 
 Call = Callable[
@@ -224,7 +214,7 @@ class ServiceCalls:
 
         return self.context.dataflow.call(
             kind=kind,
-            role=self.service,
+            service=self.service,
             method=method,
             sequence=key.sequence,
             work=work,
@@ -250,14 +240,14 @@ class ServiceCalls:
         kind, key = self._named(kind, method)
 
         async def work(node: Node, on_block: OnBlock) -> Outcome:
-            chosen = ServiceCalls(self.context, node.role)
+            chosen = ServiceCalls(self.context, node.service)
             return await chosen._made(
                 key, method, lambda on_progress: call(chosen, key, on_block, on_progress)
             )
 
         return self.context.dataflow.sample(
             kind=kind,
-            role=self.service,
+            service=self.service,
             method=method,
             sequence=key.sequence,
             work=work,

@@ -16,9 +16,18 @@ from rolemesh.coordinator.dataflow.futures import (
     Part,
     UpdateFuture,
 )
-from rolemesh.coordinator.dataflow.role_calls import SEQUENCES, PromptBatch, RoleHandle, StepContext
-from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
-from rolemesh.engine.specs import SamplingSpec, SftLossSpec
+from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
+from rolemesh.engine.specs import LossSpec, SftLossSpec
+from rolemesh.engine.specs.columns import (
+    DATA_COLUMNS,
+    ENVIRONMENT_REWARDS,
+    INPUT_COLUMNS,
+    IS_JUDGED,
+    PAIR_COLUMNS,
+    PROXIMAL_LOGPROBS,
+    ROLLOUT_COLUMNS,
+    TRAJECTORY_COLUMNS,
+)
 from rolemesh.rpc.references import concat_references
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import to_algorithm_part
@@ -45,29 +54,19 @@ __all__ = [
 _Key = operation_pb2.OperationKey
 _Ref = experience_pb2.ExperienceRef
 
-READ_COLUMNS = (
-    *SEQUENCES,
-    "loss_mask",
-    "prompt_ids",
-    "prompt_text",
-    "completion_text",
-    "answer",
-    "metadata",
-)
-PAIR_COLUMNS = ("pair_ids", "preference")
-PROXIMAL = "proximal_logprobs"
-"""Log-probs under the weights that a step begins with."""
-
 
 class _TrainedRole(RoleHandle):
     """A role whose weights change."""
 
     def _update(
-        self, experience: ExperienceFuture, loss: Any, pretraining: ExperienceFuture | None = None
+        self,
+        experience: ExperienceFuture,
+        loss: LossSpec,
+        pretraining: ExperienceFuture | None = None,
     ) -> UpdateFuture:
         algorithm = self.context.algorithm
         self.context.trained_on.append(experience)
-        reads = experience.select((*SEQUENCES, *loss.columns()))
+        reads = experience.select((*INPUT_COLUMNS, *loss.columns()))
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
 
@@ -78,7 +77,7 @@ class _TrainedRole(RoleHandle):
                     trainer_pb2.AuxiliaryLoss(
                         experience=await pretraining.result(),
                         loss=_part(SftLossSpec()),
-                        weight=self.context.part("pretraining_weight"),
+                        weight=self.context.parts.pretraining_weight,
                     )
                 ]
             return await self.client.update(
@@ -98,7 +97,7 @@ class _TrainedRole(RoleHandle):
         self,
         prompts: PromptBatch,
         kind: data_pb2.ReadKind.ValueType,
-        columns: tuple[str, ...] = READ_COLUMNS,
+        columns: tuple[str, ...] = DATA_COLUMNS,
         *,
         is_pretraining: bool = False,
     ) -> ExperienceFuture:
@@ -114,7 +113,7 @@ class _TrainedRole(RoleHandle):
     def read_preferences(self, prompts: PromptBatch) -> ExperienceFuture:
         """Pairs of the data: for each row the chosen completion, then the rejected one."""
         kind = data_pb2.READ_KIND_PREFERENCE
-        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+        return self._read(prompts, kind, (*DATA_COLUMNS, *PAIR_COLUMNS))
 
     def _future(self, part: Part) -> ExperienceFuture:
         return ExperienceFuture(self.context.dataflow, (part,))
@@ -132,7 +131,7 @@ class ActorRole(_TrainedRole):
             prompts: What to complete.
             greedy: Takes the likeliest completion instead, one a prompt.
         """
-        sampling: SamplingSpec = self.context.part("sampling")
+        sampling = self.context.parts.sampling
         if greedy:
             sampling = sampling.model_copy(update={"greedy": True, "samples_per_prompt": 1})
         return self.context.sampler.generate(self.context, prompts, sampling)
@@ -152,7 +151,7 @@ class ActorRole(_TrainedRole):
         Raises in the node:
             RunError: algorithm.max_rounds rounds did not give enough groups.
         """
-        max_rounds: int = self.context.part("max_rounds")
+        max_rounds = self.context.parts.max_rounds
 
         async def collect() -> experience_pb2.ExperienceRef:
             kept, missing, batch = [], prompts.count, prompts
@@ -162,7 +161,7 @@ class ActorRole(_TrainedRole):
                 chosen = (await self._select(rollouts, missing).outcomes[0]).experience
                 if chosen is not None:
                     kept.append(chosen)
-                    missing -= chosen.num_rows // self.context.part("sampling").samples_per_prompt
+                    missing -= chosen.num_rows // self.context.parts.sampling.samples_per_prompt
                 if missing == 0:
                     return concat_references(kept)
                 batch = prompts.more(prompts.count)
@@ -176,7 +175,7 @@ class ActorRole(_TrainedRole):
         return self.context.dataflow.defer(collect, (*ROLLOUT_COLUMNS, "rewards"))
 
     def _select(self, rollouts: ExperienceFuture, max_groups: int) -> Part:
-        rule = _part(self.context.part("selection"))
+        rule = _part(self.context.parts.selection)
         return self.node(
             NodeKind.INFER,
             "select",
@@ -193,17 +192,17 @@ class ActorRole(_TrainedRole):
     def read_judgements(self, prompts: PromptBatch) -> ExperienceFuture:
         """Judged completions of the data, each with a row to estimate the divergence from."""
         kind = data_pb2.READ_KIND_JUDGEMENT
-        return self._read(prompts, kind, (*READ_COLUMNS, *PAIR_COLUMNS))
+        return self._read(prompts, kind, (*DATA_COLUMNS, *PAIR_COLUMNS))
 
     def read_pretraining(self, prompts: PromptBatch) -> ExperienceFuture | None:
         """As many pretraining texts; None where algorithm.pretraining_weight is 0."""
-        if self.context.part("pretraining_weight") == 0:
+        if self.context.parts.pretraining_weight == 0:
             return None
         return self._read(prompts, data_pb2.READ_KIND_DEMONSTRATION, is_pretraining=True)
 
     def compute_logprobs(self, experience: ExperienceFuture) -> ExperienceFuture:
         """Log-prob of every completion token under the weights that the step begins with."""
-        part = _compute_logprobs(self, experience, PROXIMAL)
+        part = _compute_logprobs(self, experience, PROXIMAL_LOGPROBS)
         return self._future(part)
 
     def compute_advantages(
@@ -223,7 +222,7 @@ class ActorRole(_TrainedRole):
         Raises:
             ValueError: The recipe's estimator is another one.
         """
-        spec = self.context.part("advantages")
+        spec = self.context.parts.advantages
         if spec.type != estimator:
             raise ValueError(
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
@@ -264,8 +263,8 @@ class ActorRole(_TrainedRole):
             experience: What the loss reads.
             pretraining: Texts whose likelihood is kept up beside it.
         """
-        loss = self.context.part("policy_loss")
-        if PROXIMAL in loss.columns() and PROXIMAL not in experience.columns:
+        loss = self.context.parts.policy_loss
+        if PROXIMAL_LOGPROBS in loss.columns() and PROXIMAL_LOGPROBS not in experience.columns:
             experience |= self.compute_logprobs(experience)
         update = self._update(experience, loss, pretraining)
         self.context.policy_updates.append(update.part)
@@ -283,14 +282,14 @@ class CriticRole(_TrainedRole):
             NodeKind.INFER,
             "compute_values",
             lambda key, reference, told: self.client.compute_values(key, reference).result(told),
-            experience.select(SEQUENCES),
+            experience.select(INPUT_COLUMNS),
             ("values",),
         )
         return self._future(part)
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the values with the recipe's value loss."""
-        return self._update(experience, self.context.part("value_loss"))
+        return self._update(experience, self.context.parts.value_loss)
 
 
 class ReferenceRole(RoleHandle):
@@ -305,15 +304,15 @@ class ReferenceRole(RoleHandle):
 
 
 def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> Part:
-    loss = handle.context.part("policy_loss")
-    temperature = getattr(loss, "temperature", 1.0)
+    loss = handle.context.parts.policy_loss
+    temperature = loss.logprob_temperature
     return handle.node(
         NodeKind.INFER,
         "compute_logprobs",
         lambda key, reference, told: handle.client.compute_logprobs(
             key, reference, column, temperature=temperature
         ).result(told),
-        experience.select(SEQUENCES),
+        experience.select(INPUT_COLUMNS),
         (column,),
     )
 
@@ -329,15 +328,13 @@ class _JudgingRole(_TrainedRole):
     def _judge(
         self, experience: ExperienceFuture, method: str, column: str, pass_at: tuple[int, ...] = ()
     ) -> ExperienceFuture:
-        needs: tuple[str, ...] = (
-            *SEQUENCES, "prompt_text", "completion_text", "answer", "metadata",
-        )  # fmt: skip
+        needs: tuple[str, ...] = TRAJECTORY_COLUMNS
         produces: tuple[str, ...] = (column,)
         if self.role in self.context.may_drop:
             # A row that is left out loses its mask, and so its part in every update.
             needs = (*needs, "prompt_ids", "loss_mask")
-            produces = (*produces, "is_judged", "loss_mask")
-        uses = ("environment_rewards", "prompt_ids", "is_judged")
+            produces = (*produces, IS_JUDGED, "loss_mask")
+        uses = (ENVIRONMENT_REWARDS, "prompt_ids", IS_JUDGED)
         reads = experience.select(needs, uses=uses)
         part = self.node(
             NodeKind.INFER,
@@ -369,7 +366,7 @@ class RewardRole(_JudgingRole):
 
     def update(self, experience: ExperienceFuture) -> UpdateFuture:
         """Trains the reward model with the recipe's reward loss."""
-        return self._update(experience, self.context.part("reward_loss"))
+        return self._update(experience, self.context.parts.reward_loss)
 
 
 class CostRole(_JudgingRole):

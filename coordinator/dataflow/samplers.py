@@ -24,26 +24,10 @@ from rolemesh.coordinator.recipe.schedule import (
 )
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import SamplingSpec
+from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, weights_pb2
-
-ROLLOUT_COLUMNS = (
-    "tokens",
-    "prompt_lengths",
-    "logprobs",
-    "loss_mask",
-    "policy_versions",
-    "prompt_ids",
-    "sample_indexes",
-    "finished",
-    "prompt_text",
-    "completion_text",
-    "answer",
-    "metadata",
-)
-ENVIRONMENT_COLUMNS = ("environment_rewards",)
-"""Further columns where the data has an environment."""
 
 
 class _Calls:
@@ -348,13 +332,13 @@ def make_sampler(recipe: Recipe) -> Sampler:
     """The sampler of a recipe's schedule."""
     actor, rollout = recipe.actor, recipe.rollout
     has_environment = actor is not None and actor.environment is not None
-    columns = (*ROLLOUT_COLUMNS, *(ENVIRONMENT_COLUMNS if has_environment else ()))
+    columns = (*ROLLOUT_COLUMNS, *((ENVIRONMENT_REWARDS,) if has_environment else ()))
     if rollout is None:
         return ActorSampler(recipe.schedule.sampler, columns)
     return RolloutSampler(
         recipe.schedule.sampler,
         recipe.services_of("rollout"),
         rollout.rollout.dtype,
-        getattr(recipe.algorithm, "sampling", None),
+        recipe.sampling,
         columns,
     )

@@ -15,16 +15,18 @@ from rolemesh.coordinator.dataflow.futures import Node
 
 
 def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
-    """The nodes in Chrome's trace event format: one row a role, grouped by pool."""
+    """The nodes in Chrome's trace event format: one row a service, grouped by pool."""
     nodes = [node for node in nodes if node.started_at is not None and node.ended_at is not None]
     pools = {name: number for number, name in enumerate(sorted({node.pool for node in nodes}))}
-    roles = {name: number for number, name in enumerate(sorted({node.role for node in nodes}))}
+    services = {
+        name: number for number, name in enumerate(sorted({node.service for node in nodes}))
+    }
     events: list[dict[str, Any]] = []
     for name, number in pools.items():
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-    for pool, role in sorted({(node.pool, node.role) for node in nodes}):
-        thread = {"ph": "M", "name": "thread_name", "pid": pools[pool], "tid": roles[role]}
-        events.append({**thread, "args": {"name": role}})
+    for pool, service in sorted({(node.pool, node.service) for node in nodes}):
+        thread = {"ph": "M", "name": "thread_name", "pid": pools[pool], "tid": services[service]}
+        events.append({**thread, "args": {"name": service}})
     for node in nodes:
         assert node.started_at is not None
         events.append(
@@ -33,7 +35,7 @@ def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
                 "name": node.name,
                 "cat": node.kind.value,
                 "pid": pools[node.pool],
-                "tid": roles[node.role],
+                "tid": services[node.service],
                 "ts": round(node.started_at * 1e6),
                 "dur": round(node.seconds * 1e6),
                 "args": {
@@ -51,7 +53,7 @@ def chrome_trace(nodes: Iterable[Node]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class PathPart:
+class PathNode:
     """A node of a critical path."""
 
     node: Node
@@ -59,7 +61,7 @@ class PathPart:
     """Its own time; of a generation whose blocks are read while it runs, up to that block."""
 
 
-def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
+def critical_path(nodes: Sequence[Node]) -> list[PathNode]:
     """The chain of nodes that a step cannot be shorter than, first node first.
 
     A node comes after those whose columns it reads, and after those that held its pool before it.
@@ -94,10 +96,10 @@ def critical_path(nodes: Sequence[Node]) -> list[PathPart]:
         place_of[node.node_id] = place
     last = max(range(len(ended)), key=lambda place: lengths[place], default=None)
     step = None if last is None else (last, ended[last].seconds)
-    path: list[PathPart] = []
+    path: list[PathNode] = []
     while step is not None:
         place, seconds = step
-        path.append(PathPart(ended[place], seconds))
+        path.append(PathNode(ended[place], seconds))
         step = before[place]
     return path[::-1]
 

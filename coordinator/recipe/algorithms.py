@@ -6,7 +6,8 @@ the name of a function in `coordinator/algorithms`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Generic, Literal, Self, TypeVar, cast
 
 from pydantic import Field, model_validator
 
@@ -23,6 +24,7 @@ from rolemesh.engine.specs import (
     KtoPointSpec,
     LossSpec,
     OnlineDpoSpec,
+    PolicyTermsSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
     ReinforcePlusPlusBaselineSpec,
@@ -38,9 +40,46 @@ from rolemesh.engine.specs import (
     Spec,
 )
 
+T = TypeVar("T")
 
-class _UpdateSpec(Spec):
-    """What every algorithm has: how a step's rows become optimizer steps."""
+
+class _Part(Generic[T]):
+    """A field of a section that holds a T, where the section has that field."""
+
+    def __set_name__(self, owner: type[AlgorithmParts], name: str) -> None:
+        self._name = name
+
+    def __get__(self, parts: AlgorithmParts, owner: type[AlgorithmParts]) -> T:
+        part = parts.fields.get(self._name)
+        if part is None:
+            raise ValueError(
+                f"algorithm.{self._name} is not given, but the algorithm asks for it: add it"
+            )
+        return cast(T, part)
+
+
+class AlgorithmParts:
+    """The parts that a step may ask of an algorithm's section, by the names of its fields.
+
+    No section has all of them. To read one that the recipe does not give raises ValueError.
+    """
+
+    sampling = _Part[SamplingSpec]()
+    advantages = _Part[EstimatorSpec]()
+    policy_loss = _Part[LossSpec]()
+    value_loss = _Part[LossSpec]()
+    reward_loss = _Part[LossSpec]()
+    selection = _Part[SelectionSpec]()
+    max_rounds = _Part[int]()
+    pretraining_weight = _Part[float]()
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        """Takes the fields of a section by name."""
+        self.fields = fields
+
+
+class AlgorithmSection(Spec):
+    """The base of every algorithm that is a function: how a step's rows become optimizer steps."""
 
     epochs: int = Field(default=1, ge=1)
     """Passes over a step's experience."""
@@ -53,9 +92,18 @@ class _UpdateSpec(Spec):
         """Neighbouring rows that an update keeps together."""
         return 1
 
+    @property
+    def parts(self) -> AlgorithmParts:
+        """The numeric parts that the section gives."""
+        return AlgorithmParts(dict(self))
 
-class _SampledSpec(_UpdateSpec):
-    """An algorithm on trajectories that the policy samples."""
+
+class SampledSpec(AlgorithmSection):
+    """The base of algorithms on trajectories that the policy samples."""
+
+    chooses_prompts: ClassVar[bool] = False
+    """Whether the function itself may ask for further prompts: then no sampler can begin them
+    before the step."""
 
     sampling: SamplingSpec = SamplingSpec()
 
@@ -67,10 +115,10 @@ class _SampledSpec(_UpdateSpec):
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
-        temperature = getattr(getattr(self, "policy_loss", None), "temperature", None)
-        if temperature is not None and temperature != self.sampling.temperature:
+        loss = self.parts.fields.get("policy_loss")
+        if isinstance(loss, PolicyTermsSpec) and loss.temperature != self.sampling.temperature:
             raise ValueError(
-                f"policy_loss.temperature is {temperature} but "
+                f"policy_loss.temperature is {loss.temperature} but "
                 f"sampling.temperature is {self.sampling.temperature}: give both the same value, "
                 "or the ratio compares two different distributions"
             )
@@ -83,8 +131,8 @@ class _SampledSpec(_UpdateSpec):
         return self
 
 
-class _GroupSpec(_SampledSpec):
-    """An algorithm that compares the completions of one prompt with each other."""
+class _GroupSpec(SampledSpec):
+    """The base of algorithms that compare the completions of one prompt with each other."""
 
     sampling: SamplingSpec = SamplingSpec(samples_per_prompt=8)
 
@@ -98,8 +146,8 @@ class _GroupSpec(_SampledSpec):
         return self
 
 
-class _PairedSpec(_UpdateSpec):
-    """An algorithm on rows that come in twos."""
+class _PairedSpec(AlgorithmSection):
+    """The base of algorithms on rows that come in twos."""
 
     @property
     def rows_per_unit(self) -> int:
@@ -116,7 +164,7 @@ class _PairedSpec(_UpdateSpec):
         return self
 
 
-class PpoSpec(_SampledSpec):
+class PpoSpec(SampledSpec):
     """Proximal policy optimisation with a critic (arXiv 1707.06347)."""
 
     type: Literal["ppo"] = "ppo"
@@ -125,7 +173,7 @@ class PpoSpec(_SampledSpec):
     value_loss: PpoValueLossSpec = PpoValueLossSpec()
 
 
-class SafeRlhfAlgorithmSpec(_SampledSpec):
+class SafeRlhfAlgorithmSpec(SampledSpec):
     """Safe RLHF: PPO under a limit on the mean cost (arXiv 2310.12773)."""
 
     type: Literal["safe_rlhf"] = "safe_rlhf"
@@ -157,6 +205,8 @@ class DrGrpoAlgorithmSpec(_GroupSpec):
 class DapoSpec(_GroupSpec):
     """DAPO: GRPO with dynamic sampling, a higher upper clip and a token mean (arXiv 2503.14476)."""
 
+    chooses_prompts: ClassVar[bool] = True
+
     type: Literal["dapo"] = "dapo"
     advantages: GrpoSpec = GrpoSpec()
     policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
@@ -181,17 +231,21 @@ class CispoAlgorithmSpec(_GroupSpec):
     policy_loss: CispoPolicyLossSpec = CispoPolicyLossSpec()
 
 
+ReinforceOrPpoLossSpec = Annotated[
+    ReinforcePolicyLossSpec | PpoPolicyLossSpec, Field(discriminator="type")
+]
+"""The plain policy gradient of the paper, or the clipped loss in its place."""
+
+
 class RlooAlgorithmSpec(_GroupSpec):
     """REINFORCE with the other completions of a prompt as baseline (arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
     advantages: RlooSpec = RlooSpec()
-    policy_loss: ReinforcePolicyLossSpec | PpoPolicyLossSpec = Field(
-        default=ReinforcePolicyLossSpec(), discriminator="type"
-    )
+    policy_loss: ReinforceOrPpoLossSpec = ReinforcePolicyLossSpec()
 
 
-class ReinforcePlusPlusAlgorithmSpec(_SampledSpec):
+class ReinforcePlusPlusAlgorithmSpec(SampledSpec):
     """REINFORCE++ (arXiv 2501.03262)."""
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -207,14 +261,12 @@ class ReinforcePlusPlusBaselineAlgorithmSpec(_GroupSpec):
     policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
 
 
-class RemaxAlgorithmSpec(_SampledSpec):
+class RemaxAlgorithmSpec(SampledSpec):
     """ReMax: REINFORCE with the greedy completion as baseline, and no critic (arXiv 2310.10505)."""
 
     type: Literal["remax"] = "remax"
     advantages: RemaxSpec = RemaxSpec()
-    policy_loss: ReinforcePolicyLossSpec | PpoPolicyLossSpec = Field(
-        default=ReinforcePolicyLossSpec(), discriminator="type"
-    )
+    policy_loss: ReinforceOrPpoLossSpec = ReinforcePolicyLossSpec()
 
 
 class OnlineDpoAlgorithmSpec(_GroupSpec):
@@ -251,7 +303,7 @@ class KtoSpec(_PairedSpec):
     policy_loss: KtoLossSpec = KtoLossSpec()
 
 
-class SftSpec(_UpdateSpec):
+class SftSpec(AlgorithmSection):
     """Supervised fine-tuning on given completions."""
 
     type: Literal["sft"] = "sft"
@@ -278,8 +330,10 @@ class ExternalSpec(Spec):
     type: Literal["external"] = EXTERNAL
 
 
-class CustomSpec(_SampledSpec):
+class CustomSpec(SampledSpec):
     """A function of yours, with whatever parts it asks for."""
+
+    chooses_prompts: ClassVar[bool] = True
 
     type: Literal["custom"] = "custom"
     function: str = Field(pattern=r"^(.+\.py:)?[A-Za-z_][\w.-]*$")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.coordinator.recipe.addresses import plain_address
-from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec
+from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec, SampledSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.engine.layout.ranks import TrainLayout
@@ -247,6 +247,11 @@ class Recipe(Spec):
         """Roles that have a section."""
         return tuple(role for role in ROLES if getattr(self, role) is not None)
 
+    @property
+    def sampling(self) -> SamplingSpec | None:
+        """How the algorithm samples; None where it works on data that is given."""
+        return self.algorithm.sampling if isinstance(self.algorithm, SampledSpec) else None
+
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
         for role, spec in self.services.items():
@@ -318,14 +323,14 @@ class Recipe(Spec):
                     f"pool with {', '.join(r for r in mates if r != 'rollout')}: give it a pool "
                     "of its own"
                 )
-            if not hasattr(self.algorithm, "sampling") or hasattr(self.algorithm, "selection"):
+            if not isinstance(self.algorithm, SampledSpec) or self.algorithm.chooses_prompts:
                 raise ValueError(
                     f"schedule.sampler.type is {sampler.type!r}, which algorithm "
                     f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
                 )
         self._check_sampler()
-        samples = getattr(self.algorithm, "sampling", None) is not None
-        if samples and self.rollout is None and self.actor and self.actor.rollout is None:
+        has_sampler = self.rollout is not None or (self.actor and self.actor.rollout is not None)
+        if self.sampling is not None and self.actor and not has_sampler:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but nobody does: give actor.rollout, "
                 "e.g. {type: vllm}, or a rollout section for services of their own"
@@ -338,7 +343,7 @@ class Recipe(Spec):
     def _check_sampler(self) -> None:
         """Numbers of the sampler that are given have to have an effect, and one that works."""
         sampler, num_prompts = self.schedule.sampler, self.run.prompts_per_step
-        sampling: SamplingSpec | None = getattr(self.algorithm, "sampling", None)
+        sampling = self.sampling
         for name, given in (
             ("batch_size", sampler.batch_size is not None),
             ("block_rows", sampler.block_rows > 0),

@@ -32,8 +32,7 @@ def experience_bytes(recipe: Recipe) -> int:
     This counts all rows of the steps in flight at full length on one rank, although ranks share the
     rows.
     """
-    sampler, algorithm = recipe.schedule.sampler, recipe.algorithm
-    sampling = getattr(algorithm, "sampling", None)
+    sampler, sampling = recipe.schedule.sampler, recipe.sampling
     rollout = recipe.rollout.rollout if recipe.rollout else recipe.actor and recipe.actor.rollout
     if sampling is None or not rollout:
         return _LEAST_BYTES

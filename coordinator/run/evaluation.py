@@ -59,7 +59,7 @@ async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
         RunError: A call failed, or the reward service reports no mean.
     """
     number = spec.samples_per_prompt
-    sampling = context.part("sampling").model_copy(
+    sampling = context.parts.sampling.model_copy(
         update={"greedy": number == 1, "samples_per_prompt": number}
     )
     prompts = PromptBatch(start=0, count=spec.num_prompts, is_held_out=True)

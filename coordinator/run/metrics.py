@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.trace import critical_path
-from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.trackers.files import JsonLinesTracker, TensorBoardTracker
 from rolemesh.coordinator.trackers.outside import OutsideTracker
@@ -50,7 +49,7 @@ MOVES = ("sleep", "wake")
 
 def phase_of(node: Node) -> str:
     """The name that people use for the work of a node."""
-    name = f"{role_of(node.role)}.{node.method}"
+    name = f"{node.role}.{node.method}"
     return PHASE_OF_NODE.get(name, name.replace(".", "_"))
 
 
@@ -88,7 +87,7 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     """
     calls: dict[tuple[str, str], list[Node]] = {}
     for node in nodes:
-        calls.setdefault((role_of(node.role), node.method), []).append(node)
+        calls.setdefault((node.role, node.method), []).append(node)
     roles_by_name: dict[str, set[str]] = {}
     for (role, _), parts in calls.items():
         for name in combined_metrics(parts):

@@ -20,6 +20,7 @@ from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, PromptCursor, StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
+from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
@@ -67,6 +68,9 @@ class TrainingLoop(RunLoop):
         samples: SampleTaker,
     ) -> None:
         super().__init__(wishes)
+        # A client makes the steps of the one other kind of section.
+        assert isinstance(recipe.algorithm, AlgorithmSection)
+        self._section = recipe.algorithm
         self._recipe = recipe
         self._algorithm = algorithm
         self._mesh = mesh
@@ -174,7 +178,7 @@ class TrainingLoop(RunLoop):
     def _can_evaluate(self) -> bool:
         """Whether there is a policy that samples, and a role that judges it."""
         has_roles = {"actor", "reward"} <= self._mesh.connections.keys()
-        return has_roles and getattr(self._recipe.algorithm, "sampling", None) is not None
+        return has_roles and self._recipe.sampling is not None
 
     def _check_held_out(self) -> None:
         if not self._can_evaluate:
@@ -198,7 +202,7 @@ class TrainingLoop(RunLoop):
     def _context(self, step: int, *, is_evaluation: bool = False) -> StepContext:
         return StepContext(
             step=step,
-            algorithm=self._recipe.algorithm,
+            algorithm=self._section,
             dataflow=Dataflow(step, self._pools),
             sampler=self._sampler,
             journal=self._journal,

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-
-IS_JUDGED = "is_judged"
-"""Row column, bool; a batch without it is judged in full."""
+from rolemesh.engine.specs.columns import IS_JUDGED
 
 _ABSENT = {"pair_ids": -1}
 """What a row that is left out gets in a new column; 0 in others."""

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import torch
-
 from rolemesh.engine.data.prompts import PromptSet, Split
 from rolemesh.engine.data.rendering import CompletionTokens
 from rolemesh.engine.data.rows import Completion, DataInvalidError, PromptRow, PromptTooLongError
-from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.experience import Experience
 
 Kind = Literal["demonstration", "preference", "judgement"]
 
@@ -192,31 +190,21 @@ def _completion(
 
 def _experience(rows: _Rows, tokenizer: Any, *, with_pairs: bool) -> Experience:
     completions = [list(completion.tokens) for completion in rows.completions]
-
-    def per_row(values: Sequence[float], dtype: torch.dtype) -> Column:
-        return Column(ColumnKind.ROW, torch.tensor(values, dtype=dtype))
-
-    columns = {
-        "tokens": Column.ragged(
-            ColumnKind.SEQUENCE,
-            [[*given.tokens, *own] for given, own in zip(rows.given, completions, strict=True)],
-            torch.int64,
-        ),
-        "prompt_lengths": per_row([len(given.tokens) for given in rows.given], torch.int64),
-        "loss_mask": Column.ragged(
-            ColumnKind.COMPLETION,
-            [completion.loss_mask for completion in rows.completions],
-            torch.bool,
-        ),
-        "prompt_ids": per_row([given.index for given in rows.given], torch.int64),
-        "prompt_text": Column.text([given.text for given in rows.given]),
-        "completion_text": Column.text(
-            [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
-        ),
-        "answer": Column.text([given.row.answer for given in rows.given]),
-        "metadata": Column.text([given.row.metadata for given in rows.given]),
+    columns: dict[str, Sequence[Any]] = {
+        "tokens": [
+            [*given.tokens, *own] for given, own in zip(rows.given, completions, strict=True)
+        ],
+        "prompt_lengths": [len(given.tokens) for given in rows.given],
+        "loss_mask": [completion.loss_mask for completion in rows.completions],
+        "prompt_ids": [given.index for given in rows.given],
+        "prompt_text": [given.text for given in rows.given],
+        "completion_text": [
+            tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions
+        ],
+        "answer": [given.row.answer for given in rows.given],
+        "metadata": [given.row.metadata for given in rows.given],
     }
     if with_pairs:
-        columns["pair_ids"] = per_row([given.position for given in rows.given], torch.int64)
-        columns["preference"] = per_row(rows.preferences, torch.float32)
-    return Experience(columns)
+        columns["pair_ids"] = [given.position for given in rows.given]
+        columns["preference"] = rows.preferences
+    return Experience.of_rows(columns)

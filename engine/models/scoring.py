@@ -16,11 +16,10 @@ from rolemesh.engine.models.rank_model import (
 )
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.parallel.agreement import prepare_together
+from rolemesh.engine.specs.columns import INPUT_COLUMNS
 
 Progress = Callable[[str, int, int], Any]
 """Called with (stage, rows done, rows)."""
-
-INPUT_COLUMNS = ("tokens", "prompt_lengths")
 
 
 def compute_logprobs(

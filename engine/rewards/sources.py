@@ -233,9 +233,9 @@ class ClassifierReward:
         return Experience(
             {
                 **kept,
-                "tokens": Column.ragged(ColumnKind.SEQUENCE, rows, torch.int64),
-                "prompt_lengths": Column(ColumnKind.ROW, torch.tensor(prompt_lengths)),
-                "loss_mask": Column.ragged(ColumnKind.COMPLETION, masks, torch.bool),
+                "tokens": Column.named("tokens", rows),
+                "prompt_lengths": Column.named("prompt_lengths", prompt_lengths),
+                "loss_mask": Column.named("loss_mask", masks),
             }
         )
 

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.experience import Experience
 from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest
 from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
+from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS
 
 Progress = Callable[[str, int, int], None]
 
@@ -24,9 +23,6 @@ class Decoder(Protocol):
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """Text of tokens."""
 
-
-ENVIRONMENT_REWARDS = "environment_rewards"
-"""Column of what the environment gave, float32 a row."""
 
 OnBlock = Callable[[int, Experience], None]
 """Is handed the number of a block, and its rows."""
@@ -172,36 +168,23 @@ def _assemble(
 ) -> Experience:
     completions = [episode.completion_tokens for episode in episodes]
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
-
-    def per_token(values: Sequence[Sequence[float]], dtype: torch.dtype) -> Column:
-        return Column.ragged(ColumnKind.COMPLETION, values, dtype)
-
-    def per_row(values: Sequence[float], dtype: torch.dtype) -> Column:
-        return Column(ColumnKind.ROW, torch.tensor(values, dtype=dtype))
-
-    columns = {
-        "tokens": Column.ragged(
-            ColumnKind.SEQUENCE,
-            [[*row.tokens, *tokens] for row, tokens in zip(rows, completions, strict=True)],
-            torch.int64,
-        ),
-        "prompt_lengths": per_row([len(row.tokens) for row in rows], torch.int64),
-        "logprobs": per_token([episode.logprobs for episode in episodes], torch.float32),
-        "loss_mask": per_token([episode.loss_mask for episode in episodes], torch.bool),
-        "policy_versions": per_token(
-            [episode.policy_versions for episode in episodes], torch.int64
-        ),
-        "prompt_ids": per_row([row.prompt_id for row in rows], torch.int64),
-        "sample_indexes": per_row(sample_indexes, torch.int64),
-        "finished": per_row([e.finish_reason == "stop" for e in episodes], torch.bool),
-        "prompt_text": Column.text([row.text for row in rows]),
-        "completion_text": Column.text(texts),
-        "answer": Column.text([row.answer for row in rows]),
-        "metadata": Column.text([row.metadata for row in rows]),
+    columns: dict[str, Sequence[Any]] = {
+        "tokens": [[*row.tokens, *tokens] for row, tokens in zip(rows, completions, strict=True)],
+        "prompt_lengths": [len(row.tokens) for row in rows],
+        "logprobs": [episode.logprobs for episode in episodes],
+        "loss_mask": [episode.loss_mask for episode in episodes],
+        "policy_versions": [episode.policy_versions for episode in episodes],
+        "prompt_ids": [row.prompt_id for row in rows],
+        "sample_indexes": sample_indexes,
+        "finished": [episode.finish_reason == "stop" for episode in episodes],
+        "prompt_text": [row.text for row in rows],
+        "completion_text": texts,
+        "answer": [row.answer for row in rows],
+        "metadata": [row.metadata for row in rows],
     }
     if has_rewards:
-        columns[ENVIRONMENT_REWARDS] = per_row([e.reward for e in episodes], torch.float32)
-    return Experience(columns)
+        columns[ENVIRONMENT_REWARDS] = [episode.reward for episode in episodes]
+    return Experience.of_rows(columns)
 
 
 SAMPLING_COLUMNS = ("logprobs", "loss_mask", "policy_versions", "finished")

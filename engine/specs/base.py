@@ -25,6 +25,11 @@ class PartSpec(Spec):
     def columns(self) -> tuple[str, ...]:
         """Columns that it reads, besides tokens and prompt_lengths."""
 
+    @property
+    def logprob_temperature(self) -> float:
+        """Softmax temperature at which the log-probs that it reads are taken."""
+        return 1.0
+
 
 class EstimatorPartSpec(PartSpec):
     """A part that makes new columns of a batch from those that it has; no model takes part."""

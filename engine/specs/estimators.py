@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
+from rolemesh.engine.specs.columns import PAIR_COLUMNS
 from rolemesh.engine.specs.preferences import KtoPointSpec
 
 
@@ -267,7 +268,7 @@ class OnlineDpoSpec(EstimatorPartSpec):
 
     def makes(self) -> tuple[str, ...]:
         """pair_ids (int64 row, -1: none) and preference (float32 row, 1, -1, or 0: neither)."""
-        return ("pair_ids", "preference")
+        return PAIR_COLUMNS
 
 
 EstimatorSpec = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import PartSpec
+from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
 from rolemesh.engine.specs.estimators import KlForm
 from rolemesh.engine.specs.preferences import (
     BradleyTerryLossSpec,
@@ -48,6 +49,11 @@ class PolicyTermsSpec(AggregatedLossSpec):
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature at which log-probs are taken: that of sampling."""
 
+    @property
+    def logprob_temperature(self) -> float:
+        """What `temperature` says."""
+        return self.temperature
+
     def columns(self) -> tuple[str, ...]:
         """Log-probs of sampling, advantages and mask; the reference's where a KL is wanted."""
         kl = ("reference_logprobs",) if self.kl_in_loss > 0 else ()
@@ -76,7 +82,7 @@ class PpoPolicyLossSpec(PolicyTermsSpec):
 
     def columns(self) -> tuple[str, ...]:
         """Those of a policy loss; log-probs at the start of the update with importance_cap."""
-        proximal = () if self.importance_cap is None else ("proximal_logprobs",)
+        proximal = () if self.importance_cap is None else (PROXIMAL_LOGPROBS,)
         return (*super().columns(), *proximal)
 
 

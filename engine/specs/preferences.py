@@ -7,10 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec, PartSpec
-
-PAIR_COLUMNS = ("pair_ids", "preference")
-"""Rows with equal pair_ids belong together (-1: to no pair); preference is 1 for the chosen or
-wanted, -1 for the rejected or unwanted, and 0 for a row that is neither."""
+from rolemesh.engine.specs.columns import PAIR_COLUMNS, PROXIMAL_LOGPROBS
 
 
 class SftLossSpec(PartSpec):
@@ -81,7 +78,7 @@ class KtoPointSpec(EstimatorPartSpec):
 
     def columns(self) -> tuple[str, ...]:
         """Log-probs of policy and reference, the mask, and which rows are there for the KL."""
-        return ("proximal_logprobs", "reference_logprobs", "loss_mask", "preference")
+        return (PROXIMAL_LOGPROBS, "reference_logprobs", "loss_mask", "preference")
 
     def makes(self) -> tuple[str, ...]:
         """The point, the same in each row."""

@@ -153,7 +153,8 @@ class RewardSpec(RoleSpec):
                 f"optimizer is given, but source.type is {self.source.type!r}, which has nothing "
                 "to train: leave optimizer and data out, or take a 'classifier'"
             )
-        if self.optimizer is None and getattr(self.source, "new_head", False):
+        is_new = isinstance(self.source, ClassifierRewardSpec) and self.source.new_head
+        if self.optimizer is None and is_new:
             raise ValueError(
                 "source.new_head is true without optimizer: an untrained head scores everything "
                 "0; give optimizer and data, or a folder with a trained head"

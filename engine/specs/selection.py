@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rolemesh.engine.specs.base import PartSpec
-from rolemesh.engine.specs.preferences import PAIR_COLUMNS
+from rolemesh.engine.specs.columns import PAIR_COLUMNS
 
 
 class RewardSpreadSpec(PartSpec):

@@ -23,6 +23,7 @@ from rolemesh.engine.models.rank_model import (
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.engine.train.optimizer import LossNotFiniteError
 
 
@@ -67,7 +68,7 @@ def accumulate(
     mesh, device = rank_model.mesh, rank_model.device
 
     def prepare() -> tuple[tuple[Experience, list[MicroBatch]], tuple[int, tuple[float, ...]]]:
-        columns = dict.fromkeys((*scoring.INPUT_COLUMNS, *loss.columns, "loss_mask"))
+        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns, "loss_mask"))
         part = batch.require(columns).select(torch.tensor(places, dtype=torch.int64))
         passes = rank_model.micro_batches(part, rows_per_unit)
         counts = LossScale.of(part)

@@ -250,7 +250,7 @@ class Trainer:
             batch,
             places,
             loss,
-            temperature=getattr(loss_spec, "temperature", 1.0),
+            temperature=loss_spec.logprob_temperature,
             progress=progress,
             rows_per_unit=rows_per_unit,
             weight=weight,

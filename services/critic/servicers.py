@@ -11,15 +11,13 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.value_model import ValueModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
+from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.model_role import ModelRole
-from rolemesh.services.runtime.servicers.models import (
-    TRAJECTORY,
-    TrainerServicer,
-)
+from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
     experience_pb2,
@@ -67,7 +65,9 @@ class ValueServicer(value_pb2_grpc.ValueServiceServicer):
 
         async def work(call: Call) -> Message:
             share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
-            batch = await self._runtime.pull(request.experience, TRAJECTORY, call, rows=share.rows)
+            batch = await self._runtime.pull(
+                request.experience, INPUT_COLUMNS, call, rows=share.rows
+            )
             values = await call.compute(
                 self._role.trainer.compute_values, batch, progress=call.progress
             )

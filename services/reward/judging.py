@@ -17,6 +17,7 @@ import torch
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rewards.sources import RewardInvalidError, RewardSource, checked
 from rolemesh.engine.specs import DropGroupSpec, FailurePolicySpec, GiveValueSpec
+from rolemesh.engine.specs.columns import TRAJECTORY_COLUMNS
 from rolemesh.rpc.loop_thread import LoopThread
 from rolemesh.services.reward.outside.base import (
     Judgement,
@@ -24,7 +25,7 @@ from rolemesh.services.reward.outside.base import (
     OutsideRewardError,
     RewardRow,
 )
-from rolemesh.services.reward.outside_rows import ROW_COLUMNS, RowReader
+from rolemesh.services.reward.outside_rows import RowReader
 from rolemesh.services.runtime.calls.call import Call
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class Judge:
             column for part in parts if isinstance(part, OwnPart) for column in part.source.columns
         ]
         self.columns: tuple[str, ...] = tuple(
-            dict.fromkeys((*own, *(ROW_COLUMNS if outside else ())))
+            dict.fromkeys((*own, *(TRAJECTORY_COLUMNS if outside else ())))
         )
         """Columns of the experience that are read."""
         first = parts[0]

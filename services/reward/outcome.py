@@ -17,13 +17,11 @@ from rolemesh.engine.specs import (
     WeightedSumSpec,
     named_sources,
 )
+from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.services.reward.judging import Judge, Judged, OutsidePart, OwnPart, Part
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.make import make_outside_reward
 from rolemesh.services.reward.outside_rows import RowReader
-
-IS_JUDGED = "is_judged"
-"""Row column, bool: False for all rows of a prompt that the step leaves out."""
 
 LOSS_MASK = "loss_mask"
 """The mask of a row that is left out becomes False, so that no update counts it."""

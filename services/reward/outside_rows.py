@@ -14,9 +14,6 @@ from rolemesh.services.reward.outside.base import RewardRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROW_COLUMNS = ("tokens", "prompt_lengths", "prompt_text", "completion_text", "answer", "metadata")
-"""Columns that are read from a batch."""
-
 
 class RowReader:
     """Makes rows of a batch, on the compute thread.
@@ -51,7 +48,7 @@ class RowReader:
                 ) from error
 
     def read(self, batch: Experience) -> list[RewardRow]:
-        """The rows of a batch with the columns ROW_COLUMNS.
+        """The rows of a batch with the columns TRAJECTORY_COLUMNS.
 
         Raises:
             RewardInvalidError: The metadata of a row is no JSON object; the text names the row.

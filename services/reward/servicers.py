@@ -11,18 +11,18 @@ from google.protobuf.message import Message
 
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
-from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.reward_model import RewardModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
 from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
+from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.reward.judging import Judge, Judged, OwnPart
 from rolemesh.services.reward.outcome import (
-    IS_JUDGED,
     LOSS_MASK,
     judged_columns,
     judgement_metrics,
@@ -304,19 +304,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 def _experience_of(batch: reward_pb2.TrajectoryBatch) -> Experience:
     rows = batch.trajectories
-    return Experience(
+    return Experience.of_rows(
         {
-            "tokens": Column.ragged(
-                ColumnKind.SEQUENCE,
-                [[*row.prompt_tokens, *row.completion_tokens] for row in rows],
-                torch.int64,
-            ),
-            "prompt_lengths": Column(
-                ColumnKind.ROW, torch.tensor([len(row.prompt_tokens) for row in rows])
-            ),
-            "prompt_text": Column.text([row.prompt for row in rows]),
-            "completion_text": Column.text([row.completion for row in rows]),
-            "answer": Column.text([row.answer for row in rows]),
-            "metadata": Column.text([row.metadata_json for row in rows]),
+            "tokens": [[*row.prompt_tokens, *row.completion_tokens] for row in rows],
+            "prompt_lengths": [len(row.prompt_tokens) for row in rows],
+            "prompt_text": [row.prompt for row in rows],
+            "completion_text": [row.completion for row in rows],
+            "answer": [row.answer for row in rows],
+            "metadata": [row.metadata_json for row in rows],
         }
     )

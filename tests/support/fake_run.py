@@ -228,7 +228,7 @@ def _nodes(step: int, began: float, num_steps: int, draw: random.Random) -> list
                 node_id=node_id,
                 step=step,
                 kind=kind,
-                role=service,
+                service=service,
                 method=method,
                 pool=pool,
                 sequence=block or 0,

@@ -11,8 +11,7 @@ from google.protobuf.message import Message
 from support.fake_core import FakeCore
 from support.fake_models import completion
 
-from rolemesh.coordinator.dataflow.roles import PAIR_COLUMNS, READ_COLUMNS
-from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
+from rolemesh.engine.specs.columns import DATA_COLUMNS, PAIR_COLUMNS, ROLLOUT_COLUMNS
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, weights_pb2
 
@@ -110,7 +109,7 @@ class FakeSampling(FakeCore):
             second = -1.0 if kind == data_pb2.READ_KIND_PREFERENCE else 0.0
             numbers = range(prompts.start, prompts.start + prompts.count)
             ids = [prompt for prompt in numbers for _ in range(rows_a_prompt)]
-            columns: dict[str, list[Any]] = dict.fromkeys(READ_COLUMNS, [0.5] * len(ids))
+            columns: dict[str, list[Any]] = dict.fromkeys(DATA_COLUMNS, [0.5] * len(ids))
             columns["prompt_ids"] = ids
             if rows_a_prompt == 2:
                 columns |= dict(

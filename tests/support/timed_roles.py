@@ -19,7 +19,7 @@ from support.fake_core import Events, Work
 from support.fake_models import completion
 from support.fake_roles import FakeMesh, FakeRole
 
-from rolemesh.coordinator.dataflow.samplers import ROLLOUT_COLUMNS
+from rolemesh.engine.specs.columns import ROLLOUT_COLUMNS
 from rolemesh.v1 import rollout_pb2
 
 Call = tuple[str, str]

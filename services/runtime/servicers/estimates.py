@@ -19,9 +19,9 @@ from rolemesh.engine.algorithms.estimation import (
     check_baseline,
     estimate_advantages,
 )
-from rolemesh.engine.algorithms.judged import IS_JUDGED
 from rolemesh.engine.algorithms.selection import select_groups
 from rolemesh.engine.specs import EstimatorPartSpec, EstimatorSpec, PartSpec, SelectionSpec
+from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import names_of
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from rolemesh.engine.algorithms.judged import IS_JUDGED, judged_rows
+from rolemesh.engine.algorithms.judged import judged_rows
 from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.rank_model import RankModel
@@ -19,6 +19,7 @@ from rolemesh.engine.models.scoring import compute_logprobs
 from rolemesh.engine.packing.batching import rows_of_update, unit_lengths
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import LossSpec
+from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
@@ -33,9 +34,6 @@ from rolemesh.v1 import (
 )
 
 _Response = TypeVar("_Response", bound=Message)
-
-TRAJECTORY = ("tokens", "prompt_lengths")
-"""Columns that every forward pass needs."""
 
 
 class PolicyHolder(Protocol):
@@ -66,7 +64,9 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
                     reason="SPEC_INVALID",
                 )
             share = self._runtime.share("3D_PROTO", row_tokens(request.experience))
-            batch = await self._runtime.pull(request.experience, TRAJECTORY, call, rows=share.rows)
+            batch = await self._runtime.pull(
+                request.experience, INPUT_COLUMNS, call, rows=share.rows
+            )
             scored = await call.compute(
                 compute_logprobs,
                 self._role.policy,
@@ -241,7 +241,7 @@ class TrainerServicer(EstimateServicer):
         rows: Sequence[int],
         call: Call,
     ) -> Experience:
-        columns = dict.fromkeys((*TRAJECTORY, *make_loss(loss).columns))
+        columns = dict.fromkeys((*INPUT_COLUMNS, *make_loss(loss).columns))
         return await self._runtime.pull(ref, list(columns), call, rows=rows)
 
 

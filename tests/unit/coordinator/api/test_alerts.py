@@ -23,7 +23,7 @@ HEALTHY = {
 def node(role: str, kind: NodeKind, pool: str, start: float, end: float, inputs: tuple[int, ...],
          node_id: int) -> Node:  # fmt: skip
     return Node(
-        node_id=node_id, step=1, kind=kind, role=role, method="work", pool=pool, sequence=0,
+        node_id=node_id, step=1, kind=kind, service=role, method="work", pool=pool, sequence=0,
         inputs=inputs, queued_at=0.0, started_at=start, ended_at=end, state=NodeState.DONE,
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ class Stream:
             return Outcome(experience_pb2.CallReport(), reference("tokens", self.rows))
 
         part = self.dataflow.sample(
-            kind=NodeKind.SAMPLE, role="actor", method="generate", sequence=0, work=work,
+            kind=NodeKind.SAMPLE, service="actor", method="generate", sequence=0, work=work,
             num_blocks=self.num_blocks, produces=["tokens"], after=after,
         )  # fmt: skip
         return self.dataflow.experience(part)
@@ -109,7 +109,7 @@ class Stream:
             return Outcome(experience_pb2.CallReport(), reference(role, rows))
 
         return self.dataflow.call(
-            kind=NodeKind.INFER, role=role, method="judge", sequence=block or 0, work=work,
+            kind=NodeKind.INFER, service=role, method="judge", sequence=block or 0, work=work,
             reads=reads, produces=[role], block=block,
         )  # fmt: skip
 
@@ -238,7 +238,7 @@ async def test_an_answer_of_another_length_names_the_role_that_gave_it() -> None
         return Outcome(experience_pb2.CallReport(), reference("rewards", ["0.0"]))
 
     part = stream.dataflow.call(
-        kind=NodeKind.INFER, role="reward", method="judge", sequence=0, work=short,
+        kind=NodeKind.INFER, service="reward", method="judge", sequence=0, work=short,
         reads=rollouts, produces=["rewards"],
     )  # fmt: skip
     stream.judge("critic", rollouts | stream.dataflow.experience(part))
@@ -290,7 +290,7 @@ async def test_nodes_of_another_graph_are_no_inputs() -> None:
     before = training.generate()
     training.judge("reward", before)
     after = training.dataflow.call(
-        kind=NodeKind.UPDATE, role="critic", method="publish", sequence=0, work=answer_nothing
+        kind=NodeKind.UPDATE, service="critic", method="publish", sequence=0, work=answer_nothing
     )
     taken = evaluation.generate(after=(*before.parts, after))
     assert [node.inputs for node in taken.nodes] == [()]
@@ -320,7 +320,7 @@ def test_a_cycle_cannot_be_made(data: st.DataObject) -> None:
             made.append(
                 dataflow.call(
                     kind=NodeKind.INFER,
-                    role=data.draw(st.sampled_from(ROLES)),
+                    service=data.draw(st.sampled_from(ROLES)),
                     method=f"call-{number}",
                     sequence=0,
                     work=answering(f"column-{number}"),

@@ -78,7 +78,7 @@ class Script:
             return Outcome(report=report, experience=reference(columns, holder=node.name))
 
         part = self.dataflow.call(
-            kind=NodeKind.INFER, role=role, method=method, sequence=0, work=work, reads=reads,
+            kind=NodeKind.INFER, service=role, method=method, sequence=0, work=work, reads=reads,
             produces=columns,
         )  # fmt: skip
         return self.dataflow.experience(part)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind, NodeState
-from rolemesh.coordinator.dataflow.trace import PathPart, chrome_trace, critical_path
+from rolemesh.coordinator.dataflow.trace import PathNode, chrome_trace, critical_path
 
 EXAMPLES = 300
 
@@ -21,7 +21,7 @@ def node(
     **fields: int,
 ) -> Node:
     return Node(
-        node_id=node_id, step=1, kind=NodeKind.INFER, role=pool, method="work", pool=pool,
+        node_id=node_id, step=1, kind=NodeKind.INFER, service=pool, method="work", pool=pool,
         sequence=0, inputs=inputs, queued_at=0.0, started_at=start, ended_at=start + seconds,
         state=NodeState.DONE, **fields,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -76,7 +76,7 @@ def test_weights_that_come_between_two_tokens_are_beside_the_generation() -> Non
     first, take, second = (
         node(0, "rollout", 0.0, 10.0), node(1, "rollout", 5.0, 1.0), node(2, "rollout", 10.0, 5.0),
     )  # fmt: skip
-    assert critical_path([first, take, second]) == [PathPart(first, 10.0), PathPart(second, 5.0)]
+    assert critical_path([first, take, second]) == [PathNode(first, 10.0), PathNode(second, 5.0)]
 
 
 def test_a_block_comes_after_the_part_of_a_generation_that_made_it() -> None:
@@ -85,9 +85,9 @@ def test_a_block_comes_after_the_part_of_a_generation_that_made_it() -> None:
         node(1, "reward", 3.0, 1.0, (0,), block=0), node(2, "reward", 9.0, 4.0, (0,), block=1),
     )  # fmt: skip
     early.ready_at, late.ready_at = 2.0, 9.0
-    assert critical_path([generation, early]) == [PathPart(generation, 10.0)]
+    assert critical_path([generation, early]) == [PathNode(generation, 10.0)]
     assert critical_path([generation, early, late]) == [
-        PathPart(generation, 9.0), PathPart(late, 4.0),
+        PathNode(generation, 9.0), PathNode(late, 4.0),
     ]  # fmt: skip
 
 

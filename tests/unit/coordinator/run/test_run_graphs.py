@@ -19,7 +19,7 @@ def node(node_id: int, step: int, start: float, end: float, **fields: object) ->
         "node_id": node_id,
         "step": step,
         "kind": NodeKind.INFER,
-        "role": "critic",
+        "service": "critic",
         "method": "compute_values",
         "pool": "main",
         "sequence": 0,
@@ -94,10 +94,12 @@ def test_a_line_that_is_no_graph_is_named(tmp_path: Path, line: str) -> None:
 
 def test_the_table_has_a_row_a_step_with_its_path() -> None:
     graph = [
-        node(0, 5, 10.0, 12.0, role="actor", method="generate"),
+        node(0, 5, 10.0, 12.0, service="actor", method="generate"),
         node(1, 5, 12.0, 12.5, inputs=(0,), block=1),
-        node(2, 5, 12.5, 13.0, inputs=(0,), role="reward", method="compute_reward", pool="other"),
-        node(3, 5, 13.0, 16.0, inputs=(1, 2), role="actor", method="update"),
+        node(
+            2, 5, 12.5, 13.0, inputs=(0,), service="reward", method="compute_reward", pool="other"
+        ),
+        node(3, 5, 13.0, 16.0, inputs=(1, 2), service="actor", method="update"),
     ]
     told = path_summary(graph)
     assert (told["step"], told["seconds"], told["critical_path_seconds"]) == (5, 6.0, 5.5)

@@ -1,0 +1,87 @@
+"""Columns of experience: the kind and dtype of each, and which of them are read or made together.
+
+The comments of the protos promise the same to services of any make. A column that is not listed,
+e.g. of a client or of a single source of rewards, may have any kind and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
+
+
+class ColumnType(NamedTuple):
+    """How the values of a column relate to rows, and what they are."""
+
+    kind: Literal["row", "sequence", "completion", "text"]
+    """One value a row, one for each token of prompt and completion, one for each completion token,
+    or the bytes of a text a row."""
+    dtype: Literal["int64", "float32", "bool", "uint8"]
+
+
+_TEXT = ColumnType("text", "uint8")
+
+COLUMNS: Final[Mapping[str, ColumnType]] = {
+    "tokens": ColumnType("sequence", "int64"),
+    "prompt_lengths": ColumnType("row", "int64"),
+    "logprobs": ColumnType("completion", "float32"),
+    "loss_mask": ColumnType("completion", "bool"),
+    "policy_versions": ColumnType("completion", "int64"),
+    "prompt_ids": ColumnType("row", "int64"),
+    "sample_indexes": ColumnType("row", "int64"),
+    "finished": ColumnType("row", "bool"),
+    "prompt_text": _TEXT,
+    "completion_text": _TEXT,
+    "answer": _TEXT,
+    "metadata": _TEXT,
+    "environment_rewards": ColumnType("row", "float32"),
+    "pair_ids": ColumnType("row", "int64"),
+    "preference": ColumnType("row", "float32"),
+    "values": ColumnType("completion", "float32"),
+    "reference_logprobs": ColumnType("completion", "float32"),
+    "proximal_logprobs": ColumnType("completion", "float32"),
+    "rewards": ColumnType("row", "float32"),
+    "costs": ColumnType("row", "float32"),
+    "is_judged": ColumnType("row", "bool"),
+    "advantages": ColumnType("completion", "float32"),
+    "returns": ColumnType("completion", "float32"),
+    "token_rewards": ColumnType("completion", "float32"),
+    "kl_reference_point": ColumnType("row", "float32"),
+}
+
+INPUT_COLUMNS: Final = ("tokens", "prompt_lengths")
+"""What every model reads: tokens of prompt and completion, and where the completion begins."""
+
+TEXT_COLUMNS: Final = ("prompt_text", "completion_text", "answer", "metadata")
+
+TRAJECTORY_COLUMNS: Final = (*INPUT_COLUMNS, *TEXT_COLUMNS)
+"""What a reward may read of a trajectory."""
+
+ROLLOUT_COLUMNS: Final = (
+    *INPUT_COLUMNS,
+    "logprobs",
+    "loss_mask",
+    "policy_versions",
+    "prompt_ids",
+    "sample_indexes",
+    "finished",
+    *TEXT_COLUMNS,
+)
+"""What sampling makes."""
+
+ENVIRONMENT_REWARDS: Final = "environment_rewards"
+"""What sampling makes besides where the data has an environment."""
+
+DATA_COLUMNS: Final = (*INPUT_COLUMNS, "loss_mask", "prompt_ids", *TEXT_COLUMNS)
+"""What a row of data that is read and not sampled comes to."""
+
+PAIR_COLUMNS: Final = ("pair_ids", "preference")
+"""Rows with equal pair_ids belong together (-1: to no pair); preference is 1 for the chosen or
+wanted, -1 for the rejected or unwanted, and 0 for a row that is neither."""
+
+PROXIMAL_LOGPROBS: Final = "proximal_logprobs"
+"""Log-probs under the weights that a step begins with."""
+
+IS_JUDGED: Final = "is_judged"
+"""False in the rows that no reward could be had for, which the step leaves out. A batch without the
+column is judged in full."""
