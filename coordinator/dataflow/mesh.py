@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection, to_struct
@@ -13,6 +13,7 @@ from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.together import together
 from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
 TRAINED_ROLES = ("actor", "critic")
@@ -126,7 +127,7 @@ class Mesh:
         role = connection.service
         key = self._journal.next_key(0, f"{role}.initialize")
         request = worker_pb2.InitializeRequest(
-            key=key, spec=to_struct(recipe.spec_of(connection.role)), run_seed=recipe.run.seed
+            key=key, spec=to_struct(recipe.section(connection.role)), run_seed=recipe.run.seed
         )
 
         def on_progress(progress: operation_pb2.Progress) -> None:
@@ -182,14 +183,3 @@ class Mesh:
 
 async def _awaited(call: Any) -> Any:
     return await call
-
-
-async def together(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Runs coroutines side by side; the first failure cancels the others and is raised alone."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

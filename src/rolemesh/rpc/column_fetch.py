@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from rolemesh.rpc.payload_stream import (
     decode_part,
 )
 from rolemesh.rpc.row_places import place
+from rolemesh.rpc.together import together
 from rolemesh.v1 import experience_pb2
 
 MAX_FETCH_BYTES = 1 << 30
@@ -96,7 +96,7 @@ async def fetch_columns(
             found = place(reference.groups[index].shards, distinct)
         except ValueError as error:
             raise InvalidRequestError(str(error), reason="REFERENCE_INVALID") from error
-        parts = await _all_or_none(pull(shard, schemas, at) for shard, at, _ in found)
+        parts = await together(pull(shard, schemas, at) for shard, at, _ in found)
         # Where each wanted row lies among those that came.
         came = np.concatenate([np.asarray(targets, dtype=np.int64) for _, _, targets in found])
         order = np.argsort(came)[np.searchsorted(distinct, wanted)]
@@ -104,16 +104,6 @@ async def fetch_columns(
             stacked = ColumnData.concat([part[schema.name] for part in parts])
             fetched[schema.name] = stacked.select(order)
     return Columns({name: fetched[name] for name in names})
-
-
-async def _all_or_none(pulls: Iterable[Coroutine[Any, Any, Columns]]) -> list[Columns]:
-    tasks = [asyncio.ensure_future(pull) for pull in pulls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _by_group(
