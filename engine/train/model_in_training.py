@@ -37,9 +37,9 @@ class GradientPendingError(RuntimeError):
 
 
 class ModelInTraining:
-    """A trained model with its optimizer, as far as it is kept and carried; `Trainer` trains it.
+    """A model with its optimizer: its weights and moments, which can be moved, saved and exported.
 
-    Owned by the rank's compute thread.
+    `Trainer` adds what changes the weights. Owned by the rank's compute thread.
 
     Invariant: weights, moments and `policy_version` belong together, in memory and in a checkpoint.
     Accumulated gradients are in no checkpoint and move nowhere: with them `save` and `move_to`
