@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
@@ -13,6 +12,7 @@ from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.together import together
 from rolemesh.v1 import worker_pb2
 
 TRAINED_ROLES = ("actor", "critic")
@@ -123,7 +123,7 @@ class Mesh:
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
         role = connection.service
         key = self._journal.next_key(0, f"{role}.initialize")
-        spec = recipe.spec_of(connection.role).model_dump(mode="json")
+        spec = recipe.section(connection.role).model_dump(mode="json")
 
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
             connection.policy_version = result.policy_version
@@ -171,14 +171,3 @@ class Mesh:
     async def close(self) -> None:
         """Lets the channels go."""
         await asyncio.gather(*(connection.close() for connection in self.connections.values()))
-
-
-async def together(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Runs coroutines side by side; the first failure cancels the others and is raised alone."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rolemesh.engine.specs import Spec
 
@@ -61,8 +61,16 @@ class UpdaterSpec(Spec):
     """How a step's updates are made."""
 
     type: Literal["sync"] = "sync"
-    micro_batch_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one pass of actor and critic, in place of their models' own number."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_moved(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "micro_batch_tokens" in values:
+            raise ValueError(
+                "micro_batch_tokens is a setting of each model: give it as "
+                "actor.model.micro_batch_tokens and critic.model.micro_batch_tokens"
+            )
+        return values
 
 
 class ScheduleSpec(Spec):

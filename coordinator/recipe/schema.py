@@ -400,15 +400,6 @@ class Recipe(Spec):
             )
         return section
 
-    def spec_of(self, role: str) -> RoleSpec:
-        """What the role's service is told: its section, with what the schedule says of it."""
-        section = self.section(role)
-        tokens = self.schedule.updater.micro_batch_tokens
-        if tokens is None or not isinstance(section, ActorSpec | CriticSpec):
-            return section
-        model = section.model.model_copy(update={"micro_batch_tokens": tokens})
-        return section.model_copy(update={"model": model})
-
     def layout(self, role: str) -> TrainLayout:
         """How the role's model is spread over the ranks of each of its services."""
         return self.section(role).rank_layout().train

@@ -186,38 +186,6 @@ def update_assignment(
     return assignment
 
 
-def rows_of_update(
-    lengths: Sequence[int],
-    *,
-    epochs: int,
-    mini_batch_rows: int,
-    seed: int,
-    num_parts: int,
-    part: int,
-    rows_per_unit: int = 1,
-) -> list[int]:
-    """Rows that one data-parallel rank trains on in any step of an update, ascending.
-
-    Args:
-        lengths: tokens in each row.
-        epochs: see `update_assignment`.
-        mini_batch_rows: see `update_assignment`.
-        seed: see `update_assignment`.
-        num_parts: data-parallel ranks.
-        part: this one of them.
-        rows_per_unit: see `update_assignment`.
-    """
-    assignment = update_assignment(
-        lengths,
-        epochs=epochs,
-        mini_batch_rows=mini_batch_rows,
-        seed=seed,
-        num_parts=num_parts,
-        rows_per_unit=rows_per_unit,
-    )
-    return sorted({row for parts in assignment for row in parts[part]})
-
-
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
     """Rows as a rectangle for the model, with the way back to packed completion tokens.

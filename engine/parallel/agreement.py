@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from rolemesh.engine.parallel.mesh import RankGroup
 
-PreparedT = TypeVar("PreparedT")
+Gather: TypeAlias = Callable[[Any], list[Any]]
+"""Hands each rank's JSON-able facts to every rank, in the order of ranks; all ranks call it."""
+
+WorkT = TypeVar("WorkT")
 
 
 def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any]:
@@ -43,12 +47,51 @@ def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any
     return [theirs for _, theirs in found]
 
 
-def prepare_together(
-    prepare: Callable[[], tuple[PreparedT, Any]], group: RankGroup, device: torch.device
-) -> tuple[PreparedT, list[Any]]:
-    """Prepares on every rank, and goes on only if all ranks can.
+class Refusal(NamedTuple):
+    """Why a rank could not do its work."""
+
+    message: str
+    classes: list[str]
+    """Names of the exception's class and of those that it derives from."""
+
+
+class Attempt(NamedTuple, Generic[WorkT]):
+    """How the same work went on all ranks, as one of them sees it."""
+
+    result: WorkT | None
+    """What this rank's work gave; None where it failed."""
+    failure: Exception | None
+    """What this rank's work raised; None where it did not."""
+    facts: list[Any]
+    """What each rank's work has to say to the others; None where it failed."""
+    refusals: dict[int, Refusal]
+    """By place in the order of ranks: those whose work failed."""
+
+
+def attempt_together(work: Callable[[], tuple[WorkT, Any]], gather: Gather) -> Attempt[WorkT]:
+    """Does work on every rank, and tells all of them how it went; none raises what its work did.
 
     A rank that gave up by itself would leave the others waiting in their next collective.
+
+    Args:
+        work: calls no other rank; gives what this rank needs, and facts for all (JSON-able).
+        gather: how ranks tell each other.
+    """
+    result, facts, failure, refusal = None, None, None, None
+    try:
+        result, facts = work()
+    except Exception as error:
+        failure = error
+        refusal = [str(error), [kind.__name__ for kind in type(error).__mro__]]
+    answers = gather([facts, refusal])
+    refusals = {at: Refusal(*said) for at, (_, said) in enumerate(answers) if said is not None}
+    return Attempt(result, failure, [told for told, _ in answers], refusals)
+
+
+def prepare_together(
+    prepare: Callable[[], tuple[WorkT, Any]], group: RankGroup, device: torch.device
+) -> tuple[WorkT, list[Any]]:
+    """Prepares on every rank, and goes on only if all ranks can.
 
     Args:
         prepare: uses no collective; gives what this rank needs and the facts that others need.
@@ -61,13 +104,9 @@ def prepare_together(
     Raises:
         ValueError: another rank could not prepare. (This rank's own failure is raised as it is.)
     """
-    try:
-        prepared, facts = prepare()
-    except Exception as error:
-        gather_facts({"error": str(error)}, group, device)
-        raise
-    answers = gather_facts({"facts": facts}, group, device)
-    for rank, answer in zip(group.ranks, answers, strict=True):
-        if "error" in answer:
-            raise ValueError(f"rank {rank} cannot use its rows: {answer['error']}")
-    return prepared, [answer["facts"] for answer in answers]
+    tried = attempt_together(prepare, partial(gather_facts, group=group, device=device))
+    if tried.failure is not None:
+        raise tried.failure
+    for place, refusal in tried.refusals.items():
+        raise ValueError(f"rank {group.ranks[place]} cannot use its rows: {refusal.message}")
+    return cast(WorkT, tried.result), tried.facts

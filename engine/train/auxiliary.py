@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.packing.batching import balanced_partition
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.specs import LossSpec
-from rolemesh.engine.train.rows import HeldRows
+from rolemesh.engine.train.plan import UpdatePlan
 
 METRIC_PREFIX = "auxiliary"
 """Metrics of an auxiliary loss are called auxiliary/<its type>/<name>."""
@@ -30,25 +29,22 @@ class AuxiliaryLoss:
     """What to minimise."""
     weight: float
     """Of its gradient, >= 0. Its metrics are not weighted."""
-    rows: Sequence[int] | None = None
-    """Which rows of the whole batch those of `batch` are; None: all, in order."""
-    lengths: Sequence[int] | None = None
-    """Tokens in each row of the whole batch, where `rows` is given."""
+    plan: UpdatePlan | None = None
+    """Which rows `batch` has, and in which steps, by `UpdatePlan.dealt`; None: `batch` is whole on
+    every rank, and is dealt out when the number of steps is known."""
 
-    def places(self, dp: RankGroup, num_steps: int) -> list[list[int]]:
-        """Places in `batch` of this rank's part of each optimizer step.
+    def checked_plan(self, dp: RankGroup, num_steps: int) -> UpdatePlan:
+        """The plan for an update of so many optimizer steps.
 
         Raises:
-            ValueError: rows and lengths do not fit the batch, or a row of a part is not held.
+            ValueError: batch, plan and number of steps do not fit together.
         """
-        held = HeldRows(self.batch, self.rows, self.lengths)
-        return held.places([parts[dp.index] for parts in _dealt(held.lengths, num_steps, dp.size)])
-
-    def has_rows(self, step: int, num_steps: int) -> bool:
-        """Whether any rank has rows of this loss in an optimizer step; equal on all ranks."""
-        num_rows = self.batch.num_rows if self.lengths is None else len(self.lengths)
-        first, stop = _range(num_rows, step, num_steps)
-        return first < stop
+        plan = self.plan
+        if plan is None:
+            lengths = self.batch["tokens"].lengths().tolist()
+            plan = UpdatePlan.dealt(lengths, dp, num_steps=num_steps).for_whole_batch()
+        plan.check(self.batch, num_steps=num_steps)
+        return plan
 
     @property
     def prefix(self) -> str:
@@ -70,31 +66,3 @@ def check_auxiliary(losses: Sequence[AuxiliaryLoss]) -> None:
                 f"auxiliary has {types.count(auxiliary.loss.type)} losses of type "
                 f"{auxiliary.loss.type!r}: give one of each type, with all of its rows"
             )
-
-
-def rows_of_auxiliary(
-    lengths: Sequence[int], *, num_steps: int, num_parts: int, part: int
-) -> list[int]:
-    """Rows of an auxiliary loss that one data-parallel rank needs in any step, ascending.
-
-    Args:
-        lengths: tokens in each row.
-        num_steps: optimizer steps of the update.
-        num_parts: data-parallel ranks.
-        part: this one of them.
-    """
-    return sorted(row for parts in _dealt(lengths, num_steps, num_parts) for row in parts[part])
-
-
-def _dealt(lengths: Sequence[int], num_steps: int, num_parts: int) -> list[list[list[int]]]:
-    """Rows by optimizer step and data-parallel rank; with fewer rows than steps, some have none."""
-    dealt = []
-    for step in range(num_steps):
-        first, stop = _range(len(lengths), step, num_steps)
-        parts = balanced_partition(lengths[first:stop], num_parts)
-        dealt.append([[first + place for place in part] for part in parts])
-    return dealt
-
-
-def _range(num_rows: int, step: int, num_steps: int) -> tuple[int, int]:
-    return step * num_rows // num_steps, (step + 1) * num_rows // num_steps

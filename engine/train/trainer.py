@@ -1,4 +1,4 @@
-"""Trains one model, on one rank or many: scoring, gradients, steps, checkpoints, export.
+"""Trainer of one model, on one rank or many: scoring, gradients, optimizer steps, updates.
 
 Gradients do not depend on how a mini-batch was cut into micro-batches or spread over ranks: every
 loss divides by counts over the whole mini-batch, and shares add up in float32.
@@ -6,44 +6,30 @@ loss divides by counts over the whole mini-batch, and shares add up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import torch
 
-from rolemesh.engine.algorithms.losses import make_loss
+from rolemesh.engine.algorithms.losses import Loss, make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.reward_model import RewardModel
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.packing.batching import balanced_units
 from rolemesh.engine.parallel.agreement import prepare_together
-from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import (
-    ClassifierRewardSpec,
-    ComputeDtype,
-    LossSpec,
-    ModelSpec,
-    OptimizerSpec,
-)
-from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
-from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.mini_batch import accumulate
-from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError, Optimizer
-from rolemesh.engine.train.rows import HeldRows
+from rolemesh.engine.train.model_in_training import ModelInTraining, TrainedModel
+from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError
+from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.step_metrics import StepMetrics
-from rolemesh.engine.weights.export import gathered, write_model_folder
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
-__all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
+__all__ = ["LossNotFiniteError", "NoGradientError", "Trainer"]
 
-TrainerKind = Literal["policy", "critic", "reward"]
-TrainedModel = CausalLm | ValueModel | RewardModel
 _TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
     "logprobs": (CausalLm, "a policy loss"),
     "values": (ValueModel, "a value loss"),
@@ -52,19 +38,8 @@ _TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
 """By a loss's needs: the model that has them, and what the loss is called."""
 
 
-def kind_of(model: TrainedModel) -> TrainerKind:
-    """What a trainer of this model is called, also in its checkpoints."""
-    if isinstance(model, CausalLm):
-        return "policy"
-    return "critic" if isinstance(model, ValueModel) else "reward"
-
-
-class GradientPendingError(RuntimeError):
-    """A checkpoint was asked for between forward_backward and optim_step."""
-
-
-class Trainer:
-    """A trained model with its optimizer.
+class Trainer(ModelInTraining):
+    """A model with its optimizer, and what changes its weights.
 
     Owned by the rank's compute thread. Invariant: `policy_version` is raised by one with each
     optimizer step, and nothing else changes a weight (save `load`).
@@ -76,25 +51,10 @@ class Trainer:
     Example::
 
         trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec(learning_rate=2e-5))
-        metrics = trainer.update(
-            batch, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=32, seed=7
-        )
+        plan = trainer.plan(batch, epochs=1, mini_batch_rows=32, seed=7)
+        metrics = trainer.update(batch, PpoPolicyLossSpec(), plan)
         trainer.policy_version  # raised by ceil(rows / 32)
     """
-
-    def __init__(
-        self,
-        kind: TrainerKind,
-        model: TrainedModel,
-        optimizer: OptimizerSpec,
-    ) -> None:
-        self.kind = kind
-        self.model = model
-        self.rank_model = RankModel(model)
-        self.policy_version = 0
-        self._gradients = Gradients(self.rank_model)
-        self._optimizer = Optimizer(optimizer, self._gradients)
-        self._has_gradient = False
 
     @classmethod
     def policy(
@@ -132,11 +92,6 @@ class Trainer:
         """A trainer of a reward model; raises ModelFolderError when its folder cannot be used."""
         return cls("reward", RewardModel(source, device=device, mesh=mesh), optimizer)
 
-    @property
-    def mesh(self) -> RankMesh:
-        """This rank's place."""
-        return self.rank_model.mesh
-
     # --- scoring --------------------------------------------------------------------------
 
     def compute_logprobs(
@@ -164,29 +119,57 @@ class Trainer:
 
     # --- training -------------------------------------------------------------------------
 
+    def plan(
+        self,
+        batch: Experience,
+        *,
+        epochs: int,
+        mini_batch_rows: int,
+        seed: int,
+        rows_per_unit: int = 1,
+    ) -> UpdatePlan:
+        """Plans an update of a batch that every rank holds as a whole; see `UpdatePlan.of_update`.
+
+        Raises:
+            ValueError: a number is out of range.
+        """
+        return UpdatePlan.of_update(
+            batch["tokens"].lengths().tolist(),
+            self.mesh.dp,
+            epochs=epochs,
+            mini_batch_rows=mini_batch_rows,
+            seed=seed,
+            rows_per_unit=rows_per_unit,
+        ).for_whole_batch()
+
+    def plan_mini_batch(self, batch: Experience, rows_per_unit: int = 1) -> UpdatePlan:
+        """Plans one step over a batch that every rank holds as a whole.
+
+        Each data-parallel replica takes its part of `balanced_units`.
+
+        Raises:
+            ValueError: there are no rows, or they are no multiple of rows_per_unit.
+        """
+        lengths = batch["tokens"].lengths().tolist()
+        own = balanced_units(lengths, self.mesh.dp.size, rows_per_unit)[self.mesh.dp.index]
+        return UpdatePlan.of_mini_batch(lengths, own, rows_per_unit).for_whole_batch()
+
     def forward_backward(
         self,
         batch: Experience,
         loss_spec: LossSpec,
         progress: Progress | None = None,
         *,
-        rows: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        rows_per_unit: int = 1,
+        plan: UpdatePlan | None = None,
     ) -> dict[str, float]:
         """Adds the gradients of a loss over a mini-batch to those already accumulated.
-
-        Each data-parallel replica takes its rows of the mini-batch: `balanced_units` by length.
 
         Args:
             batch: with tokens, prompt_lengths and the columns that the loss names.
             loss_spec: the loss.
             progress: called after each micro-batch.
-            rows: which rows of the mini-batch those of `batch` are; this rank's must be among them.
-                None: all of them, in order.
-            lengths: tokens in each row of the mini-batch, where `rows` is given.
-            rows_per_unit: neighbouring rows of the mini-batch that go to the same replica and
-                forward pass; 1: each row for itself.
+            plan: of one step, which says what part of the mini-batch `batch` is and which rows of
+                it this replica takes. None: `plan_mini_batch(batch)`.
 
         Returns:
             The loss's metrics, "loss" among them, over the whole mini-batch.
@@ -194,10 +177,9 @@ class Trainer:
         Raises:
             LossNotFiniteError: the loss is NaN or infinite; all gradients were dropped.
             ColumnMissingError: the batch lacks a column.
+            ValueError: batch and plan do not fit together, on this rank or another one.
         """
-        metrics, _ = self.forward_backward_with_outputs(
-            batch, loss_spec, progress, rows=rows, lengths=lengths, rows_per_unit=rows_per_unit
-        )
+        metrics, _ = self.forward_backward_with_outputs(batch, loss_spec, progress, plan=plan)
         return metrics
 
     def forward_backward_with_outputs(
@@ -206,29 +188,33 @@ class Trainer:
         loss_spec: LossSpec,
         progress: Progress | None = None,
         *,
-        rows: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        rows_per_unit: int = 1,
+        plan: UpdatePlan | None = None,
     ) -> tuple[dict[str, float], Experience]:
         """As `forward_backward`; also returns the column logprobs or values of its forward.
 
         Whatever fails drops all gradients, so that a repeat does not add to a part of its own.
 
         Returns:
-            Metrics; and the outputs for this replica's rows in ascending order
-            (`balanced_units(lengths, dp, rows_per_unit)[own]`), on the last stage; no rows on
-            other stages.
+            Metrics; and the outputs for this replica's rows in the order of the plan, on the last
+            stage; no rows on other stages.
         """
+
+        def prepare() -> tuple[UpdatePlan, None]:
+            checked = self.plan_mini_batch(batch) if plan is None else plan
+            checked.check(batch, num_steps=1)
+            return checked, None
+
         try:
-            places, _ = prepare_together(
-                lambda: (
-                    HeldRows(batch, rows, lengths).of_mini_batch(self.mesh.dp, rows_per_unit),
-                    None,
-                ),
-                self.mesh.dp,
-                self.model.device,
+            checked, _ = prepare_together(prepare, self.mesh.dp, self.model.device)
+            loss, temperature = self._loss_of(loss_spec)
+            return self._accumulate(
+                batch,
+                checked.steps[0],
+                loss,
+                temperature,
+                progress,
+                rows_per_unit=checked.rows_per_unit,
             )
-            return self._accumulate(batch, places, loss_spec, progress, rows_per_unit=rows_per_unit)
         except BaseException:
             self.drop_gradients()
             raise
@@ -237,20 +223,19 @@ class Trainer:
         self,
         batch: Experience,
         places: Sequence[int],
-        loss_spec: LossSpec,
+        loss: Loss,
+        temperature: float,
         progress: Progress | None,
         *,
         rows_per_unit: int = 1,
         weight: float = 1.0,
     ) -> tuple[dict[str, float], Experience]:
-        loss = make_loss(loss_spec)
-        self._check_model(*_TRAINED_BY[loss.needs])
         metrics, outputs = accumulate(
             self.rank_model,
             batch,
             places,
             loss,
-            temperature=loss_spec.logprob_temperature,
+            temperature=temperature,
             progress=progress,
             rows_per_unit=rows_per_unit,
             weight=weight,
@@ -278,46 +263,26 @@ class Trainer:
         self.policy_version += 1
         return metrics
 
-    def drop_gradients(self) -> None:
-        """Forgets accumulated gradients."""
-        self._optimizer.drop_gradients()
-        self._has_gradient = False
-
     def update(
         self,
         batch: Experience,
         loss_spec: LossSpec,
+        plan: UpdatePlan,
         *,
-        epochs: int,
-        mini_batch_rows: int,
-        seed: int,
         progress: Progress | None = None,
-        rows: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        rows_per_unit: int = 1,
         auxiliary: Sequence[AuxiliaryLoss] = (),
     ) -> dict[str, float]:
-        """Trains: for each epoch, an optimizer step for each mini-batch of shuffled rows.
+        """Trains: an optimizer step for each mini-batch of the plan.
 
         Gradients left over from `forward_backward` are dropped first. When a mini-batch fails,
         the steps of those before it remain, and policy_version says how many they were.
 
-        Which rows a mini-batch has does not depend on the ranks; each data-parallel replica takes
-        its part of every one: `update_assignment`.
-
         Args:
-            batch: with the columns that the loss names.
+            batch: the rows of the plan, with the columns that the loss names.
             loss_spec: the loss.
-            epochs: passes over the batch.
-            mini_batch_rows: rows of one optimizer step, over all ranks; the last one may have
-                fewer.
-            seed: of the shuffles.
+            plan: which rows this rank trains on in each step; the plans of all ranks are made of
+                the same numbers.
             progress: called after each micro-batch with rows done over all epochs (this rank's).
-            rows: which rows of the whole batch those of `batch` are; all that this rank trains on
-                must be among them. None: all of them, in order.
-            lengths: tokens in each row of the whole batch, where `rows` is given.
-            rows_per_unit: neighbouring rows of the whole batch that go to the same mini-batch,
-                replica and forward pass; divides mini_batch_rows. 1: each row for itself.
             auxiliary: further losses over rows of their own.
 
         Returns:
@@ -328,193 +293,61 @@ class Trainer:
 
         Raises:
             LossNotFiniteError: see `forward_backward` and `optim_step`.
-            ValueError: a number is out of range, a row that this rank needs is not in `batch`, or
-                a loss needs another output than this model has.
+            ValueError: a number is out of range, batch and plan do not fit together on this rank
+                or another one, or a loss needs another output than this model has.
         """
         self.drop_gradients()
         check_auxiliary(auxiliary)
-        for spec in (loss_spec, *(extra.loss for extra in auxiliary)):
-            self._check_model(*_TRAINED_BY[make_loss(spec).needs])
-        (steps, extra_steps), _ = prepare_together(
-            lambda: (
-                self._places_of_update(
-                    HeldRows(batch, rows, lengths),
-                    auxiliary,
-                    epochs=epochs,
-                    mini_batch_rows=mini_batch_rows,
-                    seed=seed,
-                    rows_per_unit=rows_per_unit,
-                ),
-                None,
-            ),
-            self.mesh.dp,
-            self.model.device,
-        )
-        num_rows = sum(len(places) for part in (steps, *extra_steps) for places in part)
+        loss, temperature = self._loss_of(loss_spec)
+        extra_losses = [self._loss_of(extra.loss) for extra in auxiliary]
+        num_steps = len(plan.steps)
+
+        def prepare() -> tuple[list[UpdatePlan], None]:
+            plan.check(batch, num_steps=num_steps)
+            return [extra.checked_plan(self.mesh.dp, num_steps) for extra in auxiliary], None
+
+        extra_plans, _ = prepare_together(prepare, self.mesh.dp, self.model.device)
+        num_rows = sum(len(places) for one in (plan, *extra_plans) for places in one.steps)
         means = StepMetrics()
         done = 0
-        for step, places in enumerate(steps):
+        for step, places in enumerate(plan.steps):
             try:
                 metrics, _ = self._accumulate(
                     batch,
                     places,
-                    loss_spec,
+                    loss,
+                    temperature,
                     _shifted(progress, done, num_rows),
-                    rows_per_unit=rows_per_unit,
+                    rows_per_unit=plan.rows_per_unit,
                 )
                 done += len(places)
-                for extra, extra_places in zip(auxiliary, extra_steps, strict=True):
-                    if not extra.has_rows(step, len(steps)):
+                for extra, extra_loss, extra_plan in zip(
+                    auxiliary, extra_losses, extra_plans, strict=True
+                ):
+                    if not extra_plan.rows_of_steps[step]:
                         continue
                     found, _ = self._accumulate(
                         extra.batch,
-                        extra_places[step],
-                        extra.loss,
+                        extra_plan.steps[step],
+                        *extra_loss,
                         _shifted(progress, done, num_rows),
                         weight=extra.weight,
                     )
                     metrics |= {extra.prefix + name: number for name, number in found.items()}
-                    done += len(extra_places[step])
+                    done += len(extra_plan.steps[step])
             except BaseException:
                 self.drop_gradients()
                 raise
             means.add(metrics | self.optim_step())
-        return {**means.result(), "optimizer_steps": float(len(steps))}
-
-    # --- weights --------------------------------------------------------------------------
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights by Hugging Face name, float32, detached, tied ones once. They are not copies.
-
-        With many ranks: this rank's parts, which are those of `layouts.train_layout` (some may be
-        empty).
-        """
-        for name, weight in self.model.named_weights():
-            yield name, local_part(weight.detach())
-
-    def optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
-        """A moment or step count (one of STATE_NAMES) by weight; see `Optimizer.state`.
-
-        Moments are cut as `named_weights` are.
-        """
-        return self._optimizer.state(name)
-
-    def move_to(self, device: torch.device) -> int:
-        """Moves weights and optimizer state, e.g. to host memory while another role computes.
-
-        Returns:
-            Bytes that changed places; 0 when they were there already.
-
-        Raises:
-            GradientPendingError: gradients are accumulated, which would stay behind.
-        """
-        if self._has_gradient:
-            raise GradientPendingError(
-                "gradients are accumulated: call optim_step or drop_gradients before sleep"
-            )
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        moved = sum(local_part(tensor).nbytes for tensor in tensors if tensor.device != device)
-        self.rank_model.to(device)
-        self.model.device = device
-        return moved + self._optimizer.move_to(device)
-
-    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
-
-        With many ranks all of them call it, each writes its part, and any layout can load it.
-
-        Args:
-            directory: must not exist; on a disk that all ranks see. It is on disk and whole when
-                this returns.
-            extra: JSON-able state of the caller, returned by `load`; rank 0's is kept.
-
-        Raises:
-            GradientPendingError: gradients are accumulated, which a checkpoint does not hold.
-            FolderExistsError: the directory exists.
-            RuntimeError: another rank failed (its number and cause); nothing has the name.
-        """
-        if self._has_gradient:
-            raise GradientPendingError(
-                "gradients are accumulated: call optim_step or drop_gradients before save"
-            )
-        trainer_state.save(
-            Path(directory),
-            kind=self.kind,
-            weights=self._trained_weights(),
-            optimizer=self._optimizer,
-            policy_version=self.policy_version,
-            extra=dict(extra or {}),
-        )
-
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
-
-        With many ranks all of them call it; the layout need not be the one that saved.
-
-        Returns:
-            The extra state given to `save`.
-
-        Raises:
-            ValueError: there is no checkpoint, or it belongs to another model or role. As the
-                next, on all ranks alike.
-            CheckpointCorruptError: a file is missing, cut or changed; names it.
-        """
-        self.drop_gradients()
-        self.policy_version, extra = trainer_state.load(
-            Path(directory),
-            kind=self.kind,
-            weights=self._trained_weights(),
-            optimizer=self._optimizer,
-        )
-        return extra
-
-    def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
-        """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
-
-        A policy is saved as a causal LM, a critic as a token classifier with one label, a reward
-        model as a sequence classifier. With many ranks all of them call it, and the files do not
-        depend on the layout.
-
-        Args:
-            directory: the folder, on a disk that all ranks see.
-            dtype: type of the saved weights; None: bfloat16, but float32 for a reward model, whose
-                scores are then those that it gives here.
-        """
-        if dtype is None:
-            dtype = "float32" if self.kind == "reward" else "bfloat16"
-        weights = self._trained_weights()
-        write_model_folder(
-            Path(directory),
-            config=self.model.config,
-            architecture=type(self.model.lm).__name__,
-            manifest=weights.layout.manifest,
-            parameters=gathered(ShardedTensors(weights.layout, weights.tensors), dtype, self.mesh),
-            source=self.model.spec.path,
-            dtype=dtype,
-            peers=weights.peers,
-        )
+        return {**means.result(), "optimizer_steps": float(num_steps)}
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _places_of_update(
-        self,
-        held: HeldRows,
-        auxiliary: Sequence[AuxiliaryLoss],
-        *,
-        epochs: int,
-        mini_batch_rows: int,
-        seed: int,
-        rows_per_unit: int,
-    ) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """This rank's places in each optimizer step: of the main loss, and of each further one."""
-        steps = held.of_update(
-            self.mesh.dp,
-            epochs=epochs,
-            mini_batch_rows=mini_batch_rows,
-            seed=seed,
-            rows_per_unit=rows_per_unit,
-        )
-        return steps, [extra.places(self.mesh.dp, len(steps)) for extra in auxiliary]
+    def _loss_of(self, spec: LossSpec) -> tuple[Loss, float]:
+        """A loss that this model can be trained on, and the temperature of its softmax."""
+        loss = make_loss(spec)
+        self._check_model(*_TRAINED_BY[loss.needs])
+        return loss, spec.logprob_temperature
 
     def _check_model(self, model_class: type[TrainedModel], what: str) -> None:
         if not isinstance(self.model, model_class):
@@ -522,11 +355,6 @@ class Trainer:
                 f"{what} needs a {model_class.__name__}, but this {self.kind} trains a "
                 f"{type(self.model).__name__}: send it to the other role"
             )
-
-    def _trained_weights(self) -> trainer_state.TrainedWeights:
-        return trainer_state.TrainedWeights.of(
-            dict(self.named_weights()), self.model.shape, self.mesh, self.model.device
-        )
 
 
 def _shifted(progress: Progress | None, done_before: int, total: int) -> Progress | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar, cast
 
-Gather: TypeAlias = Callable[[Any], list[Any]]
-"""Hands each rank's JSON-able facts to every rank, in the order of ranks; all ranks call it."""
+from rolemesh.engine.parallel.agreement import Gather, attempt_together
 
 WorkT = TypeVar("WorkT")
 
@@ -60,28 +59,13 @@ class Peers:
                 others of the same class and with the same message if it is one of `errors`, else a
                 RuntimeError that names rank and cause.
         """
-        if self.size == 1:
-            result, facts = work()
-            return result, [facts]
-        failure: Exception | None = None
-        done: list[WorkT] = []
-        try:
-            result, facts = work()
-            done.append(result)
-            message = {"facts": facts}
-        except Exception as error:
-            failure = error
-            known = next((kind.__name__ for kind in errors if isinstance(error, kind)), None)
-            text = str(error) if known else f"{type(error).__name__}: {error}"
-            message = {"error": text, "class": known}
-        answers = self.gather(message)
-        for rank, answer in enumerate(answers):
-            if "error" not in answer:
-                continue
-            if failure is not None and rank == self.rank:
-                raise failure
-            kinds = {kind.__name__: kind for kind in errors}
-            if answer["class"] in kinds:
-                raise kinds[answer["class"]](answer["error"]) from failure
-            raise RuntimeError(f"rank {rank} failed: {answer['error']}") from failure
-        return done[0], [answer["facts"] for answer in answers]
+        tried = attempt_together(work, self.gather)
+        for rank, refusal in tried.refusals.items():
+            if rank == self.rank and tried.failure is not None:
+                raise tried.failure
+            known = next((kind for kind in errors if kind.__name__ in refusal.classes), None)
+            if known is not None:
+                raise known(refusal.message) from tried.failure
+            cause = f"{refusal.classes[0]}: {refusal.message}"
+            raise RuntimeError(f"rank {rank} failed: {cause}") from tried.failure
+        return cast(WorkT, tried.result), tried.facts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +28,7 @@ from rolemesh.engine.weights.published import (
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.tensors import data_type_of
+from rolemesh.rpc.together import together
 from rolemesh.services.rollout.deliveries import Deliveries, Delivery
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
@@ -270,15 +271,8 @@ class StandAloneRolloutServicer(RolloutServicer):
             call.progress("fetch weights", done, len(taking.copies))
             return found
 
-        tasks: Sequence[asyncio.Task[FetchedBoxes]] = [
-            asyncio.ensure_future(fetch(source)) for source in taking.copies
-        ]
-        try:
-            return dict(zip(taking.copies, await asyncio.gather(*tasks), strict=True))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        found = await together(fetch(source) for source in taking.copies)
+        return dict(zip(taking.copies, found, strict=True))
 
     async def _load(self, delivery: Delivery, call: Call) -> None:
         """Loads a delivery: in the generation that runs, or in its own turn on the thread."""

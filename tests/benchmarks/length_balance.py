@@ -41,7 +41,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.packing.batching import balanced_partition
 from rolemesh.engine.specs import PpoPolicyLossSpec
-from rolemesh.engine.train import rows as trained_rows
+from rolemesh.engine.train.plan import UpdatePlan
 
 RANKS = 2
 PROMPT_TOKENS = 16
@@ -84,11 +84,10 @@ def measure(at: RankContext, job: Job, repetitions: int) -> dict[str, list[tuple
         lengths = job.batch["tokens"].lengths().tolist()
         for repetition in range(repetitions + 1):
             for name, parts in partitions(lengths).items():
-                # The trainer always balances: give it another way of cutting for this step.
-                trained_rows.balanced_units = lambda _lengths, _parts, _unit, found=parts: found
+                plan = UpdatePlan.of_mini_batch(lengths, parts[mesh.dp.index]).for_whole_batch()
                 mesh_is_ready(mesh)
                 began, computed = time.perf_counter(), time.thread_time()
-                trainer.forward_backward(job.batch, job.loss)
+                trainer.forward_backward(job.batch, job.loss, plan=plan)
                 trainer.optim_step()
                 if repetition:
                     seconds.setdefault(name, []).append(

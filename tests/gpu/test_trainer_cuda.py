@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.algorithms.ragged import decayed_sums
 from rolemesh.engine.experience import Column, ColumnKind, Experience
@@ -81,7 +82,7 @@ def test_an_update_on_cuda_equals_one_on_the_cpu(model):
     weights = []
     for device in ("cpu", "cuda"):
         trainer = Trainer.policy(spec(model), OptimizerSpec(learning_rate=1e-3), device=device)
-        trainer.update(ppo_batch(), PpoPolicyLossSpec(), epochs=2, mini_batch_rows=2, seed=5)
+        update_whole(trainer, ppo_batch(), PpoPolicyLossSpec(), epochs=2, mini_batch_rows=2, seed=5)
         assert trainer.policy_version == 4
         weights.append({name: weight.cpu() for name, weight in trainer.named_weights()})
     for name, weight in weights[0].items():
@@ -113,7 +114,7 @@ def test_bfloat16_logits_are_float32_on_cuda_too():
 
 def test_sleep_frees_the_device_and_wake_brings_the_same_weights_back(model):
     trainer = Trainer.policy(spec(model), OptimizerSpec(), device="cuda")
-    trainer.update(ppo_batch(), PpoPolicyLossSpec(), epochs=1, mini_batch_rows=4, seed=5)
+    update_whole(trainer, ppo_batch(), PpoPolicyLossSpec(), epochs=1, mini_batch_rows=4, seed=5)
     before = {name: weight.cpu().clone() for name, weight in trainer.named_weights()}
     held = torch.cuda.memory_allocated()
     moved = trainer.move_to(torch.device("cpu"))
@@ -138,7 +139,7 @@ def test_moments_in_host_memory_change_no_bit_and_leave_the_device(model):
         trainer = Trainer.policy(
             spec(model), OptimizerSpec(learning_rate=1e-3, offload=offload), device="cuda"
         )
-        trainer.update(ppo_batch(), PpoPolicyLossSpec(), epochs=3, mini_batch_rows=2, seed=0)
+        update_whole(trainer, ppo_batch(), PpoPolicyLossSpec(), epochs=3, mini_batch_rows=2, seed=0)
         return trainer
 
     here, there = trained(False), trained(True)

@@ -19,6 +19,7 @@ from support.parallel_training import Job, Trained, joined, near_policy, part_of
 from support.rank_processes import RankContext, run_ranks
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 from support.weight_ranks import assert_equal, cut
 
 from rolemesh.engine.layout.boxes import generate_layout
@@ -63,7 +64,7 @@ def update(at: RankContext, job: Job, layout: HybridLayout, backend: str, reshar
             device="cuda",
             mesh=mesh,
         )
-        metrics = trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+        metrics = update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
         held = torch.cuda.memory_allocated() - before
         delivered = {}
         if reshard:

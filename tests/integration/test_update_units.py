@@ -12,6 +12,7 @@ from google.protobuf import json_format, struct_pb2
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.seeds import derive_seed
@@ -106,7 +107,8 @@ async def test_an_update_with_units_and_a_further_loss_is_the_trainers(critic: C
     auxiliary = [trainer_pb2.AuxiliaryLoss(experience=critic.extra, loss=VALUE_LOSS, weight=0.5)]
     result = await critic.update(rows_per_unit=2, auxiliary=auxiliary)
     trainer = Trainer.critic(critic.model, OptimizerSpec(learning_rate=1e-3))
-    expected = trainer.update(
+    expected = update_whole(
+        trainer,
         BATCH,
         PpoValueLossSpec(),
         epochs=1,
@@ -125,7 +127,7 @@ async def test_gradients_with_units_are_the_trainers(critic: Critic) -> None:
     result = await critic.forward_backward(rows_per_unit=4)
     trainer = Trainer.critic(critic.model, OptimizerSpec())
     assert dict(result.report.metrics) == trainer.forward_backward(
-        BATCH, PpoValueLossSpec(), rows_per_unit=4
+        BATCH, PpoValueLossSpec(), plan=trainer.plan_mini_batch(BATCH, 4)
     )
     assert result.outputs.num_rows == BATCH.num_rows
 

@@ -12,11 +12,13 @@ from support.parallel_training import Job, Trained, joined, make_trainer, part_o
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
-from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
+from rolemesh.engine.train.auxiliary import AuxiliaryLoss
+from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import Trainer
 
 GRADIENT_TOLERANCE = 5e-6
@@ -55,8 +57,8 @@ def test_gradients_are_added_with_their_weight_and_by_their_own_counts(folder: P
     batch, extra = token_batch(), _auxiliary()
     trainer = _critic(folder)
     steps = record_gradients(trainer)
-    metrics = trainer.update(
-        batch, VALUE_LOSS, epochs=1, mini_batch_rows=8, seed=3, auxiliary=[extra]
+    metrics = update_whole(
+        trainer, batch, VALUE_LOSS, epochs=1, mini_batch_rows=8, seed=3, auxiliary=[extra]
     )
     alone = []
     for rows, loss in ((batch, VALUE_LOSS), (extra.batch, OTHER_LOSS)):
@@ -89,7 +91,8 @@ def test_rows_are_dealt_out_over_the_optimizer_steps_in_order(folder: Path) -> N
     trainer._accumulate = recording  # type: ignore[method-assign]
     extra = _auxiliary()
     calls: list[tuple[int, int]] = []
-    metrics = trainer.update(
+    metrics = update_whole(
+        trainer,
         token_batch(),
         VALUE_LOSS,
         epochs=2,
@@ -109,8 +112,14 @@ def test_weight_zero_changes_no_weight_of_the_model(folder: Path) -> None:
     weights = []
     for auxiliary in ([], [_auxiliary(0.0)]):
         trainer = _critic(folder)
-        trainer.update(
-            token_batch(), VALUE_LOSS, epochs=1, mini_batch_rows=3, seed=3, auxiliary=auxiliary
+        update_whole(
+            trainer,
+            token_batch(),
+            VALUE_LOSS,
+            epochs=1,
+            mini_batch_rows=3,
+            seed=3,
+            auxiliary=auxiliary,
         )
         weights.append({name: weight.clone() for name, weight in trainer.named_weights()})
     for name, weight in weights[0].items():
@@ -132,8 +141,14 @@ def test_an_auxiliary_loss_that_cannot_be_added_is_refused(
 ) -> None:
     trainer = _critic(folder)
     with pytest.raises(ValueError, match=message):
-        trainer.update(
-            token_batch(), VALUE_LOSS, epochs=1, mini_batch_rows=8, seed=3, auxiliary=losses
+        update_whole(
+            trainer,
+            token_batch(),
+            VALUE_LOSS,
+            epochs=1,
+            mini_batch_rows=8,
+            seed=3,
+            auxiliary=losses,
         )
     assert trainer.policy_version == 0
 
@@ -154,7 +169,9 @@ def test_a_unit_shares_its_forward_pass(folder: Path) -> None:
     select = numbered.require
     # The loss does not ask for the column: let it through.
     object.__setattr__(numbered, "require", lambda _columns: select(tuple(numbered.columns)))
-    trainer.update(numbered, VALUE_LOSS, epochs=2, mini_batch_rows=4, seed=3, rows_per_unit=2)
+    update_whole(
+        trainer, numbered, VALUE_LOSS, epochs=2, mini_batch_rows=4, seed=3, rows_per_unit=2
+    )
     assert sorted(row for rows in seen for row in rows) == sorted([*range(8)] * 2)
     for rows in seen:
         assert all(second == first + 1 for first, second in zip(rows[::2], rows[1::2], strict=True))
@@ -164,10 +181,12 @@ def test_a_unit_shares_its_forward_pass(folder: Path) -> None:
 def test_units_that_do_not_divide_the_batch_are_refused(folder: Path) -> None:
     trainer = _critic(folder)
     with pytest.raises(ValueError, match="has 8 rows, which is no multiple of rows_per_unit 3"):
-        trainer.forward_backward(token_batch(), VALUE_LOSS, rows_per_unit=3)
+        trainer.forward_backward(
+            token_batch(), VALUE_LOSS, plan=trainer.plan_mini_batch(token_batch(), 3)
+        )
     with pytest.raises(ValueError, match="mini_batch_rows is 3, no multiple of rows_per_unit 2"):
-        trainer.update(
-            token_batch(), VALUE_LOSS, epochs=1, mini_batch_rows=3, seed=3, rows_per_unit=2
+        update_whole(
+            trainer, token_batch(), VALUE_LOSS, epochs=1, mini_batch_rows=3, seed=3, rows_per_unit=2
         )
 
 
@@ -182,12 +201,11 @@ def update(at: RankContext, job: Job, holds_all: bool) -> Trained:
         gradients = record_gradients(trainer)
         if not holds_all:
             lengths = extra.batch["tokens"].lengths().tolist()
-            rows = rows_of_auxiliary(
-                lengths, num_steps=2, num_parts=mesh.dp.size, part=mesh.dp.index
-            )
-            held = extra.batch.select(torch.tensor(rows, dtype=torch.int64))
-            extra = replace(extra, batch=held, rows=rows, lengths=lengths)
-        metrics = trainer.update(
+            plan = UpdatePlan.dealt(lengths, mesh.dp, num_steps=2)
+            held = extra.batch.select(torch.tensor(plan.rows, dtype=torch.int64))
+            extra = replace(extra, batch=held, plan=plan)
+        metrics = update_whole(
+            trainer,
             job.batch,
             job.loss,
             epochs=1,

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rolemesh.engine.experience import Experience
@@ -53,10 +54,12 @@ def _critic(folder: Path) -> Trainer:
 def _train(trainer: Trainer, seed: int) -> dict[str, float]:
     batch = token_batch(seed=seed)
     if trainer.kind == "critic":
-        return trainer.update(batch, PpoValueLossSpec(), epochs=1, mini_batch_rows=3, seed=seed)
+        return update_whole(
+            trainer, batch, PpoValueLossSpec(), epochs=1, mini_batch_rows=3, seed=seed
+        )
     scored = trainer.compute_logprobs(batch, temperature=1.0)
-    return trainer.update(
-        batch | scored, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=3, seed=seed
+    return update_whole(
+        trainer, batch | scored, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=3, seed=seed
     )
 
 

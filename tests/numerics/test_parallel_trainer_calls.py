@@ -12,15 +12,17 @@ from support.parallel_training import Job, make_trainer, near_policy, record_gra
 from support.rank_processes import RankContext, RankPool
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.value_model import ValueModel
-from rolemesh.engine.packing.batching import balanced_partition, update_assignment
+from rolemesh.engine.packing.batching import balanced_partition
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import LossNotFiniteError, NoGradientError, Trainer
 
 SCORE_TOLERANCE = 2e-5
@@ -57,12 +59,12 @@ def score(at: RankContext, job: Job, rows: list[list[int]]) -> tuple[Experience,
         trainer = make_trainer(job, at, mesh)
         part = job.batch.select(torch.tensor(rows[mesh.dp.index], dtype=torch.int64))
         calls: list[Any] = []
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=4, seed=1)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=4, seed=1)
         if trainer.kind == "critic":
             values = trainer.compute_values(part, lambda *call: calls.append(call))
             return Experience({"values": values}), calls
         trainer.compute_logprobs(part, temperature=0.7)
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=4, seed=2)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=4, seed=2)
         scored = trainer.compute_logprobs(
             part, temperature=0.7, with_entropy=True, progress=lambda *call: calls.append(call)
         )
@@ -120,11 +122,9 @@ def accumulate(at: RankContext, job: Job, holds_all: bool) -> Accumulated:
         if holds_all:
             metrics, outputs = trainer.forward_backward_with_outputs(job.batch, job.loss)
         else:
-            rows = [*part, (part[0] + 1) % 8] if (part[0] + 1) % 8 not in part else part
-            held = job.batch.select(torch.tensor(rows))
-            metrics, outputs = trainer.forward_backward_with_outputs(
-                held, job.loss, rows=rows, lengths=lengths
-            )
+            held = job.batch.select(torch.tensor(part))
+            plan = UpdatePlan.of_mini_batch(lengths, part)
+            metrics, outputs = trainer.forward_backward_with_outputs(held, job.loss, plan=plan)
         trainer.optim_step()
         return Accumulated(metrics, outputs, steps[0], trainer.model.shape)
 
@@ -204,7 +204,7 @@ def held_bytes(at: RankContext, job: Job) -> tuple[list[int], int, int]:
         note()
         trainer.compute_logprobs(job.batch, temperature=1.0)
         note()
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         note()
         moments = sum(tensor.nbytes for tensor in trainer.optimizer_state("exp_avg").values())
         assert trainer.model.shape is not None
@@ -277,11 +277,11 @@ def survive_nan(at: RankContext, job: Job) -> tuple[str, bool, int, dict[str, fl
         before = {name: weight.clone() for name, weight in trainer.named_weights()}
         poisoned = _with_nan(job.batch, row=3)
         with pytest.raises(LossNotFiniteError) as caught:
-            trainer.update(poisoned, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+            update_whole(trainer, poisoned, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         moved = any(not torch.equal(before[name], w) for name, w in trainer.named_weights())
         with pytest.raises(NoGradientError):
             trainer.optim_step()
-        metrics = trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        metrics = update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         return str(caught.value), moved, trainer.policy_version, metrics
 
 
@@ -309,7 +309,7 @@ def update_once(at: RankContext, job: Job) -> dict[str, float]:
     """One clean step."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        return trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        return update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
 
 
 def poison_gradient(at: RankContext, job: Job) -> str:
@@ -343,20 +343,11 @@ def refuse(at: RankContext, job: Job) -> list[str]:
         trainer = make_trainer(job, at, mesh)
         said = []
         lengths = job.batch["tokens"].lengths().tolist()
-        parts = update_assignment(lengths, epochs=1, mini_batch_rows=8, seed=1, num_parts=2)[0]
-        own = parts[mesh.dp.index]
+        plan = UpdatePlan.of_update(lengths, mesh.dp, epochs=1, mini_batch_rows=8, seed=1)
         # The second replica lacks a row.
-        rows = own[1:] if mesh.dp.index == 1 else own
+        rows = plan.rows[1:] if mesh.dp.index == 1 else plan.rows
         with pytest.raises(ValueError, match="row") as caught:
-            trainer.update(
-                job.batch.select(torch.tensor(rows)),
-                job.loss,
-                epochs=1,
-                mini_batch_rows=8,
-                seed=1,
-                rows=rows,
-                lengths=lengths,
-            )
+            trainer.update(job.batch.select(torch.tensor(rows)), job.loss, plan)
         said.append(str(caught.value))
         # The second replica has a row whose prompt is longer than the row.
         prompts = job.batch["prompt_lengths"].values.clone()
@@ -368,7 +359,7 @@ def refuse(at: RankContext, job: Job) -> list[str]:
         with pytest.raises(ValueError, match="prompt_lengths") as caught:
             trainer.compute_logprobs(broken, temperature=1.0)
         said.append(str(caught.value))
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         return said
 
 
@@ -377,7 +368,7 @@ def test_rows_that_one_rank_cannot_use_are_refused_on_all(
     rank_pool: RankPool, job: Job, layout: TrainLayout
 ) -> None:
     first, second = rank_pool.run(refuse, 2, replace(job, layout=layout))
-    assert "the batch does not hold it" in second[0]
+    assert "give it the rows of the plan" in second[0]
     assert first[0] == f"rank 1 cannot use its rows: {second[0]}"
     assert "prompt_lengths of row" in second[1]
     assert first[1] == f"rank 1 cannot use its rows: {second[1]}"
@@ -407,9 +398,9 @@ def break_off(at: RankContext, job: Job) -> tuple[dict[str, float], dict[str, fl
         with pytest.raises(OverflowError):
             trainer.forward_backward(job.batch, job.loss)
         hook.remove()
-        after = trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        after = update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         fresh = make_trainer(job, at, mesh)
-        return after, fresh.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        return after, update_whole(fresh, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
 
 
 @pytest.mark.parametrize("layout", [FSDP2, TrainLayout(dp=2), TrainLayout(tp=2)], ids=str)
@@ -433,14 +424,14 @@ def give_what_only_one_stage_sees(at: RankContext, job: Job) -> list[str]:
         said = []
         for refused in (unknown, wrong_kind):
             with pytest.raises(ValueError, match="column") as caught:
-                trainer.update(refused, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+                update_whole(trainer, refused, job.loss, epochs=1, mini_batch_rows=8, seed=1)
             said.append(str(caught.value))
         with pytest.raises(ValueError, match="token 10000") as caught:
             trainer.compute_logprobs(unknown, temperature=1.0)
         with pytest.raises(ValueError, match="temperature"):
             trainer.compute_logprobs(job.batch, temperature=0.0)
         said.append(str(caught.value))
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=8, seed=1)
         return said
 
 

@@ -252,7 +252,9 @@ def test_a_training_step_is_the_same(tmp_path: Path, always: None, rows_per_unit
         trainer = Trainer.policy(spec, OptimizerSpec())
         assert (_shares(trainer, batch) > 4) == (spec.share_prefixes == "auto")
         metrics, outputs = trainer.forward_backward_with_outputs(
-            batch, PpoPolicyLossSpec(entropy_coefficient=0.01), rows_per_unit=rows_per_unit
+            batch,
+            PpoPolicyLossSpec(entropy_coefficient=0.01),
+            plan=trainer.plan_mini_batch(batch, rows_per_unit),
         )
         gradients = {name: w.grad.clone() for name, w in trainer.model.named_weights()}
         found.append((metrics, outputs["logprobs"], gradients))

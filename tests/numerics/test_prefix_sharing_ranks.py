@@ -13,6 +13,7 @@ from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch, with_shared_prompts
+from support.updates import update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -52,8 +53,8 @@ def update(at: RankContext, job: Job) -> tuple[Trained, int]:
             run(passes, *args, **options)
 
         trainer.rank_model.run = counting  # type: ignore[method-assign]
-        metrics = trainer.update(
-            job.batch, job.loss, epochs=1, mini_batch_rows=12, seed=5, rows_per_unit=GROUP
+        metrics = update_whole(
+            trainer, job.batch, job.loss, epochs=1, mini_batch_rows=12, seed=5, rows_per_unit=GROUP
         )
         return part_of(trainer, metrics, gradients), num_shared
 

@@ -18,6 +18,7 @@ from support.rank_processes import RankContext, RankPool
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import HEAD_DIM, write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
@@ -90,7 +91,9 @@ def step_and_deliver(at: RankContext, job: Job, layout: HybridLayout, export: Pa
                 checksums.append(dict(backend.weight_checksums()))
                 if version == 0:
                     rows = len(job.batch["tokens"].lengths())
-                    trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=rows, seed=5)
+                    update_whole(
+                        trainer, job.batch, job.loss, epochs=1, mini_batch_rows=rows, seed=5
+                    )
             assert trainer.policy_version == 1
             received, planned = resharder.received_bytes, resharder.plan.received_bytes(at.rank)
         trainer.export(export, "float32")

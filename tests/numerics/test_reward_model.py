@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
@@ -91,7 +92,9 @@ def test_loss_gradients_and_scores_are_those_of_transformers_row_by_row(
     folder: Path, label: int
 ) -> None:
     batch, trainer = _batch(), _trainer(folder, label=label, micro_batch_tokens=40)
-    metrics, outputs = trainer.forward_backward_with_outputs(batch, LOSS, rows_per_unit=2)
+    metrics, outputs = trainer.forward_backward_with_outputs(
+        batch, LOSS, plan=trainer.plan_mini_batch(batch, 2)
+    )
 
     theirs = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     theirs.eval()
@@ -121,7 +124,9 @@ def test_gradients_are_the_same_in_every_cut(folder: Path) -> None:
     found = {}
     for budget in (10_000, 40, 1):
         trainer = _trainer(folder, micro_batch_tokens=budget)
-        metrics = trainer.forward_backward(_batch(), LOSS, rows_per_unit=2)
+        metrics = trainer.forward_backward(
+            _batch(), LOSS, plan=trainer.plan_mini_batch(_batch(), 2)
+        )
         found[budget] = metrics, _gradients(trainer)
     for metrics, gradients in found.values():
         assert metrics == pytest.approx(found[1][0], rel=1e-5, abs=1e-6)
@@ -137,7 +142,7 @@ def test_the_classifier_scores_with_the_weights_of_the_moment(folder: Path) -> N
     rows = _rows(_batch())
     before = classifier.score(rows)
     assert torch.equal(before, frozen.score(rows))
-    trainer.update(_batch(), LOSS, epochs=1, mini_batch_rows=8, seed=1, rows_per_unit=2)
+    update_whole(trainer, _batch(), LOSS, epochs=1, mini_batch_rows=8, seed=1, rows_per_unit=2)
     after = classifier.score(rows)
     assert not torch.allclose(before, after)
     # Scoring leaves nothing behind that training would add to.
@@ -150,19 +155,19 @@ def test_a_new_head_scores_everything_zero_and_learns_from_its_first_step(llama:
     assert head.shape == (1, 64)
     assert not head.any()
     update = {"epochs": 1, "mini_batch_rows": 8, "seed": 1, "rows_per_unit": 2}
-    first = trainer.update(_batch(), BradleyTerryLossSpec(), **update)
+    first = update_whole(trainer, _batch(), BradleyTerryLossSpec(), **update)
     assert first["loss"] == pytest.approx(math.log(2))
     assert first["preference_accuracy"] == 0
     assert head.any()
     for _ in range(10):
-        last = trainer.update(_batch(), BradleyTerryLossSpec(), **update)
+        last = update_whole(trainer, _batch(), BradleyTerryLossSpec(), **update)
     assert last["preference_accuracy"] == 1
     assert last["loss"] < 0.3
 
 
 def test_an_export_is_a_classifier_with_the_very_scores(llama: Path, tmp_path: Path) -> None:
     trainer = _trainer(llama, new_head=True, learning_rate=1e-2)
-    trainer.update(_batch(), LOSS, epochs=2, mini_batch_rows=4, seed=1, rows_per_unit=2)
+    update_whole(trainer, _batch(), LOSS, epochs=2, mini_batch_rows=4, seed=1, rows_per_unit=2)
     trainer.export(tmp_path / "reward")
     rows = _rows(_batch(seed=3))
     spec = ModelSpec(path=tmp_path / "reward", compute_dtype="float32")
@@ -177,19 +182,21 @@ def test_an_export_is_a_classifier_with_the_very_scores(llama: Path, tmp_path: P
     assert exported.tolist() == pytest.approx(scores, rel=1e-4, abs=1e-5)
     # And it can be trained further.
     again = Trainer.reward(ClassifierRewardSpec(model=spec), OptimizerSpec())
-    assert again.forward_backward(_batch(), LOSS, rows_per_unit=2)["loss"] > 0
+    assert (
+        again.forward_backward(_batch(), LOSS, plan=again.plan_mini_batch(_batch(), 2))["loss"] > 0
+    )
 
 
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(llama: Path, tmp_path: Path) -> None:
     update = {"epochs": 1, "mini_batch_rows": 4, "rows_per_unit": 2}
     trainer = _trainer(llama, new_head=True)
-    trainer.update(_batch(), LOSS, seed=1, **update)
+    update_whole(trainer, _batch(), LOSS, seed=1, **update)
     trainer.save(tmp_path / "checkpoint")
-    expected = trainer.update(_batch(seed=1), LOSS, seed=2, **update)
+    expected = update_whole(trainer, _batch(seed=1), LOSS, seed=2, **update)
     other = _trainer(llama, new_head=True)
     other.load(tmp_path / "checkpoint")
     assert other.policy_version == 2
-    assert other.update(_batch(seed=1), LOSS, seed=2, **update) == expected
+    assert update_whole(other, _batch(seed=1), LOSS, seed=2, **update) == expected
     for (name, left), (_, right) in zip(
         trainer.named_weights(), other.named_weights(), strict=True
     ):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.updates import update_whole
 from transformers import AutoTokenizer
 
 from rolemesh.engine.data.prompts import Prompt
@@ -82,7 +83,8 @@ def test_logprobs_agree_after_each_sync_and_a_missed_one_shows(folder, dtype, re
             assert synced <= BOUND, f"version {version}"
             advantages = torch.where(batch["logprobs"].values < -1.0, -1.0, 1.0)
             column = Column(ColumnKind.COMPLETION, advantages, batch["logprobs"].offsets)
-            trainer.update(
+            update_whole(
+                trainer,
                 batch | Experience({"advantages": column}),
                 PpoPolicyLossSpec(),
                 epochs=2,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 from transformers import AutoModelForCausalLM
 
 from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
@@ -21,9 +22,9 @@ from rolemesh.engine.specs import (
     PpoValueLossSpec,
 )
 from rolemesh.engine.train import optimizer
+from rolemesh.engine.train.model_in_training import GradientPendingError
 from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer, warmed_up
 from rolemesh.engine.train.trainer import (
-    GradientPendingError,
     LossNotFiniteError,
     NoGradientError,
     Trainer,
@@ -205,7 +206,8 @@ def test_update_takes_each_row_once_an_epoch_and_follows_its_seed(folder: Path) 
     def run(seed: int) -> tuple[dict[str, float], dict[str, torch.Tensor], list[Any]]:
         trainer = _trainer(folder)
         calls: list[Any] = []
-        metrics = trainer.update(
+        metrics = update_whole(
+            trainer,
             _batch(trainer),
             PpoPolicyLossSpec(),
             epochs=2,
@@ -228,7 +230,7 @@ def test_update_reports_means_maxima_and_the_sampler_difference_before_any_step(
 ) -> None:
     trainer, stepper = _trainer(folder), _trainer(folder)
     batch = _batch(trainer)
-    metrics = trainer.update(batch, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=4, seed=3)
+    metrics = update_whole(trainer, batch, PpoPolicyLossSpec(), epochs=1, mini_batch_rows=4, seed=3)
 
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
     by_hand = []
@@ -260,7 +262,9 @@ def test_training_raises_the_likelihood_of_rewarded_tokens(
     before = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
     advantages = Column(ColumnKind.COMPLETION, torch.ones_like(before.values), before.offsets)
     batch = batch | Experience({"advantages": advantages, "logprobs": before})
-    trainer.update(batch, PpoPolicyLossSpec(clip_high=9.0), epochs=4, mini_batch_rows=8, seed=0)
+    update_whole(
+        trainer, batch, PpoPolicyLossSpec(clip_high=9.0), epochs=4, mini_batch_rows=8, seed=0
+    )
     after = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
     mask = batch["loss_mask"].values
     # 4 steps of 1e-3 on a model that is far from certain: well over a nat, no matter of luck.
@@ -343,9 +347,9 @@ def test_the_wrong_loss_an_empty_batch_and_a_missing_column_are_refused(folder: 
             batch.require(["tokens", "prompt_lengths", "logprobs", "loss_mask"]), POLICY_LOSS
         )
     with pytest.raises(ValueError, match="epochs is 0"):
-        trainer.update(batch, POLICY_LOSS, epochs=0, mini_batch_rows=1, seed=0)
+        update_whole(trainer, batch, POLICY_LOSS, epochs=0, mini_batch_rows=1, seed=0)
     with pytest.raises(ValueError, match="mini_batch_rows is 0"):
-        trainer.update(batch, POLICY_LOSS, epochs=1, mini_batch_rows=0, seed=0)
+        update_whole(trainer, batch, POLICY_LOSS, epochs=1, mini_batch_rows=0, seed=0)
 
 
 def test_a_checkpoint_is_refused_while_gradients_are_pending(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import make_requests
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
+from support.updates import update_whole
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
@@ -104,7 +105,7 @@ def ppo_batch() -> Experience:
 
 
 def step(trainer: Trainer) -> None:
-    trainer.update(ppo_batch(), LOSS, epochs=1, mini_batch_rows=4, seed=5)
+    update_whole(trainer, ppo_batch(), LOSS, epochs=1, mini_batch_rows=4, seed=5)
 
 
 @dataclass

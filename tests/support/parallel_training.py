@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from support.rank_processes import RankContext
+from support.updates import update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.boxes import train_layout
@@ -77,7 +78,8 @@ def train(at: RankContext, job: Job) -> Trained:
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
         gradients = record_gradients(trainer)
-        metrics = trainer.update(
+        metrics = update_whole(
+            trainer,
             job.batch,
             job.loss,
             epochs=1,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from support.parallel_training import Job, Trained, make_trainer, part_of
 from support.rank_processes import RankContext
+from support.updates import update_whole
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.specs import ComputeDtype
@@ -38,7 +39,7 @@ def save(at: RankContext, job: Job, directory: Path) -> Loaded:
     """Trains and saves."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
         torch.manual_seed(100 + at.rank)
         trainer.save(directory, {"kl_coefficient": 0.25, "rank": at.rank})
         return _state(trainer, {})
@@ -59,11 +60,11 @@ def load_and_train(at: RankContext, job: Job, directory: Path | None) -> Loaded:
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
         if directory is None:
-            trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+            update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
             torch.manual_seed(100 + at.rank)
         else:
             trainer.load(directory)
-        metrics = trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=6)
+        metrics = update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=6)
         loaded = _state(trainer, {})
         loaded.later = metrics
         return loaded
@@ -73,7 +74,7 @@ def refused_load(at: RankContext, job: Job, directory: Path) -> tuple[str, str, 
     """Class and message of what a load raises, and whether the trainer is as before."""
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
         torch.manual_seed(3)
         before = _state(trainer, {})
         torch.manual_seed(3)
@@ -109,7 +110,7 @@ def killed_save(at: RankContext, job: Job, directory: Path, victim: int) -> str:
         checkpoint_module.save_file = dying
     with at.connect(HybridLayout(job.layout), timeout_s=30.0) as mesh:
         trainer = make_trainer(job, at, mesh)
-        trainer.update(job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
+        update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
         try:
             trainer.save(directory)
         except Exception as error:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import tenacity
 
 from rolemesh.engine.specs import EndpointRewardSpec, FailSpec
+from rolemesh.rpc.together import together
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
@@ -170,9 +171,8 @@ class EndpointReward(OutsideReward):
             for metric, value in found.metrics.items():
                 means.setdefault(metric, []).append((value, len(batch)))
 
-        async with _all_at_once() as group:
-            for batch in _batches(asked, [len(content) for content in sent], self._spec.batch_size):
-                group.create_task(one(batch))
+        sizes = [len(content) for content in sent]
+        await together(one(batch) for batch in _batches(asked, sizes, self._spec.batch_size))
         if keys:
             _copy_to_equal_rows(keys, rewards, failures)
         return Judgement(
@@ -385,16 +385,6 @@ def _copy_to_equal_rows(
             rewards[index] = rewards[source]
             if source in failures:
                 failures[index] = failures[source]
-
-
-@contextlib.asynccontextmanager
-async def _all_at_once() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises its first error itself, not an ExceptionGroup around it."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 async def _connect(url: str) -> None:

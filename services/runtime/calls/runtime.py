@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
-import grpc
 import torch
-from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience, payload_layout, read_payload
 from rolemesh.engine.layout.ranks import HybridLayout
@@ -21,57 +15,23 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
-from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
+from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.payload import layout_without_rows, schemas_of
-from rolemesh.rpc.pull import all_or_first_error
-from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place, shards_of
+from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place
+from rolemesh.rpc.together import together
 from rolemesh.services.runtime.calls.call import Call
-from rolemesh.services.runtime.calls.compute import ComputeThread
-from rolemesh.services.runtime.calls.hold import RunHold
+from rolemesh.services.runtime.calls.keyed import Context, KeyedCalls
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.experience.fetch import fetch_rows, take_rows
-from rolemesh.services.runtime.experience.store import ExperienceStore
-from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.ranks.meeting import Meeting
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.metrics import ServiceMetrics
-from rolemesh.services.runtime.server.operations import Operation, OperationLedger, Payload, task_of
 from rolemesh.v1 import experience_pb2, operation_pb2
 
-__all__ = ["Call", "KeyedRequest", "Runtime"]
-
-logger = logging.getLogger(__name__)
-
-PROGRESS_INTERVAL_S = 1.0
-"""A call that works says so this often."""
-
-RELEASE_METHOD = "/rolemesh.v1.ExperienceService/Release"
+__all__ = ["Call", "Context", "Runtime"]
 
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
-
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-"""What grpc.aio hands to a servicer."""
-
-
-class KeyedRequest(Protocol):
-    """A request with an operation key."""
-
-    @property
-    def key(self) -> operation_pb2.OperationKey:
-        """The key."""
-
-
-Finish: TypeAlias = Callable[[Any, Call], Awaitable[None]]
-"""Completes a result in place."""
-
-JoinEvents: TypeAlias = Callable[[Any], Message | None]
-"""Is handed what ranks tell ahead of their answers, from any thread; returns what is whole."""
-
-Response = TypeVar("Response", bound=Message)
-Answer = TypeVar("Answer", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +54,7 @@ class Share:
         )
 
 
-class Runtime:
+class Runtime(KeyedCalls):
     """State of one service process that all its servicers share. Owner: the loop.
 
     Example::
@@ -105,25 +65,9 @@ class Runtime:
     """
 
     def __init__(self, role: Role, config: ServiceConfig) -> None:
-        self.role = role
-        self.config = config
+        super().__init__(role, config, self.close_role)
         self.started_at = time.time()
         self.host_id = host_identity() if config.shared_memory else ""
-        self.compute = ComputeThread()
-        self.store = ExperienceStore(
-            config.experience_capacity_bytes,
-            shared_memory=config.shared_memory,
-            shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
-        )
-        self.ledger = OperationLedger()
-        self.hold = RunHold(
-            role,
-            self.compute,
-            self.store,
-            self.ledger,
-            self.close_role,
-            self._give_back_others,
-        )
         self.traffic = ChannelTraffic()
         self.metrics = ServiceMetrics(role.name, config.rank)
         self.address = ""
@@ -132,8 +76,6 @@ class Runtime:
         """Full names of the services of this process."""
         self.exit_requested = asyncio.Event()
         """Set when the process shall end."""
-        self.face: Face | None = None
-        """On rank 0 of several: passes calls on to all ranks."""
         self.meeting: Meeting | None = None
         """Where the ranks of this service meet; None where there is one."""
         self.mesh = RankMesh.single()
@@ -143,16 +85,6 @@ class Runtime:
         self.rank_addresses: Sequence[str] = ()
         """Where each rank of the service answers; empty where there is one."""
         self._channels: dict[str, MeshChannel] = {}
-
-    @functools.cached_property
-    def measured_device(self) -> str:
-        """Device whose memory calls report: this rank's GPU, or the process's own memory."""
-        return str(rank_device())
-
-    @property
-    def is_face(self) -> bool:
-        """Whether this rank speaks for the service."""
-        return self.config.rank == 0
 
     def join_ranks(self, layout: HybridLayout) -> RankMesh:
         """Makes the process groups of a run; every rank does. On the compute thread.
@@ -178,189 +110,6 @@ class Runtime:
         self.role.close()
         self.mesh.close()
         self.mesh = RankMesh.single()
-
-    async def _give_back_others(self) -> None:
-        if self.face is not None:
-            await self.face.give_back()
-
-    async def release_others(self, request: experience_pb2.ReleaseRequest) -> int:
-        """Drops experience that the other ranks of this service hold. Returns bytes freed.
-
-        Consumers know the service by its face alone, though they fetch from each rank.
-        """
-        if self.face is None:
-            return 0
-        answers = await self.face.tell(RELEASE_METHOD, request)
-        return sum(answer.released_bytes for answer in answers)
-
-    # --- keyed calls ----------------------------------------------------------------------
-
-    async def keyed(
-        self,
-        request: KeyedRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-        response_type: type[Response],
-        work: Callable[[Call], Awaitable[Message]],
-        *,
-        finish: Finish | None = None,
-        join_events: Callable[[], JoinEvents] | None = None,
-        on_all_ranks: bool = True,
-        needs_initialized: bool = True,
-    ) -> AsyncIterator[Response]:
-        """Serves a streaming keyed call: progress at most once a second, then the result.
-
-        What the work tells with `Call.tell` goes out before the result, at once and in order, also
-        to whoever repeats the key later.
-
-        Args:
-            request: carries the key.
-            context: of the call.
-            response_type: has the fields `progress` and, for the work's message type, a result.
-            work: makes the result, or this rank's part of it; runs once however often the key is
-                repeated.
-            finish: is handed the whole result, all ranks' parts joined, for what needs all of it.
-            join_events: makes, for one run of the work, what joins the events that ranks tell;
-                asked only where there are several. None: the work tells nothing.
-            on_all_ranks: whether every rank of the service does its part of the work.
-            needs_initialized: whether the role must hold a run.
-
-        Raises:
-            RolemeshError: stale epoch, reused key, not initialized, asleep, draining; or what work
-                raised.
-        """
-        operation = self._begin(
-            request,
-            self._spread(request, work, finish, join_events) if on_all_ranks else work,
-            needs_initialized,
-        )
-        operation.num_listeners += 1
-        try:
-            async with aclosing(operation.told(PROGRESS_INTERVAL_S)) as told:
-                async for event in told:
-                    if event is None:
-                        yield response_type(progress=operation.progress())
-                    else:
-                        yield _in_its_field(response_type, event)
-            yield _in_its_field(response_type, await task_of(operation))
-        finally:
-            operation.num_listeners -= 1
-
-    async def keyed_unary(
-        self,
-        request: KeyedRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
-        work: Callable[[Call], Awaitable[Answer]],
-        *,
-        on_all_ranks: bool = True,
-        needs_initialized: bool = True,
-        needs_awake: bool = True,
-        payload: Payload = b"",
-    ) -> Answer:
-        """Serves a unary keyed call: like keyed, without progress.
-
-        `payload` are bytes that came beside the request: a repeat must bring the same ones.
-        """
-        operation = self._begin(
-            request,
-            self._spread(request, work, None) if on_all_ranks else work,
-            needs_initialized,
-            needs_awake,
-            payload,
-        )
-        operation.num_listeners += 1
-        try:
-            # Shielded: the work goes on when this caller leaves.
-            return cast(Answer, await asyncio.shield(task_of(operation)))
-        finally:
-            operation.num_listeners -= 1
-
-    def _spread(
-        self,
-        request: KeyedRequest,
-        work: Callable[[Call], Awaitable[Message]],
-        finish: Finish | None,
-        join_events: Callable[[], JoinEvents] | None = None,
-    ) -> Callable[[Call], Awaitable[Message]]:
-        """The work of the whole service, made of the work of a rank."""
-
-        async def spread(call: Call) -> Message:
-            result = await self.on_all_ranks(request, work, call, join_events)
-            if finish is not None and self.is_face:
-                try:
-                    await finish(result, call)
-                except Exception:
-                    await self._forget(request.key.run_id, result)
-                    raise
-            return result
-
-        return spread
-
-    async def _forget(self, run_id: str, result: Message) -> None:
-        """Drops the experience of a result that nobody will hear of, on all ranks."""
-        ref = getattr(result, "experience", None)
-        if not isinstance(ref, experience_pb2.ExperienceRef):
-            return
-        ids = [shard.experience_id for shard in shards_of(ref)]
-        if not ids:
-            return  # a release without ids is one of everything
-        self.store.release_ids(run_id, ids)
-        request = experience_pb2.ReleaseRequest(run_id=run_id, experience_ids=ids)
-        try:
-            await self.release_others(request)
-        except RolemeshError as error:
-            # What failed before is what the caller has to know; the step's release finds the rest.
-            logger.warning("experience of a failed call is still held: %s", error.message)
-
-    async def on_all_ranks(
-        self,
-        request: KeyedRequest,
-        work: Callable[[Call], Awaitable[Answer]],
-        call: Call,
-        join_events: Callable[[], JoinEvents] | None = None,
-    ) -> Answer:
-        """Has every rank do its part of a request; returns the joined answer."""
-        if self.face is None:
-            return await work(call)
-        message = cast(Message, request)
-        if join_events is not None:
-            call.join_events(join_events())
-        return join_answers(await self.face.everywhere(message, lambda: work(call), call.tell))
-
-    def _begin(
-        self,
-        request: KeyedRequest,
-        work: Callable[[Call], Awaitable[Message]],
-        needs_initialized: bool,
-        needs_awake: bool = True,
-        payload: Payload = b"",
-    ) -> Operation:
-        message = cast(Message, request)
-        method = message.DESCRIPTOR.full_name.removesuffix("Request")
-        identity = self.ledger.check_epoch(request.key)
-        self.hold.hear(request.key.run_id)
-        # A face passes each call on once. That it does so again means that it works anew, and all
-        # ranks must do the same collective operations.
-        known = self.ledger.find(identity, method, message, payload) if self.is_face else None
-        if known is not None:
-            return known
-        self.hold.check_accepts_work()
-        if needs_initialized:
-            self.hold.check_initialized(request.key.run_id)
-            if needs_awake:
-                self.hold.check_awake()
-
-        async def run(operation: Operation) -> Message:
-            call = Call(operation, self.compute, rank=self.config.rank, device=self.measured_device)
-            self.hold.calls[operation] = call
-            try:
-                return await work(call)
-            except Exception as error:
-                self.hold.work_failed(operation, error)
-                raise
-            finally:
-                del self.hold.calls[operation]
-
-        return self.ledger.start(identity, method, message, run, payload)
 
     # --- shares ---------------------------------------------------------------------------
 
@@ -411,7 +160,7 @@ class Runtime:
             empty = torch.zeros(layout.num_bytes, dtype=torch.uint8)
             return read_payload(layout, empty).require(columns)
         with call.phase("fetch"):
-            parts = await all_or_first_error(
+            parts = await together(
                 self._pull_group(ref.groups[index], [one.name for one in found], rows, call)
                 for index, found in wanted.items()
             )
@@ -428,7 +177,7 @@ class Runtime:
         call: Call,
     ) -> Experience:
         found = place(group.shards, rows)
-        parts = await all_or_first_error(
+        parts = await together(
             self._pull_rows(shard, names, positions, call) for shard, positions, _ in found
         )
         order = order_of(found)
@@ -511,12 +260,3 @@ class Runtime:
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
-
-
-def _in_its_field(response_type: type[Response], result: Message) -> Response:
-    for field in response_type.DESCRIPTOR.fields:
-        if field.name != "progress" and field.message_type is result.DESCRIPTOR:
-            return response_type(**{field.name: result})
-    raise TypeError(
-        f"{response_type.__name__} has no field for a {type(result).__name__}: return another type"
-    )

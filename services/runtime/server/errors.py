@@ -54,7 +54,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.train.optimizer.NoGradientError": CatalogueEntry(
             _PRECONDITION, "NO_GRADIENT"
         ),
-        "rolemesh.engine.train.trainer.GradientPendingError": CatalogueEntry(
+        "rolemesh.engine.train.model_in_training.GradientPendingError": CatalogueEntry(
             _PRECONDITION, "GRADIENT_PENDING"
         ),
         "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": CatalogueEntry(

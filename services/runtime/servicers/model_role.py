@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.trainer import TrainedModel, Trainer, kind_of
+from rolemesh.engine.train.model_in_training import TrainedModel, kind_of
+from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights

@@ -12,15 +12,15 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import Message
 
 from rolemesh.engine.algorithms.judged import judged_rows
-from rolemesh.engine.algorithms.losses import make_loss
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring import compute_logprobs
-from rolemesh.engine.packing.batching import rows_of_update, unit_lengths
+from rolemesh.engine.packing.batching import unit_lengths
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import LossSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS, IS_JUDGED
-from rolemesh.engine.train.auxiliary import AuxiliaryLoss, rows_of_auxiliary
+from rolemesh.engine.train.auxiliary import AuxiliaryLoss
+from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.references import names_of, row_tokens
@@ -103,15 +103,14 @@ class TrainerServicer(EstimateServicer):
             rows_per_unit = _rows_per_unit(request.rows_per_unit, len(lengths))
             units = self._runtime.share("3D_PROTO", unit_lengths(lengths, rows_per_unit))
             share = units.times(rows_per_unit)
-            batch = await self._pull_for(loss, request.experience, share.rows, call)
+            plan = UpdatePlan.of_mini_batch(lengths, share.rows, rows_per_unit)
+            batch = await self._pull_for(loss, request.experience, plan, call)
             metrics, outputs = await call.compute(
                 self._role.trainer.forward_backward_with_outputs,
                 batch,
                 loss,
                 call.progress,
-                rows=share.rows,
-                lengths=lengths,
-                rows_per_unit=rows_per_unit,
+                plan=plan,
             )
             return trainer_pb2.ForwardBackwardResult(
                 report=call.report(metrics, batch.num_tokens if share.counts else 0),
@@ -158,27 +157,21 @@ class TrainerServicer(EstimateServicer):
                     reason="SPEC_INVALID",
                 )
             trainer = self._role.trainer
-            seed = derive_seed(self._role.run_seed, request.key.step, self._role.name, "update")
             judged = await self._judged_rows(request.experience, call)
-            all_lengths = row_tokens(request.experience)
-            lengths = [all_lengths[row] for row in judged]
-            rows_per_unit = _rows_per_unit(
-                request.rows_per_unit, len(lengths), request.mini_batch_rows
-            )
-            rows = rows_of_update(
-                lengths,
+            plan = UpdatePlan.of_update(
+                row_tokens(request.experience),
+                trainer.mesh.dp,
+                judged=judged,
                 epochs=request.epochs,
                 mini_batch_rows=request.mini_batch_rows,
-                seed=seed,
-                num_parts=trainer.mesh.dp.size,
-                part=trainer.mesh.dp.index,
-                rows_per_unit=rows_per_unit,
+                seed=derive_seed(self._role.run_seed, request.key.step, self._role.name, "update"),
+                rows_per_unit=_rows_per_unit(
+                    request.rows_per_unit, len(judged), request.mini_batch_rows
+                ),
             )
-            held = [judged[row] for row in rows]
-            batch = await self._pull_for(loss, request.experience, held, call)
-            num_steps = request.epochs * -(-len(lengths) // request.mini_batch_rows)
+            batch = await self._pull_for(loss, request.experience, plan, call)
             auxiliary = [
-                await self._auxiliary(extra, num_steps, call) for extra in request.auxiliary
+                await self._auxiliary(extra, len(plan.steps), call) for extra in request.auxiliary
             ]
             num_tokens = sum(part.num_tokens for part in (batch, *(x.batch for x in auxiliary)))
             counts = trainer.mesh.model.is_first
@@ -187,16 +180,7 @@ class TrainerServicer(EstimateServicer):
                 # Looked at where weights change: an update that was queued before may move them.
                 _expect_version(trainer, request.expected_policy_version)
                 metrics = trainer.update(
-                    batch,
-                    loss,
-                    epochs=request.epochs,
-                    mini_batch_rows=request.mini_batch_rows,
-                    seed=seed,
-                    progress=call.progress,
-                    rows=rows,
-                    lengths=lengths,
-                    rows_per_unit=rows_per_unit,
-                    auxiliary=auxiliary,
+                    batch, loss, plan, progress=call.progress, auxiliary=auxiliary
                 )
                 return metrics, trainer.policy_version
 
@@ -223,26 +207,25 @@ class TrainerServicer(EstimateServicer):
     ) -> AuxiliaryLoss:
         """A further loss with this rank's rows of it."""
         loss = algorithm_part(LossSpec, extra.loss)
-        lengths = row_tokens(extra.experience)
-        dp = self._role.trainer.mesh.dp
-        rows = rows_of_auxiliary(lengths, num_steps=num_steps, num_parts=dp.size, part=dp.index)
+        plan = UpdatePlan.dealt(
+            row_tokens(extra.experience), self._role.trainer.mesh.dp, num_steps=num_steps
+        )
         return AuxiliaryLoss(
-            batch=await self._pull_for(loss, extra.experience, rows, call),
+            batch=await self._pull_for(loss, extra.experience, plan, call),
             loss=loss,
             weight=extra.weight,
-            rows=rows,
-            lengths=lengths,
+            plan=plan,
         )
 
     async def _pull_for(
         self,
         loss: LossSpec,
         ref: experience_pb2.ExperienceRef,
-        rows: Sequence[int],
+        plan: UpdatePlan,
         call: Call,
     ) -> Experience:
-        columns = dict.fromkeys((*INPUT_COLUMNS, *make_loss(loss).columns))
-        return await self._runtime.pull(ref, list(columns), call, rows=rows)
+        columns = dict.fromkeys((*INPUT_COLUMNS, *loss.columns()))
+        return await self._runtime.pull(ref, list(columns), call, rows=plan.rows)
 
 
 def _rows_per_unit(asked: int, num_rows: int, mini_batch_rows: int = 0) -> int:

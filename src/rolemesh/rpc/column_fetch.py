@@ -12,8 +12,9 @@ from rolemesh.rpc.columns import ColumnData, Columns, decode
 from rolemesh.rpc.errors import CapacityError, DataLossError, InvalidRequestError
 from rolemesh.rpc.payload import layout_of
 from rolemesh.rpc.payload_stream import PayloadMalformedError
-from rolemesh.rpc.pull import Answer, all_or_first_error, fetch_request, pull_rows
+from rolemesh.rpc.pull import Answer, fetch_request, pull_rows
 from rolemesh.rpc.references import ColumnMissingError, by_group, names_of, order_of, place
+from rolemesh.rpc.together import together
 from rolemesh.v1 import experience_pb2
 
 MAX_FETCH_BYTES = 1 << 30
@@ -98,7 +99,7 @@ async def fetch_columns(
             found = place(reference.groups[index].shards, distinct)
         except ValueError as error:
             raise InvalidRequestError(str(error), reason="REFERENCE_INVALID") from error
-        parts = await all_or_first_error(pull_shard(shard, schemas, at) for shard, at, _ in found)
+        parts = await together(pull_shard(shard, schemas, at) for shard, at, _ in found)
         order = np.asarray(order_of(found))[np.searchsorted(distinct, wanted)]
         for schema in schemas:
             stacked = ColumnData.concat([part[schema.name] for part in parts])

@@ -7,14 +7,11 @@ asks once more, without a host, and gets the chunks.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
-    Iterable,
     Mapping,
     Sequence,
 )
@@ -216,14 +213,3 @@ async def pull_rows(
         },
         timeout_s=timeout_s,
     )
-
-
-async def all_or_first_error(pulls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Awaits all pulls; the first failure cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(pull) for pull in pulls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

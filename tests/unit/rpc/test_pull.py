@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from rolemesh.rpc.errors import InternalError
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
-from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, all_or_first_error, pull
+from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
 from rolemesh.v1 import weights_pb2
 
 HEADER = weights_pb2.FetchWeightsHeader(total_bytes=4)
@@ -116,20 +115,3 @@ async def test_bytes_that_do_not_fit_name_the_producer() -> None:
 
     with pytest.raises(PayloadMalformedError, match=r"^rank 3 at x: .*3 bytes, but 4 arrived"):
         await pulled(FakeChannel(), too_short, host_id="")
-
-
-async def test_the_first_failure_of_several_pulls_ends_the_others() -> None:
-    ended = []
-
-    async def endless() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    async def fail() -> None:
-        raise ValueError("first")
-
-    with pytest.raises(ValueError, match="first"):
-        await all_or_first_error([endless(), fail()])
-    assert ended == [True]

@@ -103,6 +103,15 @@ def test_what_works_is_taken(values: dict[str, Any]) -> None:
     assert recipe.roles == values.get("roles", PPO_ROLES)
 
 
+def test_the_budget_of_a_pass_is_a_setting_of_the_model() -> None:
+    sections = fake_recipe().model_dump(mode="json")
+    sections["actor"]["model"]["micro_batch_tokens"] = 2048
+    assert Recipe.model_validate(sections).section("actor").model.micro_batch_tokens == 2048
+    sections["schedule"]["updater"]["micro_batch_tokens"] = 2048
+    with pytest.raises(ValidationError, match=r"give it as actor\.model\.micro_batch_tokens"):
+        Recipe.model_validate(sections)
+
+
 def test_an_algorithm_that_samples_needs_a_sampler() -> None:
     recipe = fake_recipe(roles=ROLES)
     sections = recipe.model_dump(mode="json")

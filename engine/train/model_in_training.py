@@ -1,0 +1,187 @@
+"""A model in training with its optimizer: how its weights are moved, saved, loaded and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rolemesh.engine.models.causal_lm import CausalLm
+from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.models.reward_model import RewardModel
+from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.parallel.data_parallel import local_part
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
+from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.gradients import Gradients
+from rolemesh.engine.train.optimizer import Optimizer
+from rolemesh.engine.weights.export import gathered, write_model_folder
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors
+
+TrainerKind = Literal["policy", "critic", "reward"]
+TrainedModel = CausalLm | ValueModel | RewardModel
+
+
+def kind_of(model: TrainedModel) -> TrainerKind:
+    """What a trainer of this model is called, also in its checkpoints."""
+    if isinstance(model, CausalLm):
+        return "policy"
+    return "critic" if isinstance(model, ValueModel) else "reward"
+
+
+class GradientPendingError(RuntimeError):
+    """A checkpoint was asked for between forward_backward and optim_step."""
+
+
+class ModelInTraining:
+    """A model with its optimizer: its weights and moments, which can be moved, saved and exported.
+
+    `Trainer` adds what changes the weights. Owned by the rank's compute thread.
+
+    Invariant: weights, moments and `policy_version` belong together, in memory and in a checkpoint.
+    Accumulated gradients are in no checkpoint and move nowhere: with them `save` and `move_to`
+    refuse.
+    """
+
+    def __init__(
+        self,
+        kind: TrainerKind,
+        model: TrainedModel,
+        optimizer: OptimizerSpec,
+    ) -> None:
+        self.kind = kind
+        self.model = model
+        self.rank_model = RankModel(model)
+        self.policy_version = 0
+        self._gradients = Gradients(self.rank_model)
+        self._optimizer = Optimizer(optimizer, self._gradients)
+        self._has_gradient = False
+
+    @property
+    def mesh(self) -> RankMesh:
+        """This rank's place."""
+        return self.rank_model.mesh
+
+    def drop_gradients(self) -> None:
+        """Forgets accumulated gradients."""
+        self._optimizer.drop_gradients()
+        self._has_gradient = False
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights by Hugging Face name, float32, detached, tied ones once. They are not copies.
+
+        With many ranks: this rank's parts, which are those of `layouts.train_layout` (some may be
+        empty).
+        """
+        for name, weight in self.model.named_weights():
+            yield name, local_part(weight.detach())
+
+    def optimizer_state(self, name: str) -> dict[str, torch.Tensor]:
+        """A moment or step count (one of STATE_NAMES) by weight; see `Optimizer.state`.
+
+        Moments are cut as `named_weights` are.
+        """
+        return self._optimizer.state(name)
+
+    def move_to(self, device: torch.device) -> int:
+        """Moves weights and optimizer state, e.g. to host memory while another role computes.
+
+        Returns:
+            Bytes that changed places; 0 when they were there already.
+
+        Raises:
+            GradientPendingError: gradients are accumulated, which would stay behind.
+        """
+        if self._has_gradient:
+            raise GradientPendingError(
+                "gradients are accumulated: call optim_step or drop_gradients before sleep"
+            )
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        moved = sum(local_part(tensor).nbytes for tensor in tensors if tensor.device != device)
+        self.rank_model.to(device)
+        self.model.device = device
+        return moved + self._optimizer.move_to(device)
+
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
+
+        With many ranks all of them call it, each writes its part, and any layout can load it.
+
+        Args:
+            directory: must not exist; on a disk that all ranks see. It is on disk and whole when
+                this returns.
+            extra: JSON-able state of the caller, returned by `load`; rank 0's is kept.
+
+        Raises:
+            GradientPendingError: gradients are accumulated, which a checkpoint does not hold.
+            FolderExistsError: the directory exists.
+            RuntimeError: another rank failed (its number and cause); nothing has the name.
+        """
+        if self._has_gradient:
+            raise GradientPendingError(
+                "gradients are accumulated: call optim_step or drop_gradients before save"
+            )
+        trainer_state.save(
+            Path(directory),
+            kind=self.kind,
+            weights=self._trained_weights(),
+            optimizer=self._optimizer,
+            policy_version=self.policy_version,
+            extra=dict(extra or {}),
+        )
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
+
+        With many ranks all of them call it; the layout need not be the one that saved.
+
+        Returns:
+            The extra state given to `save`.
+
+        Raises:
+            ValueError: there is no checkpoint, or it belongs to another model or role. As the
+                next, on all ranks alike.
+            CheckpointCorruptError: a file is missing, cut or changed; names it.
+        """
+        self.drop_gradients()
+        self.policy_version, extra = trainer_state.load(
+            Path(directory),
+            kind=self.kind,
+            weights=self._trained_weights(),
+            optimizer=self._optimizer,
+        )
+        return extra
+
+    def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
+        """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
+
+        A policy is saved as a causal LM, a critic as a token classifier with one label, a reward
+        model as a sequence classifier. With many ranks all of them call it, and the files do not
+        depend on the layout.
+
+        Args:
+            directory: the folder, on a disk that all ranks see.
+            dtype: type of the saved weights; None: bfloat16, but float32 for a reward model, whose
+                scores are then those that it gives here.
+        """
+        if dtype is None:
+            dtype = "float32" if self.kind == "reward" else "bfloat16"
+        weights = self._trained_weights()
+        write_model_folder(
+            Path(directory),
+            config=self.model.config,
+            architecture=type(self.model.lm).__name__,
+            manifest=weights.layout.manifest,
+            parameters=gathered(ShardedTensors(weights.layout, weights.tensors), dtype, self.mesh),
+            source=self.model.spec.path,
+            dtype=dtype,
+            peers=weights.peers,
+        )
+
+    def _trained_weights(self) -> trainer_state.TrainedWeights:
+        return trainer_state.TrainedWeights.of(
+            dict(self.named_weights()), self.model.shape, self.mesh, self.model.device
+        )

@@ -1,0 +1,29 @@
+"""Awaiting of several coroutines side by side, of which the first failure ends all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Runs coroutines side by side.
+
+    When one fails, the others are cancelled and have ended before its exception is raised, alone
+    and as it is. The same holds when the caller is cancelled.
+
+    Returns:
+        The results, in the order of the coroutines.
+    """
+    # Not a TaskGroup: its exception is a group, a failing task hides that the caller is cancelled,
+    # and after a failure Python 3.11 leaves the caller marked as one that is being cancelled.
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
