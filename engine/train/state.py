@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.boxes import train_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.parallel.agreement import gather_facts
@@ -36,7 +36,7 @@ from rolemesh.engine.weights.disk_layout import (
 )
 from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors, whole_tensors_layout
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class TrainedWeights:
             device: where messages to other ranks lie.
         """
         if mesh.world.size == 1:
-            return cls(tensors, whole_tensors_layout(tensors), Peers.alone())
+            return cls(tensors, whole_layout(tensors_manifest(tensors)), Peers.alone())
         if shape is None:
             raise ValueError(
                 "shape is None: a model without a plan cannot be spread over ranks; give one rank"

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, Piece
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
+from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.disk_layout import written_pieces
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
 from rolemesh.engine.weights.peers import Peers
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part
+from rolemesh.engine.weights.plan import part_of
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, ShardedTensors, part
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -123,23 +126,24 @@ def gathered(
         for piece in written_pieces(layout, rank, layout.ranks[rank].shapes, MESSAGE_BYTES):
             parts[piece.parameter].append((rank, piece))
     device = next(iter(weights.tensors.values())).device
-    element_type: torch.dtype = getattr(torch, dtype)
+    element_type = TORCH_DTYPES[dtype]
     for name, parameter in layout.manifest.items():
-        whole = torch.empty(parameter.shape if mesh.rank == 0 else 0, dtype=element_type)
+        target = whole_layout({name: parameter}).in_dtype(dtype)
+        assembly = Assembly(target, 0)
         for rank, piece in parts[name]:
-            sizes = [stop - start for start, stop in piece.box]
             if rank == mesh.rank:
                 held = part(weights.tensors[piece.tensor].detach(), piece.origin, piece.box)
                 message = held.to(element_type).contiguous()
                 if rank != 0:
                     dist.send(message, mesh.torch_rank(0), group=mesh.world.process_group)
-            elif mesh.rank == 0:
+                    continue
+            else:
+                sizes = [stop - start for start, stop in piece.box]
                 message = torch.empty(sizes, dtype=element_type, device=device)
                 dist.recv(message, mesh.torch_rank(rank), group=mesh.world.process_group)
-            if mesh.rank == 0:
-                whole[tuple(slice(start, stop) for start, stop in piece.box)] = message.cpu()
+            assembly.put(part_of(target.ranks[0].pieces[0], piece.box), message)
         if mesh.rank == 0:
-            yield name, whole
+            yield from assembly.whole()
 
 
 class _WeightFiles:

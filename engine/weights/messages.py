@@ -12,19 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.layout.manifest import ITEM_BYTES, DtypeName
+from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.weights.plan import Copy, Plan
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
-TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Element types by their names in manifests."""
 
-ALIGNMENT = 64
-"""Bytes to which messages are aligned in a buffer; not sent."""
+def aligned(num_bytes: int) -> int:
+    """The bytes, rounded up so that what lies behind them begins on a cache line."""
+    return -(-num_bytes // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +34,11 @@ class Part:
     """First byte in the message."""
     stop: int
     """Byte after the last."""
+
+    def values(self, message: torch.Tensor) -> torch.Tensor:
+        """The view of a message, uint8 [bytes], that holds the box; shaped as the box."""
+        sizes = tuple(stop - start for start, stop in self.copy.box)
+        return message[self.start : self.stop].view(self.dtype).view(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def make_parcels(plan: Plan, copies_by_peer: Mapping[int, Sequence[Copy]]) -> tu
             parts.append(Part(copy, TORCH_DTYPES[plan.wire_dtype(copy.parameter)], at, stop))
             at = stop
         parcels.append(Parcel(peer, tuple(parts), start, at))
-        start += -(-at // ALIGNMENT) * ALIGNMENT
+        start += aligned(at)
     return tuple(parcels)
 
 
@@ -115,35 +115,14 @@ def pack(
     """
     for parcel in parcels:
         message = parcel.of(outgoing)
-        for part in parcel.parts:
-            source = tensors[part.copy.source_tensor]
-            held = source[_slices(part.copy.source_origin, part.copy)]
-            message[part.start : part.stop].view(part.dtype).view(held.shape).copy_(held)
-
-
-@torch.no_grad()
-def put(tensor: torch.Tensor, part: Part, message: torch.Tensor) -> None:
-    """Writes a part of a message to its place in a target tensor."""
-    into = tensor[_slices(part.copy.target_origin, part.copy)]
-    into.copy_(message[part.start : part.stop].view(part.dtype).view(into.shape))
-
-
-@torch.no_grad()
-def copy_within(copy: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Carries out a copy between two tensors of one rank."""
-    part = source[_slices(copy.source_origin, copy)]
-    target[_slices(copy.target_origin, copy)].copy_(part)
+        for carried in parcel.parts:
+            copy = carried.copy
+            held = part(tensors[copy.source_tensor], copy.source_origin, copy.box)
+            carried.values(message).copy_(held)
 
 
 def checksums(parcel: Parcel, message: torch.Tensor) -> torch.Tensor:
     """uint8 [4 * parts], on the CPU: CRC-32 of the bytes of each part."""
     data = message.cpu().numpy().data
-    sums = [zlib.crc32(data[part.start : part.stop]) for part in parcel.parts]
+    sums = [zlib.crc32(data[carried.start : carried.stop]) for carried in parcel.parts]
     return torch.frombuffer(bytearray(struct.pack(f"<{len(sums)}I", *sums)), dtype=torch.uint8)
-
-
-def _slices(origin: tuple[int, ...], copy: Copy) -> tuple[slice, ...]:
-    """Where a copy lies in the tensor in which its box begins at `origin`."""
-    return tuple(
-        slice(at, at + stop - start) for at, (start, stop) in zip(origin, copy.box, strict=True)
-    )

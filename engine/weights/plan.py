@@ -54,6 +54,16 @@ class Copy:
     target_origin: tuple[int, ...]
     """Where the box begins in that tensor."""
 
+    @property
+    def held(self) -> Piece:
+        """The box as the source holds it."""
+        return Piece(self.parameter, self.box, self.source_tensor, self.source_origin)
+
+    @property
+    def wanted(self) -> Piece:
+        """The box as the target wants it."""
+        return Piece(self.parameter, self.box, self.target_tensor, self.target_origin)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -206,9 +216,10 @@ class _Planner:
             taken, missing = take(missing, held.box)
             self.local[rank] += [copy_between(box, rank, held, rank, piece) for box in taken]
         for copy in received if missing else ():
-            at = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
             taken, missing = take(missing, copy.box)
-            self.duplicates[rank] += [copy_between(box, rank, at, rank, piece) for box in taken]
+            self.duplicates[rank] += [
+                copy_between(box, rank, copy.wanted, rank, piece) for box in taken
+            ]
         if missing:
             received += self._receive(rank, piece, missing)
 
@@ -383,18 +394,12 @@ def split_box(box: Box, most: int) -> Iterator[Box]:
 
 def _parts(copy: Copy, most: int) -> Iterator[Copy]:
     """The copy in parts of at most `most` elements."""
-    held = Piece(copy.parameter, copy.box, copy.source_tensor, copy.source_origin)
-    wanted = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
     for box in split_box(copy.box, most):
-        yield copy_between(box, copy.source, held, copy.target, wanted)
-
-
-def _dtype(layout: WeightLayout, parameter: str) -> DtypeName:
-    return layout.dtype or layout.manifest[parameter].dtype
+        yield copy_between(box, copy.source, copy.held, copy.target, copy.wanted)
 
 
 def _wire_dtype(source: WeightLayout, target: WeightLayout, parameter: str) -> DtypeName:
-    held, wanted = _dtype(source, parameter), _dtype(target, parameter)
+    held, wanted = source.dtype_of(parameter), target.dtype_of(parameter)
     return wanted if ITEM_BYTES[wanted] <= ITEM_BYTES[held] else held
 
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from rolemesh.engine.layout.manifest import ManifestError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.weights.plan import Copy, Plan
+from rolemesh.engine.weights.sharded_tensors import part
 
 
 class SharedWeights:
@@ -107,13 +108,7 @@ class SharedWeights:
         parameter = self._parameters[home.source_tensor]
         if parameter.dtype != tensor.dtype or parameter.device != tensor.device:
             return
-        part = tensor[
-            tuple(
-                slice(at, at + size)
-                for at, size in zip(home.target_origin, parameter.shape, strict=True)
-            )
-        ]
-        parameter.data = part
+        parameter.data = part(tensor, home.target_origin, home.box)
         self._moved.append(home.source_tensor)
 
 
