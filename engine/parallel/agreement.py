@@ -1,20 +1,25 @@
-"""Small facts that ranks tell each other: counts, metrics, errors.
+"""Small facts that ranks tell each other (counts, metrics, errors), and decisions on them.
 
-They travel as JSON, so that nothing that a peer sends is ever executed. Not for tensors.
+Facts travel as JSON, so that nothing that a peer sends is ever executed. Not for tensors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from rolemesh.engine.parallel.mesh import RankGroup
 
-PreparedT = TypeVar("PreparedT")
+Gather: TypeAlias = Callable[[Any], list[Any]]
+"""Hands each rank's JSON-able facts to every rank, in the order of ranks; all ranks call it."""
+
+WorkT = TypeVar("WorkT")
 
 
 def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any]:
@@ -43,12 +48,34 @@ def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any
     return [theirs for _, theirs in found]
 
 
-def prepare_together(
-    prepare: Callable[[], tuple[PreparedT, Any]], group: RankGroup, device: torch.device
-) -> tuple[PreparedT, list[Any]]:
-    """Prepares on every rank, and goes on only if all ranks can.
+def try_together(
+    work: Callable[[], tuple[WorkT, Any]], gather: Gather
+) -> tuple[list[WorkT], Exception | None, list[dict[str, Any]]]:
+    """Does work on every rank and tells all ranks how it went. All ranks call it.
 
-    A rank that gave up by itself would leave the others waiting in their next collective.
+    A rank that gave up by itself would leave the others waiting for it. What an error of one rank
+    becomes on the others is the caller's decision.
+
+    Args:
+        work: uses no collective; gives what this rank needs, and facts for all ranks (JSON-able).
+        gather: hands each rank's facts to every rank.
+
+    Returns:
+        What this rank's work gave (nothing after an error), its error, and the answers of all
+        ranks: "facts", or "classes" (names of the error's class and its bases) and "error" (text).
+    """
+    try:
+        result, facts = work()
+    except Exception as error:
+        classes = [kind.__name__ for kind in type(error).__mro__]
+        return [], error, gather({"classes": classes, "error": str(error)})
+    return [result], None, gather({"facts": facts})
+
+
+def prepare_together(
+    prepare: Callable[[], tuple[WorkT, Any]], group: RankGroup, device: torch.device
+) -> tuple[WorkT, list[Any]]:
+    """Prepares on every rank, and goes on only if all ranks can.
 
     Args:
         prepare: uses no collective; gives what this rank needs and the facts that others need.
@@ -61,13 +88,76 @@ def prepare_together(
     Raises:
         ValueError: another rank could not prepare. (This rank's own failure is raised as it is.)
     """
-    try:
-        prepared, facts = prepare()
-    except Exception as error:
-        gather_facts({"error": str(error)}, group, device)
-        raise
-    answers = gather_facts({"facts": facts}, group, device)
+    gather = partial(gather_facts, group=group, device=device)
+    prepared, failure, answers = try_together(prepare, gather)
+    if failure is not None:
+        raise failure
     for rank, answer in zip(group.ranks, answers, strict=True):
         if "error" in answer:
             raise ValueError(f"rank {rank} cannot use its rows: {answer['error']}")
-    return prepared, [answer["facts"] for answer in answers]
+    return prepared[0], [answer["facts"] for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """A rank among those that write or read a folder together, as it sees them.
+
+    Example::
+
+        peers = Peers.of(mesh.world, device)
+        size, sizes = peers.agree(lambda: (path.stat().st_size,) * 2)
+    """
+
+    rank: int
+    """Number of this rank."""
+    size: int
+    """How many ranks there are."""
+    gather: Gather
+    """How the ranks tell each other facts."""
+
+    @classmethod
+    def of(cls, group: RankGroup, device: torch.device) -> Peers:
+        """The ranks of a group, whose messages lie on a device."""
+        return cls(group.index, group.size, partial(gather_facts, group=group, device=device))
+
+    @classmethod
+    def alone(cls) -> Peers:
+        """The only rank."""
+        return cls(0, 1, lambda facts: [facts])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which does what only one may do."""
+        return self.rank == 0
+
+    def agree(
+        self,
+        work: Callable[[], tuple[WorkT, Any]],
+        errors: tuple[type[Exception], ...] = (ValueError,),
+    ) -> tuple[WorkT, list[Any]]:
+        """Does work on every rank; all go on, or all raise the same.
+
+        Args:
+            work: calls no peer; gives what this rank needs, and facts for all ranks (JSON-able).
+            errors: classes that arrive on other ranks as what they are, special ones first.
+
+        Returns:
+            What this rank's work gave, and the facts of all ranks.
+
+        Raises:
+            Exception: what failed on the lowest rank of those that failed: there as it was; on
+                others of the same class and with the same message if it is one of `errors`, else a
+                RuntimeError that names rank and cause.
+        """
+        results, failure, answers = try_together(work, self.gather)
+        for rank, answer in enumerate(answers):
+            if "error" not in answer:
+                continue
+            if failure is not None and rank == self.rank:
+                raise failure
+            for kind in errors:
+                if kind.__name__ in answer["classes"]:
+                    raise kind(answer["error"]) from failure
+            cause = f"{answer['classes'][0]}: {answer['error']}"
+            raise RuntimeError(f"rank {rank} failed: {cause}") from failure
+        return results[0], [answer["facts"] for answer in answers]

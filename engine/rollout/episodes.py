@@ -17,7 +17,8 @@ from rolemesh.engine.environments.base import Environment, EnvironmentFailedErro
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
 

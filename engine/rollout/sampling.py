@@ -10,8 +10,9 @@ import torch
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
 

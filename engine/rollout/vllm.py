@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import (
-    RolloutBackend,
-    RolloutRequest,
-    RolloutTrajectory,
-    WeightsStaleError,
-)
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import (
     ModelFolder,
-    expected_weights,
-    read_model_folder,
+    WeightsStaleError,
 )
-from rolemesh.engine.rollout.request_checks import check_requests, completion_budget
+from rolemesh.engine.rollout.requests import (
+    RolloutRequest,
+    RolloutTrajectory,
+    completion_budget,
+)
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     WEIGHT_TRANSFER_BACKEND,
@@ -93,13 +90,8 @@ class VllmBackend(RolloutBackend):
         """
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
-        self.policy_version = -1
-        self._stale_reason = "no weights were sent yet"
-        self._spec = spec
-        self._folder = read_model_folder(model_path, spec.max_model_len)
-        self._expected = expected_weights(self._folder)
+        super().__init__(spec, model_path)
         self._request_numbers = itertools.count()
-        self._is_generating = False
         self._kv_cache_asleep = False
         self._world_is_ours = not (
             torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -130,24 +122,19 @@ class VllmBackend(RolloutBackend):
             WeightsStaleError: the engine holds no whole set of weights.
             ValueError: a request or the temperature is out of range.
         """
-        self._check_ready()
+        self._check_asked(requests)
         if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
             raise ValueError(
                 f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
                 f"{_MIN_TEMPERATURE}: raise it, or set sampling.greedy"
             )
-        check_requests(
-            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
-        )
-        return self._generate(requests, sampling)
+        return self._alone(self._generate(requests, sampling))
 
     def _generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
     ) -> Iterator[RolloutTrajectory]:
         from vllm.inputs.engine import tokens_input
 
-        self._check_ready()
-        self._is_generating = True
         asked: dict[str, RolloutRequest] = {}
         engine_ids: dict[str, str] = {}
         # Of each request whose caller decides token by token: what it has so far.
@@ -187,7 +174,6 @@ class VllmBackend(RolloutBackend):
                         yield trajectory_of(drawn, request.row, versions[request_id])
         finally:
             # Also when the caller stopped early or a step raised: the engine must be left empty.
-            self._is_generating = False
             if engine_ids:
                 self._engine.abort_request(list(engine_ids.values()), internal=True)
 
@@ -270,20 +256,11 @@ class VllmBackend(RolloutBackend):
         name, tensor = weight
         return name, tensor.to(getattr(torch, self._spec.dtype))
 
-    @contextmanager
-    def _update(self, policy_version: int) -> Iterator[None]:
-        """Quarantines the engine while weights come, and after a failure."""
-        if policy_version < 0:
-            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
-        if self._is_generating and not self._is_between_steps:
-            raise RuntimeError("weights came during a generation: finish or close it first")
-        self.policy_version = -1
-        self._stale_reason = f"the update to policy_version {policy_version} failed"
-        try:
-            yield
-        except Exception as error:
-            self._stale_reason += f": {error}"
-            raise
+    def _transfer(self, update_info: dict[str, Any]) -> None:
+        """Hands weights to the engine; drops keys and values of the old ones."""
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", args=(update_info,))
+        self._engine.collective_rpc("finish_weight_update")
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
@@ -291,13 +268,6 @@ class VllmBackend(RolloutBackend):
         # Requests that run are put back to the queue, which frees theirs: they begin again from
         # all their tokens so far.
         self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)
-        self.policy_version = policy_version
-        self._num_updates += 1
-
-    def _transfer(self, update_info: dict[str, Any]) -> None:
-        self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", args=(update_info,))
-        self._engine.collective_rpc("finish_weight_update")
 
     def _check_loaded(self, loaded: set[str]) -> None:
         """Refuses an update of which vLLM dropped a part."""
@@ -334,8 +304,7 @@ class VllmBackend(RolloutBackend):
         free_bytes, _ = torch.cuda.mem_get_info()
         # Level 2 keeps no host copy of the weights: the trainer has them.
         self._engine.sleep(level=2)
-        self.policy_version = -1
-        self._stale_reason = "the engine slept and was sent no weights since"
+        self._hold_nothing("the engine slept and was sent no weights since")
         self._kv_cache_asleep = True
         return max(0, torch.cuda.mem_get_info()[0] - free_bytes)
 
@@ -355,15 +324,6 @@ class VllmBackend(RolloutBackend):
         """Ends the engine and the process groups that vLLM made. Every rank calls it."""
         end_engine(self._engine, world_is_ours=self._world_is_ours)
         del self._engine
-
-    def _check_ready(self) -> None:
-        if self.policy_version < 0:
-            raise WeightsStaleError(
-                f"the sampler holds no whole set of weights ({self._stale_reason}): "
-                "call update_weights first"
-            )
-        if self._is_generating:
-            raise RuntimeError("a generation is under way: finish or close it first")
 
 
 def _make_engine(

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rolemesh.engine.rollout.base import WeightsStaleError
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.parallel.agreement import Peers
 
 _FILE_MODE = 0o644
 

@@ -34,6 +34,7 @@ from rolemesh.engine.layout.manifest import (
     num_elements,
 )
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.weights import checkpoint as checkpoint_module
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
@@ -42,7 +43,6 @@ from rolemesh.engine.weights.checkpoint import (
     write_checkpoint,
 )
 from rolemesh.engine.weights.disk_layout import scalar_layout, tensor_parameters, written_files
-from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 Tensors = dict[str, torch.Tensor]
