@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -47,9 +46,6 @@ class RolloutBackend(ABC):
     between_steps: Callable[[], None] | None = None
     """Called before each decoding step of a generation, on the compute thread. It may update the
     weights, where the rank samples alone; what it raises ends the generation."""
-
-    takes_shards: ClassVar[bool] = False
-    """Whether `update_shard` can be called."""
 
     @abstractmethod
     def generate(

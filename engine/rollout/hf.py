@@ -58,8 +58,6 @@ class HfBackend(RolloutBackend):
         trajectories = list(backend.generate(requests, sampling))
     """
 
-    takes_shards = True
-
     def __init__(
         self,
         spec: HfSpec,

@@ -65,8 +65,6 @@ class VllmBackend(RolloutBackend):
     leaves the others of its replica waiting in vLLM for ever: whoever started them ends them.
     """
 
-    takes_shards = True
-
     def __init__(
         self,
         spec: VllmSpec,

@@ -83,7 +83,7 @@ class GlooTransport(Transport):
                     self.abort()
                     raise self._failed(message.peer, error, label, deadline) from error
                 if is_send:
-                    self._count_sent(message.peer, message.buffer.numel(), is_control)
+                    self._count_sent(message.buffer.numel(), is_control)
                 works.append((message, is_send, work))
         return _GlooExchange(self, works, label, is_control)
 
@@ -152,7 +152,5 @@ class _GlooExchange(Exchange):
                 raise failure from error
         for message, is_send, _ in self._works:
             if not is_send:
-                self._transport._count_received(
-                    message.peer, message.buffer.numel(), self._is_control
-                )
+                self._transport._count_received(message.buffer.numel(), self._is_control)
         self._works = []

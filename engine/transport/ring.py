@@ -107,7 +107,7 @@ class RingTransport(Transport):
     Example::
 
         transport = shm_ring_transport(rank, world_size)
-        transport.connect(exchange_offers(store, transport.offer, ...), timeout_s=60)
+        transport.connect(offers_of_all_ranks, timeout_s=60)  # each rank's transport.offer
     """
 
     def __init__(self, rank: int, world_size: int, slots: Slots, *, slot_bytes: int) -> None:
@@ -362,7 +362,7 @@ class _Lane:
         self._own[_LENGTH + written % NUM_SLOTS] = length
         # Last: the receiver reads slot and length once it sees the new number.
         self._own[_WRITTEN] = written + 1
-        self._transport._count_sent(self._peer, length, part.is_control)
+        self._transport._count_sent(length, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.sends.popleft()
@@ -402,7 +402,7 @@ class _Lane:
     def _take(self, length: int) -> None:
         part = self.receives[0]
         self._own[_TAKEN] += 1
-        self._transport._count_received(self._peer, length, part.is_control)
+        self._transport._count_received(length, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.receives.popleft()

@@ -64,11 +64,6 @@ class SharedWeights:
         self._moved: list[str] = []
 
     @property
-    def movable(self) -> tuple[str, ...]:
-        """Names of the parameters that lie whole in one generation tensor."""
-        return tuple(home.source_tensor for homes in self._homes.values() for home in homes)
-
-    @property
     def is_entered(self) -> bool:
         """Whether some parameter lies in a generation tensor."""
         return bool(self._moved)
