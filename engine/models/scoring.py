@@ -14,7 +14,7 @@ from rolemesh.engine.models.rank_model import (
     RankModel,
     with_fillers,
 )
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.agreement import prepare_together
 
 Progress = Callable[[str, int, int], Any]
@@ -68,7 +68,7 @@ def compute_logprobs(
 
 
 def compute_values(
-    model: ValueModel | RankModel, batch: Experience, *, progress: Progress | None = None
+    model: ScoringModel | RankModel, batch: Experience, *, progress: Progress | None = None
 ) -> Column:
     """Values of the states before each completion token.
 
@@ -145,7 +145,7 @@ class RowProgress:
 
 
 def _in_micro_batches(
-    model: CausalLm | ValueModel | RankModel,
+    model: CausalLm | ScoringModel | RankModel,
     batch: Experience,
     named: Callable[[Any], dict[str, torch.Tensor]],
     names: tuple[str, ...],

@@ -17,9 +17,8 @@ from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.models.reward_model import RewardModel
 from rolemesh.engine.models.scoring import Progress
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -43,20 +42,25 @@ from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 __all__ = ["GradientPendingError", "LossNotFiniteError", "NoGradientError", "Trainer"]
 
 TrainerKind = Literal["policy", "critic", "reward"]
-TrainedModel = CausalLm | ValueModel | RewardModel
-_TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
-    "logprobs": (CausalLm, "a policy loss"),
-    "values": (ValueModel, "a value loss"),
-    "scores": (RewardModel, "a reward model's loss"),
+TrainedModel = CausalLm | ScoringModel
+_MODELS: dict[TrainerKind, str] = {
+    "policy": "a causal language model",
+    "critic": "a value model",
+    "reward": "a reward model",
 }
-"""By a loss's needs: the model that has them, and what the loss is called."""
+_TRAINED_BY: dict[str, tuple[TrainerKind, str]] = {
+    "logprobs": ("policy", "a policy loss"),
+    "values": ("critic", "a value loss"),
+    "scores": ("reward", "a reward model's loss"),
+}
+"""By a loss's needs: whose model has them, and what the loss is called."""
 
 
 def kind_of(model: TrainedModel) -> TrainerKind:
     """What a trainer of this model is called, also in its checkpoints."""
     if isinstance(model, CausalLm):
         return "policy"
-    return "critic" if isinstance(model, ValueModel) else "reward"
+    return "critic" if model.head_spec.per == "token" else "reward"
 
 
 class GradientPendingError(RuntimeError):
@@ -118,7 +122,7 @@ class Trainer:
         mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a value model; raises ModelFolderError when its folder cannot be used."""
-        return cls("critic", ValueModel(model, device=device, mesh=mesh), optimizer)
+        return cls("critic", ScoringModel(model, VALUE_HEAD, device=device, mesh=mesh), optimizer)
 
     @classmethod
     def reward(
@@ -130,7 +134,8 @@ class Trainer:
         mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a reward model; raises ModelFolderError when its folder cannot be used."""
-        return cls("reward", RewardModel(source, device=device, mesh=mesh), optimizer)
+        head = ScoreHead.of_reward(source)
+        return cls("reward", ScoringModel(source.model, head, device=device, mesh=mesh), optimizer)
 
     @property
     def mesh(self) -> RankMesh:
@@ -148,7 +153,7 @@ class Trainer:
         progress: Progress | None = None,
     ) -> Experience:
         """Column logprobs, and entropy on request; see `scoring.compute_logprobs`."""
-        self._check_model(CausalLm, "compute_logprobs")
+        self._check_model("policy", "compute_logprobs")
         return scoring.compute_logprobs(
             self.rank_model,
             batch,
@@ -159,7 +164,7 @@ class Trainer:
 
     def compute_values(self, batch: Experience, progress: Progress | None = None) -> Column:
         """Column values; see `scoring.compute_values`."""
-        self._check_model(ValueModel, "compute_values")
+        self._check_model("critic", "compute_values")
         return scoring.compute_values(self.rank_model, batch, progress=progress)
 
     # --- training -------------------------------------------------------------------------
@@ -516,11 +521,11 @@ class Trainer:
         )
         return steps, [extra.places(self.mesh.dp, len(steps)) for extra in auxiliary]
 
-    def _check_model(self, model_class: type[TrainedModel], what: str) -> None:
-        if not isinstance(self.model, model_class):
+    def _check_model(self, kind: TrainerKind, what: str) -> None:
+        if self.kind != kind:
             raise ValueError(
-                f"{what} needs a {model_class.__name__}, but this {self.kind} trains a "
-                f"{type(self.model).__name__}: send it to the other role"
+                f"{what} needs {_MODELS[kind]}, but this {self.kind} trains "
+                f"{_MODELS[self.kind]}: send it to the other role"
             )
 
     def _trained_weights(self) -> trainer_state.TrainedWeights:
