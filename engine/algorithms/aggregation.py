@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number, whatever the micro-batches.
+"""Aggregation: the losses of tokens become one number, in which micro-batches change nothing.
 
 Every mode is a weighted sum over unmasked tokens whose weights follow from counts over the whole
 mini-batch. So micro-batches just add up, no mean is ever taken over one of them, and no

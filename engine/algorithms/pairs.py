@@ -1,4 +1,4 @@
-"""Which rows of a batch of preferences belong together, and what their log-ratios are.
+"""Pairs of a batch of preferences: the rows that belong together, and their log-ratios.
 
 Shape letters: B rows, N packed completion tokens, M those of them with loss mask 1, P pairs.
 """

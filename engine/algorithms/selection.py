@@ -1,4 +1,4 @@
-"""Which groups, or pairs, of a batch are kept.
+"""Selection of the groups, or pairs, of a batch that are kept.
 
 Shape letters: B rows, G groups, P pairs, K rows kept.
 """

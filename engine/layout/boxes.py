@@ -1,4 +1,4 @@
-"""Which part of a decoder's weights each rank holds: in training, in generation, or all of it.
+"""The part of a decoder's weights that each rank holds: in training, in generation, or whole.
 
 Pure: no torch. Training tensors have Hugging Face names; generation tensors have vLLM's, with its
 fused projections and padded vocabulary (vLLM 0.32: QKVParallelLinear, MergedColumnParallelLinear,

@@ -1,4 +1,4 @@
-"""What weights there are, and which part of them each rank holds.
+"""The weights that there are, and the part of them that each rank holds.
 
 Pure: no torch. A manifest names the parameters of a model, a layout says which box of which
 parameter lies where in which tensor of which rank. `plan` turns one layout into another.

@@ -137,7 +137,7 @@ class Classifier:
                 done(number)
             return scores_B
         # Gathering weights that replicas cut among them takes all replicas, so all make as many
-        # passes: those with fewer micro-batches run a token that nobody reads.
+        # passes: those with fewer micro-batches run a token whose score is dropped.
         filler = self._micro_batch([[0]], [0])
         passes += [filler] * (max(numbers) - len(passes))
         self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)

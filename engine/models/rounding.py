@@ -41,7 +41,10 @@ def round_weights(model: nn.Module) -> None:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The nearest bfloat16 values, as float32; the gradient passes unchanged."""
+    """The nearest bfloat16 values of a weight (float32, of any shape), as float32.
+
+    The gradient passes unchanged.
+    """
     values: torch.Tensor = _Rounded.apply(weight)  # type: ignore[no-untyped-call]
     return values
 

@@ -1,4 +1,4 @@
-"""Whole batches through a model without gradients, in micro-batches, in the batch's own order."""
+"""Scoring of whole batches without gradients: in micro-batches, results in the batch's order."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ def read_parts(
     """Fills what this rank holds of each parameter after the data axis has cut them, in place.
 
     Args:
-        parts: this rank's, by Hugging Face name, as `layouts.train_layout` says; some may be empty.
+        parts: this rank's, by Hugging Face name, float32, shaped as `layout.boxes.train_layout`
+            says; some may be empty.
         folder: from which `load_shard` made the model.
         shape: sizes of the whole model.
         mesh: the rank's place.

@@ -207,7 +207,8 @@ class Pipeline:
                 "an earlier pass over this pipeline was broken off, and what its stages sent would "
                 "be taken for this pass's: close the mesh and load the model on a new one"
             )
-        # Stays so unless this pass gets through. A stage that is alone has nobody to mistake.
+        # Stays so unless this pass gets through. A stage that is alone gets no messages that a
+        # later pass could take for its own.
         self._is_broken = self._group.size > 1
         # By micro-batch: what came from the stage before, what this stage made of it, and the
         # gradient of the one or the other that waits to be used or sent.

@@ -1,4 +1,4 @@
-"""One way to hash a weight, whoever holds it, so that holders can be compared."""
+"""Hashes of weights, equal for trainer and sampler, so that the two can be compared."""
 
 from __future__ import annotations
 

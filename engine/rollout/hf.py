@@ -46,8 +46,8 @@ class HfBackend(RolloutBackend):
     neighbours, up to rounding.
 
     Weights come in one of two ways. `update_weights` copies them. `update_shard` keeps the tensors
-    themselves, which costs no memory beside them: whoever lends them calls `drop_weights` before
-    they change (`engine/weights/reuse.py`). Without weights the parameters are empty.
+    themselves, which costs no memory beside them: their owner calls `drop_weights` before they
+    change (`engine/weights/reuse.py`). Without weights the parameters are empty.
 
     Invariant: `policy_version` is that of the last whole update, or -1. Owned by the rank's
     compute thread.
@@ -203,6 +203,10 @@ class HfBackend(RolloutBackend):
     ) -> None:
         """Copies every weight into the sampler's own model, cast to its type.
 
+        Args:
+            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
+            policy_version: of the new weights.
+
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The back end then refuses to
                 generate until a whole update.
@@ -230,8 +234,8 @@ class HfBackend(RolloutBackend):
         sampler held before is let go first, so that no two sets of weights are held at once.
 
         Args:
-            tensors: (name, floating [global shape]), tied ones once. Read once. Whoever hands them
-                over calls `drop_weights` before writing to any of them.
+            tensors: (name, floating [global shape]), tied ones once. Read once. Their owner
+                calls `drop_weights` before writing to any of them.
             policy_version: of the new weights.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a sampler must know of a Hugging Face folder before it has any weights.
+"""Facts that a sampler must know of a Hugging Face folder before it has any weights.
 
 Reads config files only. Weights come later, and from the trainer.
 """

@@ -1,4 +1,4 @@
-"""From prompts to a batch of experience: one completion a row, in an order of our own."""
+"""Sampling of a batch of experience from prompts: one completion a row, in an order of our own."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class VllmBackend(RolloutBackend):
     before the mesh. The ranks of one generation replica (`mesh.generate_tp`) are one sampler:
     they call `generate` with the same requests in the same order, take the same number of
     trajectories, and update, sleep and wake together; each gets all trajectories, and the same
-    ones. Replicas depend on nobody: one may finish or begin while another works. A rank that dies
-    leaves the others of its replica waiting in vLLM for ever: whoever started them ends them.
+    ones. Replicas do not depend on each other: one may finish or begin while another works. A rank
+    that dies leaves the others of its replica waiting in vLLM for ever: their launcher ends them.
     """
 
     def __init__(
@@ -213,6 +213,10 @@ class VllmBackend(RolloutBackend):
     ) -> None:
         """Replaces every weight through vLLM's own loaders, which cut them for this rank.
 
+        Args:
+            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
+            policy_version: of the new weights.
+
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
                 generate until a whole update.
@@ -230,10 +234,14 @@ class VllmBackend(RolloutBackend):
     ) -> None:
         """Replaces every weight by this rank's own parts, in place, nothing cut or gathered.
 
-        Each rank is given its own tensors, those that `engine/weights/layouts.generate_layout`
+        Each rank is given its own tensors, those that `layout.boxes.generate_layout`
         names; no rank waits for another. One tensor is held at a time. Written in place on a GPU,
         where this is not verified. A generator is closed at once after a failure: behind it may
         be a transfer whose other ranks wait for this one.
+
+        Args:
+            tensors: (name of vLLM's parameter, floating [shape on this rank]). Read once.
+            policy_version: of the new weights.
 
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to

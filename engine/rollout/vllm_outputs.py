@@ -1,4 +1,4 @@
-"""What a vLLM engine gives back, as a trajectory."""
+"""Trajectories out of what a vLLM engine gives back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM needs of this process, and what it must not leave behind in it.
+"""The surroundings that vLLM needs in this process, and the traces that it must not leave there.
 
 vLLM shares the process with the trainer. Everything it takes from the environment is set here,
 before its first import; everything it changes for the whole process is put back here.
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Models come from folders, never from a hub.
     "HF_HUB_OFFLINE": "1",
-    # Nothing is reported to anybody.
+    # No usage is reported to vLLM's authors.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     # Its log lines go to our handlers, which name role and rank.

@@ -1,7 +1,7 @@
 """A rank's own part of the weights, placed straight into its vLLM model.
 
 Imports vLLM, so it is itself imported late. Tensors have vLLM's names and this rank's shapes, as
-`engine/weights/layouts.generate_layout` says; nothing is cut, fused or gathered here. On a CPU
+`layout.boxes.generate_layout` says; nothing is cut, fused or gathered here. On a CPU
 each weight is packed again for the matrix kernel (vLLM 0.32 leaves a packed linear layer's
 parameter empty); on a GPU it is written in place, which is not verified on one.
 """

@@ -1,4 +1,4 @@
-"""How bytes travel between the ranks of one transfer: grouped rounds, counted, with a deadline.
+"""The interface of transports between ranks: grouped rounds of bytes, counted, with a deadline.
 
 A transport knows ranks and bytes; what the bytes mean is the matter of `engine/weights`.
 """

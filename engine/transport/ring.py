@@ -86,11 +86,11 @@ class Slots(ABC):
 
     @abstractmethod
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
-        """Copies into a slot for a peer; None when it is done already."""
+        """Copies a source, uint8 [bytes], into a slot for a peer; None when it is done already."""
 
     @abstractmethod
     def read(self, peer: int, slot: int, target: torch.Tensor) -> Copying | None:
-        """Copies out of the slot that a peer wrote for this rank; None when it is done already."""
+        """Copies what a peer wrote for this rank into a target, uint8 [bytes]; None when done."""
 
     @abstractmethod
     def close(self) -> None:
@@ -267,7 +267,7 @@ class RingTransport(Transport):
                     return
             try:
                 moved = [lane.step() for lane in self._lanes.values()]
-            except Exception as error:  # handed to whoever waits, which raises it
+            except Exception as error:  # handed to the waiting caller, which raises it
                 self._give_up(None, f"{type(error).__name__}: {error}")
                 return
             if any(moved):

@@ -86,9 +86,10 @@ def write_checkpoint(
 
     Args:
         directory: must not exist; on a disk that all ranks see.
-        groups: by group, what the ranks hold, on any device. Layouts are the same on all ranks.
+        groups: by group, what the ranks hold: floating, shaped as the layout says, on any device.
+            Layouts are the same on all ranks.
         state: what json can hold; rank 0's is written.
-        random: this rank's generators.
+        random: this rank's generators: uint8 [bytes] tensors, and what json can hold.
         peers: the ranks; None for one alone.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A checkpoint's files as a layout: who writes which part of what, and what a rank reads of it.
+"""A checkpoint's files as a layout: what each rank writes into them, and what a rank reads.
 
 Pure: no torch. Files stand where ranks stand in a WeightLayout; keys in a file are its tensors.
 """

@@ -66,8 +66,8 @@ def write_model_folder(
         config: transformers config of the whole model.
         architecture: name of the transformers class.
         manifest: the model's parameters by Hugging Face name, tied ones once.
-        parameters: all of them, whole, in the manifest's order: `gathered`. All ranks go through
-            it; those but rank 0 get nothing.
+        parameters: names and whole tensors, floating [global shape], in the manifest's order, as
+            `gathered` yields them. All ranks go through it; rank 0 alone gets something.
         source: folder that the model came from; tokenizer and generation config are copied.
         dtype: type of the saved weights.
         peers: the ranks; None for one alone.
@@ -112,10 +112,10 @@ def gathered(
     """Yields whole parameters on the CPU, in the manifest's order, on rank 0; elsewhere nothing.
 
     Ranks send and rank 0 receives in one order: by parameter, then by rank, then as pieces lie. So
-    rank 0 holds one parameter, and whoever takes it decides what becomes of it.
+    rank 0 holds one parameter at a time, unless its caller keeps them.
 
     Args:
-        weights: what each rank holds.
+        weights: what each rank holds: floating, shaped as its layout says.
         dtype: type that the weights are cast to before they travel.
         mesh: this rank's place.
     """

@@ -1,7 +1,7 @@
-"""Folders that are either whole or absent, also after a crash, whoever writes them together.
+"""Folders that are either whole or absent, also after a crash, written by one rank or by many.
 
 A folder is written under a temporary name beside its target, forced to disk, and renamed. A
-crash leaves at most a `<name>.tmp-<uuid>` that nobody reads.
+crash leaves at most a `<name>.tmp-<uuid>`, which no reader opens.
 """
 
 from __future__ import annotations

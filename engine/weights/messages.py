@@ -1,6 +1,6 @@
-"""What travels between two ranks in one round: pieces of weights, packed into a message.
+"""Messages between two ranks in one round: pieces of weights, packed behind each other.
 
-Packing and unpacking only: who sends what is `plan`'s, when is `transfer`'s.
+This module only packs and unpacks. `plan` decides which rank sends what, `transfer` decides when.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def pack(
 
     Args:
         parcels: of one round.
-        outgoing: uint8, the round's buffer.
-        tensors: the source layout's, of this rank.
+        outgoing: uint8 [bytes], the round's buffer.
+        tensors: of this rank by name, floating, shaped as the source layout says.
     """
     for parcel in parcels:
         message = parcel.of(outgoing)

@@ -1,4 +1,4 @@
-"""Who sends which part of which weight to whom, when weights change from one layout to another.
+"""Plans of a change of layout: which rank sends which part of which weight to which rank.
 
 Pure: no torch, no clock, no randomness: every rank makes the same plan from the same layouts.
 A rank copies what it holds itself and receives each missing element once, from the nearest rank

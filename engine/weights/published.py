@@ -83,8 +83,8 @@ def places(layout: WeightLayout, rank: int) -> tuple[dict[str, Place], int]:
 class Publication:
     """One rank's copy of its training weights at one version. Immutable once made.
 
-    Invariant: the memory outlives everybody who maps or views it. `close`, or the end of the
-    process in order, removes the name of the shared segment; whoever mapped it keeps it.
+    Invariant: the memory lives as long as a mapping or a view of it. `close`, or an orderly end of
+    the process, removes the name of the shared segment; a peer that has mapped it keeps it.
 
     Example::
 
@@ -107,7 +107,7 @@ class Publication:
         Args:
             layout: of training, in the element type to publish.
             rank: this one.
-            weights: this rank's parts by name, floating, on any device.
+            weights: this rank's parts by name, floating, shaped as the layout says, on any device.
             policy_version: of the weights.
             shares_memory: in a segment that peers of this host can map, or in plain memory.
 
@@ -182,7 +182,7 @@ class Publication:
 def source_layout(
     manifest: Manifest, train: TrainLayout, dtype: DtypeName, shape: DecoderShape | None
 ) -> WeightLayout:
-    """What each publishing rank holds, as somebody else sees it.
+    """What each publishing rank holds, as the taking service works it out.
 
     Args:
         manifest: of the publication.
@@ -276,7 +276,7 @@ def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking
         rank: the taker.
 
     Raises:
-        ManifestError: other parameters, or an element that nobody publishes.
+        ManifestError: other parameters, or an element that no rank publishes.
     """
     if _dtype(source) != _dtype(target):
         raise ManifestError(

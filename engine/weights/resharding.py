@@ -120,12 +120,12 @@ class Resharder:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The sampler's tensors, each as soon as it is whole.
 
-        Ends only when every rank has taken its last one. So when a rank fails or vanishes, whoever
-        consumes this fails on all ranks, also where everything has arrived, and no rank goes on
-        with weights that the others do not have.
+        Ends only when every rank has taken its last one. So when a rank fails or vanishes, the
+        consumer of this iterator fails on all ranks, also where everything has arrived, and no rank
+        goes on with weights that the others do not have.
 
         Args:
-            weights: the trainer's of this rank.
+            weights: the trainer's of this rank by name, float32, shaped as its training shard.
             policy_version: of the weights, the same on all ranks.
 
         Raises:

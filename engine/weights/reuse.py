@@ -52,9 +52,9 @@ class SharedWeights:
         Args:
             plan: from training to generation.
             rank: this rank.
-            parameters: the training tensors themselves, by their names in the source layout. Give
-                the same mapping to `WeightTransfer.run`: whoever holds on to their old storage
-                keeps it from being freed.
+            parameters: the training tensors themselves, by their names in the source layout and
+                of its shapes. Give the same mapping to `WeightTransfer.run`: their old storage is
+                freed only when no other tensor refers to it.
 
         Raises:
             ManifestError: a parameter of the layout is missing.
@@ -74,10 +74,11 @@ class SharedWeights:
         """Passes generation tensors on; each takes its parameters in and frees their old storage.
 
         Args:
-            tensors: names and tensors of the target layout, as `WeightTransfer.run` yields them.
+            tensors: names and tensors of the target layout's shapes, as `WeightTransfer.run` yields
+                them.
 
         Yields:
-            The same. Whoever takes them must keep them as they are, not copy them.
+            The same. The sampler that takes them must keep them as they are, not copy them.
 
         Raises:
             RuntimeError: the parameters are in generation tensors already: call `leave` first.
@@ -92,7 +93,7 @@ class SharedWeights:
     def leave(self) -> None:
         """Gives each moved parameter compact storage of its own again, one after the other.
 
-        A generation tensor is freed with its last parameter, where nobody else holds it. Nothing
+        A generation tensor is freed with its last parameter, unless the sampler holds it. Nothing
         happens when no parameter was moved.
         """
         while self._moved:
@@ -116,7 +117,7 @@ class KeepingSampler(Protocol):
     def update_shard(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Takes (Hugging Face name, whole tensor) as its weights, without copying them."""
+        """Takes (Hugging Face name, floating [global shape]) as its weights, without a copy."""
 
     def drop_weights(self, reason: str) -> None:
         """Lets go of them, and refuses to generate until the next update."""
@@ -151,6 +152,10 @@ class LentWeights:
     def lend(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
         """Gives the sampler the weights; copies of them while gradients wait for a step.
 
+        Args:
+            weights: float32 [global shape] by Hugging Face name.
+            policy_version: of the weights.
+
         Raises:
             WeightsStaleError: as `update_shard` of the sampler.
         """
@@ -179,7 +184,7 @@ def before_each_pass(model: CausalLm, act: Callable[[], None]) -> RemovableHandl
 
 
 def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a gradient waits for an optimizer step."""
+    """Whether a gradient of a parameter (of any shape) waits for an optimizer step."""
     return any(parameter.grad is not None for parameter in parameters)
 
 

@@ -40,7 +40,7 @@ class ShardedTensors:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> ShardedTensors:
-        """Those of a rank that is alone."""
+        """All tensors (floating, of any shape, by name) of a rank that is alone."""
         return cls(whole_layout(tensors_manifest(tensors)), tensors)
 
     def check(self, rank: int) -> None:
@@ -78,7 +78,11 @@ def tensors_manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
 
 
 def dtype_name(tensor: torch.Tensor) -> DtypeName:
-    """The element type as layouts name it; raises ManifestError for one that they do not know."""
+    """The element type of a tensor of any shape, as layouts name it.
+
+    Raises:
+        ManifestError: layouts do not know this type.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise ManifestError(f"element type is {name}: only {', '.join(ITEM_BYTES)} can be saved")

@@ -126,7 +126,8 @@ class WeightTransfer:
         """Transfers once. Every rank of the plan calls it and takes all that comes.
 
         Args:
-            tensors: the source layout's tensors of this rank, by name. Read until the end.
+            tensors: this rank's, by name, of the source layout's shapes and element types. Read
+                until the end.
             policy_version: of the weights; all ranks must name the same.
 
         Yields:
