@@ -23,7 +23,7 @@ from rolemesh.engine.specs import KlPenaltySpec
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """Which tokens count, and whose they are."""
+    """The tokens of a batch: which of them count, and which row each belongs to."""
 
     mask_N: torch.Tensor
     """bool, 1 = sampled token that counts."""

@@ -115,7 +115,7 @@ def _embedding(
 
 
 def _seeing_rounded_weights(module: nn.Module) -> Callable[..., Any]:
-    """For norms, and any other module that has weights of its own."""
+    """A forward pass for norms, and any other module that has weights of its own."""
     forward: Any = type(module).forward
     view = _RoundedView(module)
     return lambda *args, **kwargs: forward(view, *args, **kwargs)

@@ -53,7 +53,8 @@ def compute_logprobs(
             cannot be used.
     """
     if temperature <= 0:
-        # Only the last stage divides by it; the others would wait for that one in vain.
+        # Checked on all ranks: the last stage alone divides by it, and if it raised alone, the
+        # other stages would wait for it in vain.
         raise ValueError(f"temperature is {temperature}: give a positive number")
     names = ("logprobs", "entropy") if with_entropy else ("logprobs",)
     arguments = {"temperature": temperature, "with_entropy": with_entropy}

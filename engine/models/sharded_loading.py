@@ -115,7 +115,7 @@ def load_shard(
             trust_remote_code=False,
         )
     base = lm.base_model
-    # Its frequencies are not in the files: computed again, on a real device.
+    # The frequencies of the rotary embedding are not in the files, so they are computed here.
     base.rotary_emb = type(base.rotary_emb)(config=base.config)
     keep_stage(lm, shape, mesh.pp)
     cut_tensors(lm, shape, mesh.tp)

@@ -51,7 +51,7 @@ class Episode:
     completion_tokens: list[int] = field(default_factory=list)
     """Token ids: what was sampled, and what the environment said between."""
     loss_mask: list[bool] = field(default_factory=list)
-    """For each of them, whether it was sampled."""
+    """True for a token that was sampled, False for one of the environment."""
     logprobs: list[float] = field(default_factory=list)
     """Natural log-prob of each under the distribution it was drawn from; 0 where it was not."""
     policy_versions: list[int] = field(default_factory=list)

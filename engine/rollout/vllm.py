@@ -135,9 +135,9 @@ class VllmBackend(RolloutBackend):
 
         asked: dict[str, RolloutRequest] = {}
         engine_ids: dict[str, str] = {}
-        # Of each request whose caller decides token by token: what it has so far.
+        # Tokens so far of each request whose caller decides after each token whether it ends.
         watched: dict[str, Drawn] = {}
-        # Of each request: how many tokens it had when a version came, and the version.
+        # For each request: how many tokens it had when a version of the weights came, and which.
         versions: dict[str, list[tuple[int, int]]] = {}
         try:
             for request in requests:
@@ -270,7 +270,8 @@ class VllmBackend(RolloutBackend):
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
-        # Off by configuration; keys and values of old weights must not outlive them in any case.
+        # The prefix cache is off by configuration. This call makes sure that no keys and values of
+        # old weights outlive them.
         # Requests that run are put back to the queue, which frees theirs: they begin again from
         # all their tokens so far.
         self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)

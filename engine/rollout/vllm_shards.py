@@ -71,7 +71,7 @@ def place_shards(
                 f"{list(place.shape)}: cut it for the generation layout of the engine"
             )
         _place(place, tensor)
-        # Otherwise the loop holds it while the next one is received.
+        # Without this the loop would hold the tensor while the next one is received.
         del tensor
     if missing:
         names = list(missing)

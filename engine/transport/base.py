@@ -33,7 +33,7 @@ class TransferFailedError(RuntimeError):
         remedy: str = "look at that rank's log; the services must be restarted together",
     ) -> None:
         self.rank = rank
-        """This rank."""
+        """Number of this rank."""
         self.peer = peer
         """The rank that did not do its part; None where no single one is to blame."""
         self.transport = transport
@@ -97,13 +97,13 @@ class Transport(ABC):
     """
 
     name: str
-    """As errors and metrics call it."""
+    """Name of the transport in errors and metrics."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}: give 0 to {world_size - 1}")
         self.rank = rank
-        """This rank."""
+        """Number of this rank."""
         self.world_size = world_size
         """Ranks in all, this one included."""
         self.sent_bytes = 0

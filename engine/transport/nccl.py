@@ -150,7 +150,8 @@ class NcclTransport(Transport):
         kinds: dict[str, type[str] | type[int]] = {"version": int, "unique_id": str}
         own = int(self._nccl.get_version())
         decoded = [decode_offer(blob, "nccl", kinds, rank=peer) for peer, blob in enumerate(offers)]
-        # Before initialization: NCCL itself notices only when it has begun, and hangs others.
+        # Checked before initialization: NCCL itself notices only after it has begun, and then the
+        # other ranks hang.
         for peer, offer in enumerate(decoded):
             if offer["version"] != own:
                 raise OfferInvalidError(

@@ -60,7 +60,7 @@ class Slots(ABC):
     """Where chunks lie between sender and receiver. Owned by one `RingTransport`."""
 
     name: str
-    """Of the transport."""
+    """Name of the transport."""
 
     @property
     @abstractmethod

@@ -59,7 +59,7 @@ class Surroundings:
     device: str
     """Type of the device on which the weights lie: "cpu" or "cuda"."""
     uuid: str
-    """Of that device; "" for a CPU."""
+    """Identity of that device; "" for a CPU."""
     host: str
     """Equal for ranks that can share host memory in the way rings need; "" where none can."""
     nccl_shares_devices: bool

@@ -46,13 +46,13 @@ class Parcel:
     """What goes to or comes from one peer in one round."""
 
     peer: int
-    """Rank."""
+    """The other rank."""
     parts: tuple[Part, ...]
-    """In the order in which they lie in the message."""
+    """What the message holds, in this order."""
     start: int
     """Where the message begins in the round's buffer."""
     num_bytes: int
-    """Of the message."""
+    """Length of the message."""
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """uint8 [num_bytes] of the round's buffer."""
@@ -64,7 +64,7 @@ class Round:
     """One rank's side of a bucket."""
 
     label: str
-    """For error messages."""
+    """Name of the round in error messages."""
     sends: tuple[Parcel, ...]
     """One for each peer that is sent something."""
     receives: tuple[Parcel, ...]

@@ -42,15 +42,15 @@ class Copy:
     box: Box
     """What of it, in global coordinates."""
     source: int
-    """Rank that has it."""
+    """Rank that has the box."""
     source_tensor: str
-    """Tensor there."""
+    """Tensor of that rank that holds the box."""
     source_origin: tuple[int, ...]
     """Where the box begins in that tensor."""
     target: int
-    """Rank that wants it."""
+    """Rank that wants the box."""
     target_tensor: str
-    """Tensor there."""
+    """Tensor of that rank that the box belongs to."""
     target_origin: tuple[int, ...]
     """Where the box begins in that tensor."""
 
@@ -73,7 +73,7 @@ class Bucket:
     """
 
     copies: tuple[Copy, ...]
-    """Of all ranks; source and target differ."""
+    """The copies of all ranks in this round; source and target of each differ."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class Plan:
     target: WeightLayout
     """Layout after."""
     local: tuple[tuple[Copy, ...], ...]
-    """By rank: what it copies from its own source tensors."""
+    """For each rank: what it copies from its own source tensors."""
     buckets: tuple[Bucket, ...]
     """Rounds, in the order that every rank keeps. Rounds pair sends and receives symmetrically, so
     ranks that take them in this order cannot wait for each other in a circle."""
     duplicates: tuple[tuple[Copy, ...], ...]
-    """By rank: boxes that two of its target tensors need and that it receives only once, into the
-    first. `source_tensor` is that first *target* tensor: these copies are made once it is whole,
-    before it is given away. Nothing is copied from a duplicate."""
+    """For each rank: boxes that two of its target tensors need and that it receives only once, into
+    the first. `source_tensor` is that first *target* tensor: these copies are made once it is
+    whole, before it is given away. A duplicate is never the source of another one."""
 
     @property
     def world_size(self) -> int:
@@ -339,7 +339,8 @@ def _buckets(
 
     def lane(source: int, target: int) -> tuple[int, int, int]:
         """A queue's place among its sender's: the one furthest behind in model order is first."""
-        # Of equal ones, the ranks after the sender: not all senders turn to rank 0 at once.
+        # Of equal lanes the rank after the sender comes first, so that not all senders turn to
+        # rank 0 at once.
         _, copy = queues[source, target][0]
         return positions[copy.parameter], (target - source) % world_size, target
 

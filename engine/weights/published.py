@@ -48,7 +48,7 @@ class Place:
     """A tensor within a publication."""
 
     offset: int
-    """First byte."""
+    """Its first byte, counted from the beginning of the publication."""
     shape: tuple[int, ...]
     """Row-major."""
     dtype: torch.dtype
@@ -225,11 +225,11 @@ class Taking:
     """
 
     target: WeightLayout
-    """Of the taking service."""
+    """Layout of the taking service."""
     rank: int
-    """The taker."""
+    """The taking rank."""
     copies: Mapping[int, tuple[Copy, ...]]
-    """By publishing rank: its boxes, in the order in which they are asked for."""
+    """The boxes that each publishing rank gives, in the order in which they are asked for."""
     duplicates: tuple[Copy, ...]
     """Boxes that two of the rank's tensors need; `source_tensor` is the first of them."""
 

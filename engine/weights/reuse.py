@@ -138,7 +138,7 @@ class LentWeights:
     """
 
     def __init__(self, model: CausalLm, sampler: KeepingSampler) -> None:
-        """Nothing is lent yet.
+        """Watches the model; lends nothing yet.
 
         Args:
             model: as it trains, on one rank.
@@ -189,7 +189,7 @@ def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _homes(copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Copy]]:
-    """By generation tensor: the copies that take a whole training tensor along."""
+    """For each generation tensor: the copies that take a whole training tensor along."""
     homes: defaultdict[str, list[Copy]] = defaultdict(list)
     housed = set()
     for copy in copies:
