@@ -126,12 +126,12 @@ def write_judge(
             "or remove it"
         )
     spec = ModelSpec(path=model, num_layers=training.num_layers)
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    train_prompts, held_out_prompts = _prompts(tokenizer)
     with torch.random.fork_rng(devices=[]):
         # The loader draws the head's weights from the global generator.
         torch.manual_seed(derive_seed("form_judge", seed))
         judge = ScoringModel(spec, ScoreHead(per="row", origin="new", starts_at_zero=False))
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    train_prompts, held_out_prompts = _prompts(tokenizer)
     # Entered before the training: a folder that may not be written is told at once.
     with whole_folder(directory) as temporary:
         _train(
