@@ -12,9 +12,9 @@ a chunk, and its first rank's output counts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from rolemesh.engine.layout.ranks import HybridLayout, LayoutError
 from rolemesh.engine.packing.balance import balanced_partition
@@ -27,8 +27,6 @@ Distribute: TypeAlias = Callable[[HybridLayout, Sequence[int]], tuple[Rows, ...]
 
 Collect: TypeAlias = Callable[[HybridLayout], tuple[int, ...]]
 """Ranks whose output counts, in the order of their outputs."""
-
-OutputT = TypeVar("OutputT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,66 +44,6 @@ class TransferProtocol:
     """Rows to ranks."""
     collect: Collect
     """Ranks to rows."""
-
-    def collected(
-        self, layout: HybridLayout, lengths: Sequence[int]
-    ) -> tuple[tuple[int, Rows], ...]:
-        """Ranks whose output counts, in order, each with its rows."""
-        rows = self.distribute(layout, lengths)
-        return tuple((rank, rows[rank]) for rank in self.collect(layout))
-
-    def holders(self, layout: HybridLayout, lengths: Sequence[int]) -> tuple[int, ...]:
-        """The rank that each row's output is pulled from: the first collected one that has it.
-
-        Raises:
-            ValueError: the protocol collects no output of a row.
-        """
-        holder: dict[int, int] = {}
-        for rank, rows in self.collected(layout, lengths):
-            for row in rows:
-                holder.setdefault(row, rank)
-        for row in range(len(lengths)):
-            if row not in holder:
-                raise ValueError(
-                    f"protocol {self.name!r} collects no output of row {row}: use one that does, "
-                    "e.g. '3D_PROTO'"
-                )
-        return tuple(holder[row] for row in range(len(lengths)))
-
-    def put_back(
-        self,
-        layout: HybridLayout,
-        lengths: Sequence[int],
-        outputs: Mapping[int, Sequence[OutputT]],
-    ) -> list[OutputT]:
-        """Outputs by row out of outputs by rank.
-
-        Args:
-            layout: of the role.
-            lengths: as given to `distribute`.
-            outputs: of each collected rank, one for each of its rows, in their order.
-
-        Returns:
-            In batch order if each row was collected exactly once. Otherwise (copies) the outputs of
-            all collected ranks one after another.
-
-        Raises:
-            ValueError: outputs of a collected rank are missing, too few or too many.
-        """
-        collected = self.collected(layout, lengths)
-        flat: list[tuple[int, OutputT]] = []
-        for rank, rows in collected:
-            if rank not in outputs:
-                raise ValueError(f"outputs of rank {rank} are missing: give those of {collected}")
-            if len(outputs[rank]) != len(rows):
-                raise ValueError(
-                    f"outputs of rank {rank} are {len(outputs[rank])}, its rows {len(rows)}: give "
-                    "one for each row"
-                )
-            flat += zip(rows, outputs[rank], strict=True)
-        if sorted(row for row, _ in flat) == list(range(len(lengths))):
-            flat.sort(key=lambda pair: pair[0])
-        return [output for _, output in flat]
 
 
 def protocol(name: str) -> TransferProtocol:

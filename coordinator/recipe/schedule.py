@@ -65,12 +65,15 @@ class UpdaterSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _check_moved(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "micro_batch_tokens" in values:
+        if not isinstance(values, dict) or "micro_batch_tokens" not in values:
+            return values
+        if values["micro_batch_tokens"] is not None:
             raise ValueError(
                 "micro_batch_tokens is a setting of each model: give it as "
                 "actor.model.micro_batch_tokens and critic.model.micro_batch_tokens"
             )
-        return values
+        # A run of an earlier version has saved its recipe with the empty setting.
+        return {name: value for name, value in values.items() if name != "micro_batch_tokens"}
 
 
 class ScheduleSpec(Spec):

@@ -1,4 +1,4 @@
-"""Estimators: what makes new columns of a batch, without a model; `estimate_advantages` finds it.
+"""Estimators make new columns of a batch without a model; `estimate_advantages` finds one.
 
 An estimator is a function registered for its spec. What it carries from step to step lies in
 `Controllers`, which are part of the trainer's checkpoint.

@@ -46,7 +46,7 @@ class Groups:
 
         Args:
             experience: the batch.
-            takes_part_B: bool; None: all rows take part.
+            takes_part_B: bool [B]; None: all rows take part.
         """
         ids_B = prompt_ids_of(experience)
         rows = torch.arange(len(ids_B))

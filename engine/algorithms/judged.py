@@ -1,4 +1,4 @@
-"""Rows that no reward could be had for: everything works as if they had not been sampled.
+"""Rows that got no reward: the estimators work as if these rows had not been sampled.
 
 Shape letters: B rows, J judged rows, N packed completion tokens.
 """
@@ -39,7 +39,7 @@ def with_absent_rows(columns: Experience, rows_J: torch.Tensor, batch: Experienc
 
     Args:
         columns: row and completion columns over the rows `rows_J`.
-        rows_J: int64.
+        rows_J: int64 [J], row numbers, ascending.
         batch: all rows, with the column loss_mask.
 
     Example: advantages ((0.5), (-0.5, -0.5)) of the rows (0, 2) become ((0.5), (0, 0, 0),

@@ -143,16 +143,24 @@ class UnmaskedReader:
 
 
 def token_share(numbers_M: torch.Tensor, scale: LossScale) -> torch.Tensor:
-    """Sum over this micro-batch, in float64, divided by the tokens of the whole mini-batch."""
+    """This micro-batch's share of a mean over the tokens of a mini-batch.
+
+    Args:
+        numbers_M: floating [M], of the unmasked tokens of the micro-batch.
+        scale: says how many tokens the whole mini-batch has.
+
+    Returns:
+        float64 []: the sum, divided by the tokens of the whole mini-batch.
+    """
     return numbers_M.sum(dtype=torch.float64) / scale.token_divisor
 
 
 def largest(numbers_M: torch.Tensor) -> torch.Tensor:
-    """Largest of numbers that are not negative; 0 of none."""
+    """The largest number of [M] that are not negative, of their type []; 0 where M is 0."""
     return numbers_M.max() if len(numbers_M) else numbers_M.new_zeros(())
 
 
 def to_numbers(metrics: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Moves all metrics off the device in one copy."""
+    """Moves metrics (one number [] each, by name) off the device in one copy."""
     stacked = torch.stack([number.detach().double() for number in metrics.values()])
     return dict(zip(metrics, stacked.tolist(), strict=True))

@@ -36,7 +36,7 @@ def loss_mask_of(batch: Experience) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unmasked_per_row(loss_mask_N: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Counts the tokens of each row that count.
+    """Counts the unmasked tokens of each row.
 
     Args:
         loss_mask_N: bool [N], 1 = counts.

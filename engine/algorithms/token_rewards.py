@@ -23,7 +23,7 @@ from rolemesh.engine.specs import KlPenaltySpec
 
 @dataclass(frozen=True, slots=True)
 class BatchTokens:
-    """Which tokens count, and whose they are."""
+    """The tokens of a batch: which of them count, and which row each belongs to."""
 
     mask_N: torch.Tensor
     """bool, 1 = sampled token that counts."""
@@ -77,7 +77,7 @@ class BatchTokens:
         return numbers_B.repeat_interleave(self.lengths_B()).masked_fill(~self.mask_N, 0)
 
     def column(self, values_N: torch.Tensor) -> Column:
-        """A float32 completion column."""
+        """A completion column, float32, of one number a token: values_N is floating [N]."""
         return Column(ColumnKind.COMPLETION, values_N.float(), self.offsets)
 
 
@@ -123,7 +123,7 @@ _ANY_REMEDY = "give finite numbers"
 
 
 def reward_metrics(rewards_B: torch.Tensor, tokens: BatchTokens) -> dict[str, float]:
-    """Mean and deviation of the rewards as they came, over all rows."""
+    """Mean and deviation of the rewards as they came, float64 [B], over all rows."""
     mean, std = mean_and_std(rewards_B)
     return {
         "reward/mean": mean,
@@ -169,13 +169,13 @@ def move_kl(given: EstimatorInput, earned: TokenRewards, tokens: BatchTokens) ->
 
 
 def advantage_metrics(advantages_N: torch.Tensor, tokens: BatchTokens) -> dict[str, float]:
-    """Mean and deviation over unmasked tokens."""
+    """Mean and deviation of advantages, floating [N], over unmasked tokens."""
     mean, std = mean_and_std(advantages_N[tokens.mask_N])
     return {"advantages/mean": mean, "advantages/std": std}
 
 
 def mean_and_std(numbers: torch.Tensor) -> tuple[float, float]:
-    """Mean, 0 of nothing, and standard deviation (n - 1), 0 of fewer than two numbers."""
+    """Mean and standard deviation (n - 1) of floating [n]; each is 0 where it is not defined."""
     mean = float(numbers.mean()) if len(numbers) else 0.0
     std = float(numbers.std(correction=1)) if len(numbers) > 1 else 0.0
     return mean, std

@@ -25,6 +25,7 @@ from rolemesh.engine.layout.families import (
 from rolemesh.engine.layout.manifest import (
     Box,
     DtypeName,
+    Manifest,
     ManifestError,
     Piece,
     RankShard,
@@ -127,23 +128,23 @@ def generate_layout(shape: DecoderShape, layout: HybridLayout, dtype: DtypeName)
     return WeightLayout(shape.manifest(dtype), tuple(ranks), dtype)
 
 
-def whole_layout(shape: DecoderShape, ranks: int = 1, dtype: DtypeName = "float32") -> WeightLayout:
-    """Everything on each of `ranks` ranks, under Hugging Face names, a tied embedding once.
+def whole_layout(manifest: Manifest, ranks: int = 1) -> WeightLayout:
+    """Every parameter whole on each of `ranks` ranks, in a tensor of its own name.
 
     Raises:
         ManifestError: no ranks.
     """
     if ranks < 1:
         raise ManifestError(f"ranks is {ranks}: give at least 1")
-    manifest = shape.manifest(dtype)
     shard = RankShard(
         tuple(
             Piece(name, parameter.box, name, (0,) * len(parameter.shape))
             for name, parameter in manifest.items()
+            if 0 not in parameter.shape
         ),
         {name: parameter.shape for name, parameter in manifest.items()},
     )
-    return WeightLayout(manifest, (shard,) * ranks, dtype)
+    return WeightLayout(manifest, (shard,) * ranks)
 
 
 def _train_shard(

@@ -92,6 +92,21 @@ class WeightLayout:
     dtype: DtypeName | None = None
     """Element type in which the tensors are held; None means the manifest's."""
 
+    def shard(self, rank: int) -> RankShard:
+        """What a rank holds; nothing, where the layout has fewer ranks."""
+        return self.ranks[rank] if rank < len(self.ranks) else RankShard((), {})
+
+    def dtype_of(self, parameter: str) -> DtypeName:
+        """Element type in which a parameter is held."""
+        return self.dtype or self.manifest[parameter].dtype
+
+    def in_dtype(self, dtype: DtypeName) -> WeightLayout:
+        """The same boxes on the same ranks, of parameters and tensors of another element type."""
+        manifest = {
+            name: Parameter(parameter.shape, dtype) for name, parameter in self.manifest.items()
+        }
+        return WeightLayout(manifest, self.ranks, dtype)
+
 
 def intersection(left: Box, right: Box) -> Box | None:
     """The common part of two boxes of one parameter, or None."""

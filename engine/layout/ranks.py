@@ -1,4 +1,4 @@
-"""Parallel layouts as rank arithmetic: who computes what in training and in generation.
+"""Parallel layouts as rank arithmetic: what each rank computes in training and in generation.
 
 Pure: no torch, no process group. The groups of HybridFlow (arXiv 2409.19256, section 5), p-t-d for
 training and p_g-t_g-d_g-d for generation on the same ranks. Process groups are made of them in
@@ -104,7 +104,7 @@ class TrainLayout:
         return TrainCoordinates(pp=outer // self.dp, tp=tp, dp=outer % self.dp)
 
     def rank(self, *, pp: int, tp: int, dp: int) -> int:
-        """The rank that stands there; raises LayoutError when nobody does."""
+        """The rank that stands there; raises LayoutError when no rank does."""
         for name, at in (("pp", pp), ("tp", tp), ("dp", dp)):
             if not 0 <= at < getattr(self, name):
                 raise LayoutError(f"{name} is {at}: give 0 to {getattr(self, name) - 1}")

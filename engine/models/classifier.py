@@ -2,7 +2,7 @@
 
 Decoder-only families with a plan can be spread over ranks; encoders stay on one.
 
-Shape letters: B rows.
+Shape letters: B rows, T longest row.
 """
 
 from __future__ import annotations
@@ -13,15 +13,9 @@ import torch
 from transformers import AutoTokenizer
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
-from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.rank_model import MicroBatch, RankModel, check_in_vocabulary
-from rolemesh.engine.models.reward_model import RewardModel
-from rolemesh.engine.models.sequence_classifier import (
-    SequenceClassifier,
-    check_label,
-    pad_token_rows,
-)
-from rolemesh.engine.packing.batching import micro_batches
+from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
+from rolemesh.engine.packing.batching import PAD_TOKEN, PaddedRows, micro_batches
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ModelSpec
@@ -55,7 +49,7 @@ class Classifier:
             label: index of the logit that is the score.
             device: where the weights live.
             mesh: the rank's place; None for a rank that is alone.
-            trained: a `RewardModel` of the folder, with the same label, device and mesh, to score
+            trained: a reward model of the folder, with the same label, device and mesh, to score
                 with; None loads the folder.
 
         Raises:
@@ -65,19 +59,16 @@ class Classifier:
             UnsupportedFamilyError: more than one rank, and the family has no plan.
         """
         self.spec = spec
-        self.label = label
         self._rank_model: RankModel | None
         if trained is None:
-            config = read_config(spec)
-            check_label(label, config, spec.path)
-            self._model = SequenceClassifier(spec, config=config, device=device, mesh=mesh)
+            head = ScoreHead(per="row", label=label)
+            self._model = ScoringModel(spec, head, device=device, trainable=False, mesh=mesh)
             self._rank_model = RankModel(self._model) if self._model.is_decoder else None
         else:
-            if not isinstance(trained.model, RewardModel):
-                raise ValueError(
-                    f"trained holds a {type(trained.model).__name__}: give a RewardModel's"
-                )
-            self._model, self._rank_model = trained.model, trained
+            model = trained.model
+            if not isinstance(model, ScoringModel) or model.head_spec.per != "row":
+                raise ValueError("trained holds no model that scores rows: give a reward model's")
+            self._model, self._rank_model = model, trained
         self._max_tokens: int | None = getattr(self._model.config, "max_position_embeddings", None)
         self._tokenizer = AutoTokenizer.from_pretrained(
             spec.path, local_files_only=True, trust_remote_code=False
@@ -130,9 +121,7 @@ class Classifier:
 
         def keep(number: int, outputs: torch.Tensor) -> None:
             if number < len(groups):
-                # A reward model picks its label itself.
-                of_rows_B = outputs if outputs.dim() == 1 else outputs[:, self.label]
-                scores_B[groups[number]] = of_rows_B.float().cpu()
+                scores_B[groups[number]] = outputs.float().cpu()
 
         def done(number: int) -> None:
             nonlocal num_done
@@ -148,7 +137,7 @@ class Classifier:
                 done(number)
             return scores_B
         # Gathering weights that replicas cut among them takes all replicas, so all make as many
-        # passes: those with fewer micro-batches run a token that nobody reads.
+        # passes: those with fewer micro-batches run a token whose score is dropped.
         filler = self._micro_batch([[0]], [0])
         passes += [filler] * (max(numbers) - len(passes))
         self._rank_model.run(passes, keep, trains=False, arguments={}, done=done)
@@ -173,3 +162,28 @@ class Classifier:
         padded = pad_token_rows([token_rows[row] for row in group], self._model.device)
         lengths = Column(ColumnKind.ROW, padded.lengths_B.cpu())
         return MicroBatch(torch.tensor(group), Experience({"lengths": lengths}), padded)
+
+
+def pad_token_rows(
+    token_rows: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+) -> PaddedRows:
+    """Lays rows of token ids out for a forward pass in which no token is a completion's.
+
+    Args:
+        token_rows: B rows of at least one token each.
+        device: where the result lies.
+
+    Returns:
+        Rows with int64 [B, T] tokens, padded on the right.
+    """
+    lengths_B = torch.tensor([len(row) for row in token_rows])
+    tokens_BT = torch.full((len(token_rows), int(lengths_B.max())), PAD_TOKEN)
+    for index, row in enumerate(token_rows):
+        tokens_BT[index, : len(row)] = torch.tensor(row)
+    none_N = torch.empty(0, dtype=torch.int64, device=device)
+    return PaddedRows(
+        tokens_BT=tokens_BT.to(device),
+        lengths_B=lengths_B.to(device),
+        state_index_N=none_N,
+        targets_N=none_N,
+    )

@@ -14,8 +14,7 @@ from torch import nn
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.sequence_classifier import SequenceClassifier
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.packing.batching import PaddedRows, micro_batches, pad_rows
 from rolemesh.engine.packing.prefix_packing import Pass, pack_rows, plan_passes, prompt_numbers
 from rolemesh.engine.parallel.data_parallel import cut_over_data, forget_pass, gather_no_longer
@@ -58,7 +57,7 @@ class RankModel(nn.Module):
         compute_logprobs(policy, batch, temperature=1.0)
     """
 
-    def __init__(self, model: CausalLm | ValueModel | SequenceClassifier) -> None:
+    def __init__(self, model: CausalLm | ScoringModel) -> None:
         """Connects the stages and cuts the model's weights over the data axis, in place."""
         super().__init__()
         self.model = model

@@ -41,7 +41,10 @@ def round_weights(model: nn.Module) -> None:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The nearest bfloat16 values, as float32; the gradient passes unchanged."""
+    """The nearest bfloat16 values of a weight (float32, of any shape), as float32.
+
+    The gradient passes unchanged.
+    """
     values: torch.Tensor = _Rounded.apply(weight)  # type: ignore[no-untyped-call]
     return values
 
@@ -112,7 +115,7 @@ def _embedding(
 
 
 def _seeing_rounded_weights(module: nn.Module) -> Callable[..., Any]:
-    """For norms, and any other module that has weights of its own."""
+    """A forward pass for norms, and any other module that has weights of its own."""
     forward: Any = type(module).forward
     view = _RoundedView(module)
     return lambda *args, **kwargs: forward(view, *args, **kwargs)

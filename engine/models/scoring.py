@@ -1,4 +1,4 @@
-"""Whole batches through a model without gradients, in micro-batches, in the batch's own order."""
+"""Scoring of whole batches without gradients: in micro-batches, results in the batch's order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rolemesh.engine.models.rank_model import (
     RankModel,
     with_fillers,
 )
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 
@@ -52,7 +52,8 @@ def compute_logprobs(
             cannot be used.
     """
     if temperature <= 0:
-        # Only the last stage divides by it; the others would wait for that one in vain.
+        # Checked on all ranks: the last stage alone divides by it, and if it raised alone, the
+        # other stages would wait for it in vain.
         raise ValueError(f"temperature is {temperature}: give a positive number")
     names = ("logprobs", "entropy") if with_entropy else ("logprobs",)
     arguments = {"temperature": temperature, "with_entropy": with_entropy}
@@ -67,7 +68,7 @@ def compute_logprobs(
 
 
 def compute_values(
-    model: ValueModel | RankModel, batch: Experience, *, progress: Progress | None = None
+    model: ScoringModel | RankModel, batch: Experience, *, progress: Progress | None = None
 ) -> Column:
     """Values of the states before each completion token.
 
@@ -144,7 +145,7 @@ class RowProgress:
 
 
 def _in_micro_batches(
-    model: CausalLm | ValueModel | RankModel,
+    model: CausalLm | ScoringModel | RankModel,
     batch: Experience,
     named: Callable[[Any], dict[str, torch.Tensor]],
     names: tuple[str, ...],

@@ -115,7 +115,7 @@ def load_shard(
             trust_remote_code=False,
         )
     base = lm.base_model
-    # Its frequencies are not in the files: computed again, on a real device.
+    # The frequencies of the rotary embedding are not in the files, so they are computed here.
     base.rotary_emb = type(base.rotary_emb)(config=base.config)
     keep_stage(lm, shape, mesh.pp)
     cut_tensors(lm, shape, mesh.tp)
@@ -156,7 +156,8 @@ def read_parts(
     """Fills what this rank holds of each parameter after the data axis has cut them, in place.
 
     Args:
-        parts: this rank's, by Hugging Face name, as `layouts.train_layout` says; some may be empty.
+        parts: this rank's, by Hugging Face name, float32, shaped as `layout.boxes.train_layout`
+            says; some may be empty.
         folder: from which `load_shard` made the model.
         shape: sizes of the whole model.
         mesh: the rank's place.

@@ -1,14 +1,15 @@
-"""Small facts that ranks tell each other: counts, metrics, errors.
+"""Small facts that ranks tell each other (counts, metrics, errors), and decisions on them.
 
-They travel as JSON, so that nothing that a peer sends is ever executed. Not for tensors.
+Facts travel as JSON, so that nothing that a peer sends is ever executed. Not for tensors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,45 +48,28 @@ def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any
     return [theirs for _, theirs in found]
 
 
-class Refusal(NamedTuple):
-    """Why a rank could not do its work."""
+def try_together(
+    work: Callable[[], tuple[WorkT, Any]], gather: Gather
+) -> tuple[list[WorkT], Exception | None, list[dict[str, Any]]]:
+    """Does work on every rank and tells all ranks how it went. All ranks call it.
 
-    message: str
-    classes: list[str]
-    """Names of the exception's class and of those that it derives from."""
-
-
-class Attempt(NamedTuple, Generic[WorkT]):
-    """How the same work went on all ranks, as one of them sees it."""
-
-    result: WorkT | None
-    """What this rank's work gave; None where it failed."""
-    failure: Exception | None
-    """What this rank's work raised; None where it did not."""
-    facts: list[Any]
-    """What each rank's work has to say to the others; None where it failed."""
-    refusals: dict[int, Refusal]
-    """By place in the order of ranks: those whose work failed."""
-
-
-def attempt_together(work: Callable[[], tuple[WorkT, Any]], gather: Gather) -> Attempt[WorkT]:
-    """Does work on every rank, and tells all of them how it went; none raises what its work did.
-
-    A rank that gave up by itself would leave the others waiting in their next collective.
+    A rank that gave up by itself would leave the others waiting for it. What an error of one rank
+    becomes on the others is the caller's decision.
 
     Args:
-        work: calls no other rank; gives what this rank needs, and facts for all (JSON-able).
-        gather: how ranks tell each other.
+        work: uses no collective; gives what this rank needs, and facts for all ranks (JSON-able).
+        gather: hands each rank's facts to every rank.
+
+    Returns:
+        What this rank's work gave (nothing after an error), its error, and the answers of all
+        ranks: "facts", or "classes" (names of the error's class and its bases) and "error" (text).
     """
-    result, facts, failure, refusal = None, None, None, None
     try:
         result, facts = work()
     except Exception as error:
-        failure = error
-        refusal = [str(error), [kind.__name__ for kind in type(error).__mro__]]
-    answers = gather([facts, refusal])
-    refusals = {at: Refusal(*said) for at, (_, said) in enumerate(answers) if said is not None}
-    return Attempt(result, failure, [told for told, _ in answers], refusals)
+        classes = [kind.__name__ for kind in type(error).__mro__]
+        return [], error, gather({"classes": classes, "error": str(error)})
+    return [result], None, gather({"facts": facts})
 
 
 def prepare_together(
@@ -104,9 +88,76 @@ def prepare_together(
     Raises:
         ValueError: another rank could not prepare. (This rank's own failure is raised as it is.)
     """
-    tried = attempt_together(prepare, partial(gather_facts, group=group, device=device))
-    if tried.failure is not None:
-        raise tried.failure
-    for place, refusal in tried.refusals.items():
-        raise ValueError(f"rank {group.ranks[place]} cannot use its rows: {refusal.message}")
-    return cast(WorkT, tried.result), tried.facts
+    gather = partial(gather_facts, group=group, device=device)
+    prepared, failure, answers = try_together(prepare, gather)
+    if failure is not None:
+        raise failure
+    for rank, answer in zip(group.ranks, answers, strict=True):
+        if "error" in answer:
+            raise ValueError(f"rank {rank} cannot use its rows: {answer['error']}")
+    return prepared[0], [answer["facts"] for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """A rank among those that write or read a folder together, as it sees them.
+
+    Example::
+
+        peers = Peers.of(mesh.world, device)
+        size, sizes = peers.agree(lambda: (path.stat().st_size,) * 2)
+    """
+
+    rank: int
+    """Number of this rank."""
+    size: int
+    """How many ranks there are."""
+    gather: Gather
+    """How the ranks tell each other facts."""
+
+    @classmethod
+    def of(cls, group: RankGroup, device: torch.device) -> Peers:
+        """The ranks of a group, whose messages lie on a device."""
+        return cls(group.index, group.size, partial(gather_facts, group=group, device=device))
+
+    @classmethod
+    def alone(cls) -> Peers:
+        """The only rank."""
+        return cls(0, 1, lambda facts: [facts])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which does what only one may do."""
+        return self.rank == 0
+
+    def agree(
+        self,
+        work: Callable[[], tuple[WorkT, Any]],
+        errors: tuple[type[Exception], ...] = (ValueError,),
+    ) -> tuple[WorkT, list[Any]]:
+        """Does work on every rank; all go on, or all raise the same.
+
+        Args:
+            work: calls no peer; gives what this rank needs, and facts for all ranks (JSON-able).
+            errors: classes that arrive on other ranks as what they are, special ones first.
+
+        Returns:
+            What this rank's work gave, and the facts of all ranks.
+
+        Raises:
+            Exception: what failed on the lowest rank of those that failed: there as it was; on
+                others of the same class and with the same message if it is one of `errors`, else a
+                RuntimeError that names rank and cause.
+        """
+        results, failure, answers = try_together(work, self.gather)
+        for rank, answer in enumerate(answers):
+            if "error" not in answer:
+                continue
+            if failure is not None and rank == self.rank:
+                raise failure
+            for kind in errors:
+                if kind.__name__ in answer["classes"]:
+                    raise kind(answer["error"]) from failure
+            cause = f"{answer['classes'][0]}: {answer['error']}"
+            raise RuntimeError(f"rank {rank} failed: {cause}") from failure
+        return results[0], [answer["facts"] for answer in answers]

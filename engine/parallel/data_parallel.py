@@ -102,7 +102,10 @@ def forget_pass(stage: nn.Module, *, drops_gradients: bool) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a cut tensor, as a plain one that shares its memory; may be empty."""
+    """This rank's part of a cut tensor of any shape, as a plain one that shares its memory.
+
+    It has fewer rows than the whole, or none.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -110,7 +113,7 @@ def sum_over(tensors: Iterable[torch.Tensor], group: RankGroup) -> None:
     """Adds up tensors over the ranks of a group, in place, in buckets.
 
     Args:
-        tensors: the same shapes in the same order on all ranks, of one dtype.
+        tensors: of any shapes, but the same ones in the same order on all ranks, of one dtype.
         group: who takes part.
     """
     if group.process_group is None:
@@ -125,7 +128,10 @@ def sum_over(tensors: Iterable[torch.Tensor], group: RankGroup) -> None:
 
 
 def buckets(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors that together have at most max_bytes; a larger one stands alone."""
+    """Yields lists of consecutive tensors (of any shape) that have at most max_bytes together.
+
+    A tensor that is larger stands alone.
+    """
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -139,7 +145,7 @@ def buckets(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[list[to
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Writes a packed bucket back into its tensors."""
+    """Writes a packed bucket, [sum of elements], back into its tensors (of any shape), in order."""
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
         tensor.copy_(part.view_as(tensor))

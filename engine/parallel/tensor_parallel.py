@@ -35,9 +35,11 @@ _PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
 def all_reduce(tensor: torch.Tensor, group: RankGroup, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Combines a tensor over a group, at least in float32; a new tensor of the same type.
+    """Combines a tensor over a group, at least in float32.
 
-    Empty tensors are not sent: every rank of a tensor group has the same rows, so all skip.
+    The tensor is floating, of any shape, and of the same one on all ranks; the result is a new one
+    of the same type and shape. Empty tensors are not sent: every rank of a tensor group has the
+    same rows, so all skip.
     """
     if group.size == 1 or tensor.numel() == 0:
         return tensor
@@ -76,7 +78,10 @@ class _Sum(torch.autograd.Function):
 
 
 def copy_to_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Hands a tensor that is equal on all ranks to their slices; the gradient is summed."""
+    """Hands a tensor (of any shape) that is equal on all ranks to their slices.
+
+    Its gradient is the sum of the slices' gradients.
+    """
     if group.size == 1:
         return tensor
     copied: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -84,7 +89,10 @@ def copy_to_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def sum_over_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Sums what the slices made, in float32; the result, of the input's type, is equal on all."""
+    """Sums what the slices made, floating and of one shape on all ranks, in float32.
+
+    The result has the input's type and shape, and is equal on all ranks.
+    """
     if group.size == 1:
         return tensor
     summed: torch.Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -103,7 +111,7 @@ class RowParallelLinear(nn.Linear):
     group: RankGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Projects [..., columns of this slice] to [..., D], equal on all ranks."""
+        """Projects floating [..., columns of this slice] to [..., D], equal on all ranks."""
         output = sum_over_slices(functional.linear(input, self.weight), self.group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -226,8 +234,9 @@ def sum_partial_gradients(
     are needed (the parameters are small: with 16 slices of 8 heads, 8 rows of one head's weights).
 
     Args:
-        weights: (name, parameter) of the rank. Gradients may be DTensors cut over other ranks
-            (FSDP): the local parts correspond, since slices that share a tensor cut it alike.
+        weights: (name, parameter of any shape) of the rank. Gradients may be DTensors that are cut
+            over other ranks (FSDP): the local parts correspond, since slices that share a tensor
+            cut it alike.
         shares: from `partial_gradients`.
         group: the slices.
     """

@@ -180,7 +180,7 @@ class ClassifierReward:
         mesh: RankMesh,
         trained: RankModel | None = None,
     ) -> None:
-        """Loads the folder, or scores with a `RewardModel` of it that is being trained."""
+        """Loads the folder, or scores with a reward model of it that is being trained."""
         from rolemesh.engine.models.classifier import Classifier
 
         self._classifier = Classifier(

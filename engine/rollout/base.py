@@ -7,45 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from rolemesh.engine.specs import SamplingSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRequest:
-    """One completion to sample."""
-
-    row: int
-    """Row of the batch that the trajectory will fill."""
-    prompt_tokens: Sequence[int]
-    """Token ids of the prompt, at least one."""
-    seed: int
-    """Seed of this completion alone, 0 <= seed < 2**63."""
-    max_new_tokens: int | None = None
-    """Longest completion of this request, where that is less than what sampling allows; >= 1."""
-    is_complete: Callable[[Sequence[int]], bool] | None = None
-    """Asked after each sampled token with all of them so far; True ends the completion, like a stop
-    token. It must depend on the tokens alone: ranks that sample together ask each for itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutTrajectory:
-    """One finished completion."""
-
-    row: int
-    """Row of the batch, as requested."""
-    completion_tokens: Sequence[int]
-    """Token ids as sampled, the stop token included."""
-    logprobs: Sequence[float]
-    """Natural log-prob of each completion token under the distribution it was drawn from."""
-    finish_reason: Literal["stop", "length"]
-    """"stop": a stop token, or the request's is_complete, ended it. "length": it was cut."""
-    policy_versions: Sequence[int]
-    """Version of the weights that sampled each completion token."""
+from rolemesh.engine.rollout.model_folder import (
+    WeightsStaleError,
+    expected_weights,
+    read_model_folder,
+)
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory, check_requests
+from rolemesh.engine.specs import RolloutSpec, SamplingSpec
 
 
 class RolloutBackend(ABC):
@@ -67,15 +40,12 @@ class RolloutBackend(ABC):
             ...  # in order of finishing, not of rows; trajectory.policy_versions == [3, 3, 3]
     """
 
-    policy_version: int
-    """Version of the weights held; -1 before the first update."""
+    policy_version: int = -1
+    """Version of the last whole update; -1 while the back end holds no whole set of weights."""
 
     between_steps: Callable[[], None] | None = None
     """Called before each decoding step of a generation, on the compute thread. It may update the
     weights, where the rank samples alone; what it raises ends the generation."""
-
-    takes_shards: ClassVar[bool] = False
-    """Whether `update_shard` can be called."""
 
     @abstractmethod
     def generate(
@@ -118,10 +88,81 @@ class RolloutBackend(ABC):
             f"{type(self).__name__} takes no parts of weights: call update_weights with whole ones"
         )
 
+    _stale_reason = "no weights were sent yet"
+    """Why no whole set of weights is held, where none is."""
+    _is_generating = False
+    """Whether a generation runs; there is one at a time."""
     _num_updates = 0
     """Whole updates so far."""
     _is_between_steps = False
     """Whether `between_steps` runs right now."""
+
+    def __init__(self, spec: RolloutSpec, model_path: Path) -> None:
+        """Reads what there is to know of the model before it has weights.
+
+        Raises:
+            ValueError: the folder is missing or does not fit the spec.
+        """
+        self._spec = spec
+        self._folder = read_model_folder(model_path, spec.max_model_len)
+        self._expected = expected_weights(self._folder)
+
+    def _check_asked(self, requests: Sequence[RolloutRequest]) -> None:
+        """Raises what `generate` documents, unless these requests can be sampled now."""
+        self._check_ready()
+        check_requests(
+            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
+        )
+
+    def _alone(self, trajectories: Iterator[RolloutTrajectory]) -> Iterator[RolloutTrajectory]:
+        """Passes trajectories on; keeps updates and other generations away until the end."""
+        self._check_ready()
+        self._is_generating = True
+        try:
+            yield from trajectories
+        finally:
+            self._is_generating = False
+
+    @contextmanager
+    def _update(self, policy_version: int) -> Iterator[None]:
+        """Refuses generations while weights come, and after a failure until a whole update.
+
+        Raises:
+            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            ValueError: policy_version is negative.
+        """
+        if policy_version < 0:
+            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
+        self._check_idle("weights came")
+        self._hold_nothing(f"the update to policy_version {policy_version} failed")
+        try:
+            yield
+        except Exception as error:
+            self._stale_reason += f": {error}"
+            raise
+        self.policy_version = policy_version
+        self._num_updates += 1
+
+    def _hold_nothing(self, reason: str) -> None:
+        """Refuses to generate, for this reason, until the next whole update."""
+        self.policy_version = -1
+        self._stale_reason = reason
+
+    def _check_idle(self, what: str) -> None:
+        if self._is_generating and not self._is_between_steps:
+            raise RuntimeError(f"{what} during a generation: finish or close it first")
+
+    def _check_ready(self) -> None:
+        self._check_whole()
+        if self._is_generating:
+            raise RuntimeError("a generation is under way: finish or close it first")
+
+    def _check_whole(self) -> None:
+        if self.policy_version < 0:
+            raise WeightsStaleError(
+                f"the sampler holds no whole set of weights ({self._stale_reason}): "
+                "call update_weights first"
+            )
 
     def _pause(self) -> bool:
         """Lets the owner of the back end act between two steps; True when it brought weights.
@@ -159,7 +200,3 @@ class RolloutBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the engine. The back end is not used again."""
-
-
-class WeightsStaleError(RuntimeError):
-    """The sampler does not hold the weights that it is asked to sample with."""

@@ -17,7 +17,8 @@ from rolemesh.engine.environments.base import Environment, EnvironmentFailedErro
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
 
@@ -50,7 +51,7 @@ class Episode:
     completion_tokens: list[int] = field(default_factory=list)
     """Token ids: what was sampled, and what the environment said between."""
     loss_mask: list[bool] = field(default_factory=list)
-    """For each of them, whether it was sampled."""
+    """True for a token that was sampled, False for one of the environment."""
     logprobs: list[float] = field(default_factory=list)
     """Natural log-prob of each under the distribution it was drawn from; 0 where it was not."""
     policy_versions: list[int] = field(default_factory=list)

@@ -15,16 +15,14 @@ from torch import nn
 
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import (
-    RolloutBackend,
-    RolloutRequest,
-    RolloutTrajectory,
-    WeightsStaleError,
-)
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.rollout.distribution import sampling_logprobs
-from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
-from rolemesh.engine.rollout.request_checks import check_requests, completion_budget
+from rolemesh.engine.rollout.requests import (
+    RolloutRequest,
+    RolloutTrajectory,
+    completion_budget,
+)
 from rolemesh.engine.specs import HfSpec, SamplingSpec
 
 
@@ -48,8 +46,8 @@ class HfBackend(RolloutBackend):
     neighbours, up to rounding.
 
     Weights come in one of two ways. `update_weights` copies them. `update_shard` keeps the tensors
-    themselves, which costs no memory beside them: whoever lends them calls `drop_weights` before
-    they change (`engine/weights/reuse.py`). Without weights the parameters are empty.
+    themselves, which costs no memory beside them: their owner calls `drop_weights` before they
+    change (`engine/weights/reuse.py`). Without weights the parameters are empty.
 
     Invariant: `policy_version` is that of the last whole update, or -1. Owned by the rank's
     compute thread.
@@ -59,8 +57,6 @@ class HfBackend(RolloutBackend):
         backend.update_shard(resharder.run(weights, policy_version=7), 7)
         trajectories = list(backend.generate(requests, sampling))
     """
-
-    takes_shards = True
 
     def __init__(
         self,
@@ -91,18 +87,13 @@ class HfBackend(RolloutBackend):
                     f"generate.tp is {generate.tp} and generate.pp is {generate.pp}: rollout type "
                     "hf samples with whole models; give 1 for both, or rollout type vllm"
                 )
-        self.policy_version = -1
-        self._stale_reason = "no weights were sent yet"
-        self._spec = spec
-        self._folder = read_model_folder(model_path, spec.max_model_len)
-        self._expected = expected_weights(self._folder)
+        super().__init__(spec, model_path)
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(
                 self._folder.config, dtype=getattr(torch, spec.dtype)
             )
-        self._is_generating = False
         self._keeps_tensors = False
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._empty()
@@ -119,32 +110,24 @@ class HfBackend(RolloutBackend):
             WeightsStaleError: no whole set of weights is held.
             ValueError: a request is out of range.
         """
-        self._check_ready()
-        check_requests(
-            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
-        )
-        return self._generate(requests, sampling)
+        self._check_asked(requests)
+        return self._alone(self._generate(requests, sampling))
 
     def _generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
     ) -> Iterator[RolloutTrajectory]:
-        self._check_ready()
-        self._is_generating = True
-        try:
-            for start in range(0, len(requests), self._spec.max_num_seqs):
-                wave = [
-                    _RunningRow(
-                        request=request,
-                        budget=completion_budget(
-                            request, sampling, max_model_len=self._spec.max_model_len
-                        ),
-                        generator=torch.Generator().manual_seed(request.seed),
-                    )
-                    for request in requests[start : start + self._spec.max_num_seqs]
-                ]
-                yield from self._decode(wave, sampling)
-        finally:
-            self._is_generating = False
+        for start in range(0, len(requests), self._spec.max_num_seqs):
+            wave = [
+                _RunningRow(
+                    request=request,
+                    budget=completion_budget(
+                        request, sampling, max_model_len=self._spec.max_model_len
+                    ),
+                    generator=torch.Generator().manual_seed(request.seed),
+                )
+                for request in requests[start : start + self._spec.max_num_seqs]
+            ]
+            yield from self._decode(wave, sampling)
 
     def _decode(
         self, wave: list[_RunningRow], sampling: SamplingSpec
@@ -220,25 +203,27 @@ class HfBackend(RolloutBackend):
     ) -> None:
         """Copies every weight into the sampler's own model, cast to its type.
 
+        Args:
+            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
+            policy_version: of the new weights.
+
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The back end then refuses to
                 generate until a whole update.
             RuntimeError: a generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
-        self._begin_update(policy_version)
-        if self._keeps_tensors:
-            # They are not its own to write to.
-            self._empty()
-        for name, tensor in self._expected.checked(weights):
-            parameter = self._parameters[name]
-            if parameter.shape != tensor.shape:
-                parameter.data = torch.empty(
-                    tensor.shape, dtype=parameter.dtype, device=self._device
-                )
-            parameter.copy_(tensor)
-        self.policy_version = policy_version
-        self._num_updates += 1
+        with self._update(policy_version):
+            if self._keeps_tensors:
+                # They are not its own to write to.
+                self._empty()
+            for name, tensor in self._expected.checked(weights):
+                parameter = self._parameters[name]
+                if parameter.shape != tensor.shape:
+                    parameter.data = torch.empty(
+                        tensor.shape, dtype=parameter.dtype, device=self._device
+                    )
+                parameter.copy_(tensor)
 
     def update_shard(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
@@ -249,8 +234,8 @@ class HfBackend(RolloutBackend):
         sampler held before is let go first, so that no two sets of weights are held at once.
 
         Args:
-            tensors: (name, floating [global shape]), tied ones once. Read once. Whoever hands them
-                over calls `drop_weights` before writing to any of them.
+            tensors: (name, floating [global shape]), tied ones once. Read once. Their owner
+                calls `drop_weights` before writing to any of them.
             policy_version: of the new weights.
 
         Raises:
@@ -259,18 +244,16 @@ class HfBackend(RolloutBackend):
             RuntimeError: a generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
-        self._begin_update(policy_version)
-        self._empty()
-        self._keeps_tensors = True
-        try:
-            for name, tensor in self._expected.checked(tensors):
-                parameter = self._parameters[name]
-                parameter.data = tensor.to(self._device, parameter.dtype)
-        except BaseException:
+        with self._update(policy_version):
             self._empty()
-            raise
-        self.policy_version = policy_version
-        self._num_updates += 1
+            self._keeps_tensors = True
+            try:
+                for name, tensor in self._expected.checked(tensors):
+                    parameter = self._parameters[name]
+                    parameter.data = tensor.to(self._device, parameter.dtype)
+            except BaseException:
+                self._empty()
+                raise
 
     def drop_weights(self, reason: str) -> None:
         """Lets go of all weights; nothing is sampled until the next whole update.
@@ -282,8 +265,7 @@ class HfBackend(RolloutBackend):
             RuntimeError: a generation is under way, and `between_steps` is not the caller.
         """
         self._check_idle("weights were taken away")
-        self.policy_version = -1
-        self._stale_reason = reason
+        self._hold_nothing(reason)
         self._empty()
 
     def weight_checksums(self) -> Mapping[str, str]:
@@ -322,39 +304,15 @@ class HfBackend(RolloutBackend):
 
     def close(self) -> None:
         """Drops the model."""
-        self.policy_version = -1
-        self._stale_reason = "the back end was closed"
+        self._hold_nothing("the back end was closed")
         del self._model
         self._parameters = {}
-
-    def _begin_update(self, policy_version: int) -> None:
-        if policy_version < 0:
-            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
-        self._check_idle("weights came")
-        self.policy_version = -1
-        self._stale_reason = f"the update to policy_version {policy_version} failed"
 
     def _empty(self) -> None:
         """Lets go of every parameter's memory."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
         self._keeps_tensors = False
-
-    def _check_idle(self, what: str) -> None:
-        if self._is_generating and not self._is_between_steps:
-            raise RuntimeError(f"{what} during a generation: finish or close it first")
-
-    def _check_ready(self) -> None:
-        self._check_whole()
-        if self._is_generating:
-            raise RuntimeError("a generation is under way: finish or close it first")
-
-    def _check_whole(self) -> None:
-        if self.policy_version < 0:
-            raise WeightsStaleError(
-                f"the sampler holds no whole set of weights ({self._stale_reason}): "
-                "call update_weights first"
-            )
 
 
 def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.rollout.base import WeightsStaleError
+
+class WeightsStaleError(RuntimeError):
+    """The sampler does not hold the weights that it is asked to sample with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import (
-    RolloutBackend,
-    RolloutRequest,
-    RolloutTrajectory,
-    WeightsStaleError,
-)
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import (
     ModelFolder,
-    expected_weights,
-    read_model_folder,
+    WeightsStaleError,
 )
-from rolemesh.engine.rollout.request_checks import check_requests, completion_budget
+from rolemesh.engine.rollout.requests import (
+    RolloutRequest,
+    RolloutTrajectory,
+    completion_budget,
+)
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     WEIGHT_TRANSFER_BACKEND,
@@ -64,11 +61,9 @@ class VllmBackend(RolloutBackend):
     before the mesh. The ranks of one generation replica (`mesh.generate_tp`) are one sampler:
     they call `generate` with the same requests in the same order, take the same number of
     trajectories, and update, sleep and wake together; each gets all trajectories, and the same
-    ones. Replicas depend on nobody: one may finish or begin while another works. A rank that dies
-    leaves the others of its replica waiting in vLLM for ever: whoever started them ends them.
+    ones. Replicas do not depend on each other: one may finish or begin while another works. A rank
+    that dies leaves the others of its replica waiting in vLLM for ever: their launcher ends them.
     """
-
-    takes_shards = True
 
     def __init__(
         self,
@@ -93,13 +88,8 @@ class VllmBackend(RolloutBackend):
         """
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
-        self.policy_version = -1
-        self._stale_reason = "no weights were sent yet"
-        self._spec = spec
-        self._folder = read_model_folder(model_path, spec.max_model_len)
-        self._expected = expected_weights(self._folder)
+        super().__init__(spec, model_path)
         self._request_numbers = itertools.count()
-        self._is_generating = False
         self._kv_cache_asleep = False
         self._world_is_ours = not (
             torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -130,29 +120,24 @@ class VllmBackend(RolloutBackend):
             WeightsStaleError: the engine holds no whole set of weights.
             ValueError: a request or the temperature is out of range.
         """
-        self._check_ready()
+        self._check_asked(requests)
         if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
             raise ValueError(
                 f"sampling.temperature is {sampling.temperature}, below vLLM's least of "
                 f"{_MIN_TEMPERATURE}: raise it, or set sampling.greedy"
             )
-        check_requests(
-            requests, max_model_len=self._spec.max_model_len, vocab_size=self._folder.vocab_size
-        )
-        return self._generate(requests, sampling)
+        return self._alone(self._generate(requests, sampling))
 
     def _generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
     ) -> Iterator[RolloutTrajectory]:
         from vllm.inputs.engine import tokens_input
 
-        self._check_ready()
-        self._is_generating = True
         asked: dict[str, RolloutRequest] = {}
         engine_ids: dict[str, str] = {}
-        # Of each request whose caller decides token by token: what it has so far.
+        # Tokens so far of each request whose caller decides after each token whether it ends.
         watched: dict[str, Drawn] = {}
-        # Of each request: how many tokens it had when a version came, and the version.
+        # For each request: how many tokens it had when a version of the weights came, and which.
         versions: dict[str, list[tuple[int, int]]] = {}
         try:
             for request in requests:
@@ -187,7 +172,6 @@ class VllmBackend(RolloutBackend):
                         yield trajectory_of(drawn, request.row, versions[request_id])
         finally:
             # Also when the caller stopped early or a step raised: the engine must be left empty.
-            self._is_generating = False
             if engine_ids:
                 self._engine.abort_request(list(engine_ids.values()), internal=True)
 
@@ -229,6 +213,10 @@ class VllmBackend(RolloutBackend):
     ) -> None:
         """Replaces every weight through vLLM's own loaders, which cut them for this rank.
 
+        Args:
+            weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
+            policy_version: of the new weights.
+
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
                 generate until a whole update.
@@ -246,10 +234,14 @@ class VllmBackend(RolloutBackend):
     ) -> None:
         """Replaces every weight by this rank's own parts, in place, nothing cut or gathered.
 
-        Each rank is given its own tensors, those that `engine/weights/layouts.generate_layout`
+        Each rank is given its own tensors, those that `layout.boxes.generate_layout`
         names; no rank waits for another. One tensor is held at a time. Written in place on a GPU,
         where this is not verified. A generator is closed at once after a failure: behind it may
         be a transfer whose other ranks wait for this one.
+
+        Args:
+            tensors: (name of vLLM's parameter, floating [shape on this rank]). Read once.
+            policy_version: of the new weights.
 
         Raises:
             WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
@@ -270,34 +262,19 @@ class VllmBackend(RolloutBackend):
         name, tensor = weight
         return name, tensor.to(getattr(torch, self._spec.dtype))
 
-    @contextmanager
-    def _update(self, policy_version: int) -> Iterator[None]:
-        """Quarantines the engine while weights come, and after a failure."""
-        if policy_version < 0:
-            raise ValueError(f"policy_version is {policy_version}: give a number from 0")
-        if self._is_generating and not self._is_between_steps:
-            raise RuntimeError("weights came during a generation: finish or close it first")
-        self.policy_version = -1
-        self._stale_reason = f"the update to policy_version {policy_version} failed"
-        try:
-            yield
-        except Exception as error:
-            self._stale_reason += f": {error}"
-            raise
-        if self._kv_cache_asleep:
-            self._engine.wake_up(["kv_cache"])
-            self._kv_cache_asleep = False
-        # Off by configuration; keys and values of old weights must not outlive them in any case.
-        # Requests that run are put back to the queue, which frees theirs: they begin again from
-        # all their tokens so far.
-        self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)
-        self.policy_version = policy_version
-        self._num_updates += 1
-
     def _transfer(self, update_info: dict[str, Any]) -> None:
+        """Hands weights to the engine; drops keys and values of the old ones."""
         self._engine.collective_rpc("start_weight_update")
         self._engine.collective_rpc("update_weights", args=(update_info,))
         self._engine.collective_rpc("finish_weight_update")
+        if self._kv_cache_asleep:
+            self._engine.wake_up(["kv_cache"])
+            self._kv_cache_asleep = False
+        # The prefix cache is off by configuration. This call makes sure that no keys and values of
+        # old weights outlive them.
+        # Requests that run are put back to the queue, which frees theirs: they begin again from
+        # all their tokens so far.
+        self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)
 
     def _check_loaded(self, loaded: set[str]) -> None:
         """Refuses an update of which vLLM dropped a part."""
@@ -334,8 +311,7 @@ class VllmBackend(RolloutBackend):
         free_bytes, _ = torch.cuda.mem_get_info()
         # Level 2 keeps no host copy of the weights: the trainer has them.
         self._engine.sleep(level=2)
-        self.policy_version = -1
-        self._stale_reason = "the engine slept and was sent no weights since"
+        self._hold_nothing("the engine slept and was sent no weights since")
         self._kv_cache_asleep = True
         return max(0, torch.cuda.mem_get_info()[0] - free_bytes)
 
@@ -355,15 +331,6 @@ class VllmBackend(RolloutBackend):
         """Ends the engine and the process groups that vLLM made. Every rank calls it."""
         end_engine(self._engine, world_is_ours=self._world_is_ours)
         del self._engine
-
-    def _check_ready(self) -> None:
-        if self.policy_version < 0:
-            raise WeightsStaleError(
-                f"the sampler holds no whole set of weights ({self._stale_reason}): "
-                "call update_weights first"
-            )
-        if self._is_generating:
-            raise RuntimeError("a generation is under way: finish or close it first")
 
 
 def _make_engine(

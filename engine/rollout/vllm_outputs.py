@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rolemesh.engine.rollout.base import RolloutTrajectory
+from rolemesh.engine.rollout.requests import RolloutTrajectory
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Models come from folders, never from a hub.
     "HF_HUB_OFFLINE": "1",
-    # Nothing is reported to anybody.
+    # No usage is reported to vLLM's authors.
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     # Its log lines go to our handlers, which name role and rank.

@@ -76,8 +76,8 @@ def check_groups(mesh: RankMesh) -> None:
 def spare_the_world(engine: Any) -> None:
     """Takes from vLLM the right to end torch's world where a mesh made it.
 
-    vLLM 0.32 ends it in every shutdown, whoever made it, and shuts an engine down when the last
-    reference to it goes. From here on only `end_engine` does.
+    vLLM 0.32 ends it in every shutdown, also a world that it did not make, and shuts an engine down
+    when the last reference to it goes. From here on only `end_engine` does.
     """
     engine.engine_core._finalizer.detach()
 

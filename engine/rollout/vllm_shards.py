@@ -1,7 +1,7 @@
 """A rank's own part of the weights, placed straight into its vLLM model.
 
 Imports vLLM, so it is itself imported late. Tensors have vLLM's names and this rank's shapes, as
-`engine/weights/layouts.generate_layout` says; nothing is cut, fused or gathered here. On a CPU
+`layout.boxes.generate_layout` says; nothing is cut, fused or gathered here. On a CPU
 each weight is packed again for the matrix kernel (vLLM 0.32 leaves a packed linear layer's
 parameter empty); on a GPU it is written in place, which is not verified on one.
 """
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from rolemesh.engine.rollout.base import WeightsStaleError
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def place_shards(
                 f"{list(place.shape)}: cut it for the generation layout of the engine"
             )
         _place(place, tensor)
-        # Otherwise the loop holds it while the next one is received.
+        # Without this the loop would hold the tensor while the next one is received.
         del tensor
     if missing:
         names = list(missing)

@@ -66,7 +66,7 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = InProcessUpdateInfo
 
     def init_transfer_engine(self, init_info: InProcessInitInfo) -> None:
-        """Does nothing: there is nobody to meet."""
+        """Does nothing: one process has no peers to meet."""
 
     def start_weight_update(self) -> None:
         """Does nothing: how the model is opened depends on what comes."""
@@ -89,7 +89,7 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Does nothing: an update is one chunk."""
 
     def shutdown(self) -> None:
-        """Does nothing: there is nobody to leave."""
+        """Does nothing: one process has no peers to leave."""
 
 
 def finish_heads(model: nn.Module) -> None:
@@ -140,7 +140,7 @@ def _module_weights(
     for own_name, parameter in module.named_parameters(recurse=False):
         tensor = _as_the_kernels_read(module, own_name, parameter)
         if isinstance(module, VocabParallelEmbedding):
-            # vLLM pads the vocabulary; the rows beyond it are nobody's weights.
+            # vLLM pads the vocabulary; the rows beyond it are no weights.
             tensor = tensor[: module.shard_indices.num_org_elements]
         parent, _, leaf = prefix.rpartition(".")
         parts = getattr(model, "packed_modules_mapping", {}).get(leaf, ())

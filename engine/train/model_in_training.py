@@ -10,8 +10,7 @@ import torch
 
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.models.reward_model import RewardModel
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
@@ -22,14 +21,14 @@ from rolemesh.engine.weights.export import gathered, write_model_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 TrainerKind = Literal["policy", "critic", "reward"]
-TrainedModel = CausalLm | ValueModel | RewardModel
+TrainedModel = CausalLm | ScoringModel
 
 
 def kind_of(model: TrainedModel) -> TrainerKind:
     """What a trainer of this model is called, also in its checkpoints."""
     if isinstance(model, CausalLm):
         return "policy"
-    return "critic" if isinstance(model, ValueModel) else "reward"
+    return "critic" if model.head_spec.per == "token" else "reward"
 
 
 class GradientPendingError(RuntimeError):

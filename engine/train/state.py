@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.boxes import train_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
-from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
 from rolemesh.engine.train.randomness import (
@@ -34,9 +33,8 @@ from rolemesh.engine.weights.disk_layout import (
     scalar_shard,
     tensor_parameters,
 )
-from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors, whole_tensors_layout
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +65,12 @@ class TrainedWeights:
             device: where messages to other ranks lie.
         """
         if mesh.world.size == 1:
-            return cls(tensors, whole_tensors_layout(tensors), Peers.alone())
+            return cls(tensors, whole_layout(tensors_manifest(tensors)), Peers.alone())
         if shape is None:
             raise ValueError(
                 "shape is None: a model without a plan cannot be spread over ranks; give one rank"
             )
-        gather = partial(gather_facts, group=mesh.world, device=device)
-        peers = Peers(mesh.rank, mesh.world.size, gather)
+        peers = Peers.of(mesh.world, device)
         return cls(tensors, train_layout(shape, mesh.layout.train), peers)
 
     def moments_layout(self, name: str) -> WeightLayout:

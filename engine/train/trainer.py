@@ -14,28 +14,32 @@ from rolemesh.engine.algorithms.losses import Loss, make_loss
 from rolemesh.engine.experience import Column, Experience
 from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.reward_model import RewardModel
 from rolemesh.engine.models.scoring import Progress
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.packing.batching import balanced_units
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
 from rolemesh.engine.train.auxiliary import AuxiliaryLoss, check_auxiliary
 from rolemesh.engine.train.mini_batch import accumulate
-from rolemesh.engine.train.model_in_training import ModelInTraining, TrainedModel
+from rolemesh.engine.train.model_in_training import ModelInTraining, TrainerKind
 from rolemesh.engine.train.optimizer import LossNotFiniteError, NoGradientError
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.step_metrics import StepMetrics
 
 __all__ = ["LossNotFiniteError", "NoGradientError", "Trainer"]
 
-_TRAINED_BY: dict[str, tuple[type[TrainedModel], str]] = {
-    "logprobs": (CausalLm, "a policy loss"),
-    "values": (ValueModel, "a value loss"),
-    "scores": (RewardModel, "a reward model's loss"),
+_MODELS: dict[TrainerKind, str] = {
+    "policy": "a causal language model",
+    "critic": "a value model",
+    "reward": "a reward model",
 }
-"""By a loss's needs: the model that has them, and what the loss is called."""
+_TRAINED_BY: dict[str, tuple[TrainerKind, str]] = {
+    "logprobs": ("policy", "a policy loss"),
+    "values": ("critic", "a value loss"),
+    "scores": ("reward", "a reward model's loss"),
+}
+"""By a loss's needs: whose model has them, and what the loss is called."""
 
 
 class Trainer(ModelInTraining):
@@ -78,7 +82,7 @@ class Trainer(ModelInTraining):
         mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a value model; raises ModelFolderError when its folder cannot be used."""
-        return cls("critic", ValueModel(model, device=device, mesh=mesh), optimizer)
+        return cls("critic", ScoringModel(model, VALUE_HEAD, device=device, mesh=mesh), optimizer)
 
     @classmethod
     def reward(
@@ -90,7 +94,8 @@ class Trainer(ModelInTraining):
         mesh: RankMesh | None = None,
     ) -> Trainer:
         """A trainer of a reward model; raises ModelFolderError when its folder cannot be used."""
-        return cls("reward", RewardModel(source, device=device, mesh=mesh), optimizer)
+        head = ScoreHead.of_reward(source)
+        return cls("reward", ScoringModel(source.model, head, device=device, mesh=mesh), optimizer)
 
     # --- scoring --------------------------------------------------------------------------
 
@@ -103,7 +108,7 @@ class Trainer(ModelInTraining):
         progress: Progress | None = None,
     ) -> Experience:
         """Column logprobs, and entropy on request; see `scoring.compute_logprobs`."""
-        self._check_model(CausalLm, "compute_logprobs")
+        self._check_model("policy", "compute_logprobs")
         return scoring.compute_logprobs(
             self.rank_model,
             batch,
@@ -114,7 +119,7 @@ class Trainer(ModelInTraining):
 
     def compute_values(self, batch: Experience, progress: Progress | None = None) -> Column:
         """Column values; see `scoring.compute_values`."""
-        self._check_model(ValueModel, "compute_values")
+        self._check_model("critic", "compute_values")
         return scoring.compute_values(self.rank_model, batch, progress=progress)
 
     # --- training -------------------------------------------------------------------------
@@ -349,11 +354,11 @@ class Trainer(ModelInTraining):
         self._check_model(*_TRAINED_BY[loss.needs])
         return loss, spec.logprob_temperature
 
-    def _check_model(self, model_class: type[TrainedModel], what: str) -> None:
-        if not isinstance(self.model, model_class):
+    def _check_model(self, kind: TrainerKind, what: str) -> None:
+        if self.kind != kind:
             raise ValueError(
-                f"{what} needs a {model_class.__name__}, but this {self.kind} trains a "
-                f"{type(self.model).__name__}: send it to the other role"
+                f"{what} needs {_MODELS[kind]}, but this {self.kind} trains "
+                f"{_MODELS[self.kind]}: send it to the other role"
             )
 
 

@@ -33,7 +33,7 @@ class TransferFailedError(RuntimeError):
         remedy: str = "look at that rank's log; the services must be restarted together",
     ) -> None:
         self.rank = rank
-        """This rank."""
+        """Number of this rank."""
         self.peer = peer
         """The rank that did not do its part; None where no single one is to blame."""
         self.transport = transport
@@ -97,43 +97,20 @@ class Transport(ABC):
     """
 
     name: str
-    """As errors and metrics call it."""
+    """Name of the transport in errors and metrics."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}: give 0 to {world_size - 1}")
         self.rank = rank
-        """This rank."""
+        """Number of this rank."""
         self.world_size = world_size
         """Ranks in all, this one included."""
-        self._sent = [0] * world_size
-        self._received = [0] * world_size
-        self._control_sent = 0
-        self._control_received = 0
-        self._failure = ""
-
-    @property
-    def sent_bytes(self) -> int:
+        self.sent_bytes = 0
         """Payload handed to the wire."""
-        return sum(self._sent)
-
-    @property
-    def received_bytes(self) -> int:
+        self.received_bytes = 0
         """Payload taken from the wire."""
-        return sum(self._received)
-
-    @property
-    def control_bytes(self) -> tuple[int, int]:
-        """Bytes (sent, received) of rounds that are about a transfer, not part of it."""
-        return self._control_sent, self._control_received
-
-    def sent_to(self, peer: int) -> int:
-        """Payload handed to the wire for one peer."""
-        return self._sent[peer]
-
-    def received_from(self, peer: int) -> int:
-        """Payload of one peer taken from the wire."""
-        return self._received[peer]
+        self._failure = ""
 
     def exchange(
         self,
@@ -149,7 +126,7 @@ class Transport(ABC):
             sends: what goes out; several messages to a peer arrive in this order.
             receives: where what comes in goes, with exactly the sizes that the peers send.
             label: what the round carries, for errors ("bucket 3 of 7").
-            is_control: count the bytes apart from the payload.
+            is_control: the round is about a transfer and no part of it: its bytes are no payload.
 
         Raises:
             ValueError: a message to this rank itself, to no rank, or a buffer of another kind.
@@ -198,17 +175,11 @@ class Transport(ABC):
     def _fail(self, why: str) -> None:
         self._failure = self._failure or why
 
-    def _count_sent(self, peer: int, num_bytes: int, is_control: bool) -> None:
-        if is_control:
-            self._control_sent += num_bytes
-        else:
-            self._sent[peer] += num_bytes
+    def _count_sent(self, num_bytes: int, is_control: bool) -> None:
+        self.sent_bytes += 0 if is_control else num_bytes
 
-    def _count_received(self, peer: int, num_bytes: int, is_control: bool) -> None:
-        if is_control:
-            self._control_received += num_bytes
-        else:
-            self._received[peer] += num_bytes
+    def _count_received(self, num_bytes: int, is_control: bool) -> None:
+        self.received_bytes += 0 if is_control else num_bytes
 
     def _check(self, message: Message) -> None:
         if not 0 <= message.peer < self.world_size:

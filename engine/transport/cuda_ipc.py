@@ -145,11 +145,11 @@ class CudaSlots(Slots):
         self._queue.wait_for_caller()
 
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
-        """Queues the copy."""
+        """Queues the copy; source: uint8 [bytes]."""
         return self._copy(self._address(self._own, peer, slot), source.data_ptr(), source.numel())
 
     def read(self, peer: int, slot: int, target: torch.Tensor) -> Copying | None:
-        """Queues the copy."""
+        """Queues the copy; target: uint8 [bytes]."""
         address = self._address(self._theirs[peer], self._rank, slot)
         return self._copy(target.data_ptr(), address, target.numel())
 

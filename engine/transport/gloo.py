@@ -43,7 +43,7 @@ class GlooTransport(Transport):
             ValueError: the mesh has one rank only.
         """
         if mesh.world.process_group is None:
-            raise ValueError("the mesh has one rank: there is nobody to exchange with")
+            raise ValueError("the mesh has one rank: it has no peer to exchange with")
         super().__init__(mesh.rank, mesh.world.size)
         self._torch_ranks = [mesh.torch_rank(rank) for rank in range(mesh.world.size)]
         self._group: Any = dist.new_group(
@@ -83,7 +83,7 @@ class GlooTransport(Transport):
                     self.abort()
                     raise self._failed(message.peer, error, label, deadline) from error
                 if is_send:
-                    self._count_sent(message.peer, message.buffer.numel(), is_control)
+                    self._count_sent(message.buffer.numel(), is_control)
                 works.append((message, is_send, work))
         return _GlooExchange(self, works, label, is_control)
 
@@ -120,8 +120,8 @@ class _GlooExchange(Exchange):
 
     def wait(self, timeout_s: float) -> None:
         # A gloo send or receive never says is_completed() before it was waited for (torch 2.13,
-        # measured), so the deadline goes into wait(). One thread a peer: whoever breaks off is
-        # noticed first, also while another merely takes long.
+        # measured), so the deadline goes into wait(). One thread a peer: a peer that breaks off
+        # is noticed first, also while another merely takes long.
         deadline = Deadline(timeout_s)
         by_peer: defaultdict[int, list[tuple[Message, bool, Any]]] = defaultdict(list)
         for part in self._works:
@@ -152,7 +152,5 @@ class _GlooExchange(Exchange):
                 raise failure from error
         for message, is_send, _ in self._works:
             if not is_send:
-                self._transport._count_received(
-                    message.peer, message.buffer.numel(), self._is_control
-                )
+                self._transport._count_received(message.buffer.numel(), self._is_control)
         self._works = []

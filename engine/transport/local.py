@@ -83,7 +83,7 @@ class LocalTransport(Transport):
             for message in sends:
                 parcel = _Parcel(message.buffer)
                 self._hub.parcels[self.rank, message.peer].append(parcel)
-                self._count_sent(message.peer, message.buffer.numel(), is_control)
+                self._count_sent(message.buffer.numel(), is_control)
                 parcels.append((message.peer, parcel))
             self._hub.changed.notify_all()
         return _LocalExchange(self, self._hub, parcels, receives, label, is_control)
@@ -131,7 +131,7 @@ class _LocalExchange(Exchange):
                 deadline,
             )
         message.buffer.copy_(parcel.buffer)
-        self._transport._count_received(message.peer, message.buffer.numel(), self._is_control)
+        self._transport._count_received(message.buffer.numel(), self._is_control)
         with self._hub.changed:
             parcel.is_taken = True
             self._hub.changed.notify_all()

@@ -91,8 +91,7 @@ class NcclTransport(Transport):
     Example::
 
         transport = NcclTransport(rank, world_size, queue=CudaQueue(device))
-        offers = exchange_offers(store, transport.offer, ...)  # or an authenticated RPC
-        transport.connect(offers, timeout_s=120)
+        transport.connect(offers_of_all_ranks, timeout_s=120)  # each rank's transport.offer
     """
 
     name = "NCCL"
@@ -151,7 +150,8 @@ class NcclTransport(Transport):
         kinds: dict[str, type[str] | type[int]] = {"version": int, "unique_id": str}
         own = int(self._nccl.get_version())
         decoded = [decode_offer(blob, "nccl", kinds, rank=peer) for peer, blob in enumerate(offers)]
-        # Before initialization: NCCL itself notices only when it has begun, and hangs others.
+        # Checked before initialization: NCCL itself notices only after it has begun, and then the
+        # other ranks hang.
         for peer, offer in enumerate(decoded):
             if offer["version"] != own:
                 raise OfferInvalidError(
@@ -241,7 +241,7 @@ class NcclTransport(Transport):
                 deadline,
             )
         for message in sends:
-            self._count_sent(message.peer, message.buffer.numel(), is_control)
+            self._count_sent(message.buffer.numel(), is_control)
         return _NcclExchange(self, communicator, mark, sends, receives, label, is_control)
 
     def _failed(
@@ -308,7 +308,7 @@ class _NcclExchange(Exchange):
                 cause, _only_peer(self._sends, self._receives), self._label, deadline
             )
         for message in self._receives:
-            transport._count_received(message.peer, message.buffer.numel(), self._is_control)
+            transport._count_received(message.buffer.numel(), self._is_control)
         self._sends, self._receives, self._is_done = [], [], True
 
 

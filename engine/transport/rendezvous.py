@@ -1,17 +1,14 @@
 """Rendezvous before a transport works: the ranks exchange small blobs, one from each rank.
 
-A transport makes an `offer` and connects with the offers of all ranks. How they travel is free: a
-torch Store here, an authenticated RPC between services.
+A transport makes an `offer` and connects with the offers of all ranks. How they travel is free:
+over the mesh of the ranks (`selection.make_transport`), or by an authenticated RPC.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rolemesh.engine.transport.base import Deadline, TransferFailedError
 
 MAX_OFFER_BYTES = 4096
 """Bound of what a peer may say about itself."""
@@ -63,39 +60,3 @@ def check_offers(offers: Sequence[bytes], world_size: int) -> None:
     """Raises OfferInvalidError unless there is one offer a rank."""
     if len(offers) != world_size:
         raise OfferInvalidError(f"{len(offers)} offers for {world_size} ranks: give one each")
-
-
-def exchange_offers(
-    store: Any, offer: bytes, *, rank: int, world_size: int, timeout_s: float
-) -> list[bytes]:
-    """Gives this rank's offer to all and takes theirs, through a torch.distributed.Store.
-
-    Args:
-        store: where the ranks meet; fresh, or under a prefix that is used once.
-        offer: this rank's.
-        rank: this rank.
-        world_size: ranks in all.
-        timeout_s: seconds within which all must have come.
-
-    Raises:
-        TransferFailedError: a rank did not come in time; names it.
-    """
-    deadline = Deadline(timeout_s)
-    store.set(f"offer/{rank}", offer)
-    offers = []
-    for peer in range(world_size):
-        key = f"offer/{peer}"
-        try:
-            # Not below a millisecond: zero would mean the store's own timeout.
-            store.wait([key], datetime.timedelta(seconds=max(deadline.remaining_s, 1e-3)))
-            offers.append(bytes(store.get(key)))
-        except RuntimeError as error:
-            raise TransferFailedError(
-                f"it did not come ({str(error).splitlines()[0]})",
-                rank=rank,
-                peer=peer,
-                transport="torch store",
-                waited_for="its offer",
-                seconds=deadline.elapsed_s,
-            ) from error
-    return offers

@@ -60,7 +60,7 @@ class Slots(ABC):
     """Where chunks lie between sender and receiver. Owned by one `RingTransport`."""
 
     name: str
-    """Of the transport."""
+    """Name of the transport."""
 
     @property
     @abstractmethod
@@ -86,11 +86,11 @@ class Slots(ABC):
 
     @abstractmethod
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
-        """Copies into a slot for a peer; None when it is done already."""
+        """Copies a source, uint8 [bytes], into a slot for a peer; None when it is done already."""
 
     @abstractmethod
     def read(self, peer: int, slot: int, target: torch.Tensor) -> Copying | None:
-        """Copies out of the slot that a peer wrote for this rank; None when it is done already."""
+        """Copies what a peer wrote for this rank into a target, uint8 [bytes]; None when done."""
 
     @abstractmethod
     def close(self) -> None:
@@ -107,7 +107,7 @@ class RingTransport(Transport):
     Example::
 
         transport = shm_ring_transport(rank, world_size)
-        transport.connect(exchange_offers(store, transport.offer, ...), timeout_s=60)
+        transport.connect(offers_of_all_ranks, timeout_s=60)  # each rank's transport.offer
     """
 
     def __init__(self, rank: int, world_size: int, slots: Slots, *, slot_bytes: int) -> None:
@@ -267,7 +267,7 @@ class RingTransport(Transport):
                     return
             try:
                 moved = [lane.step() for lane in self._lanes.values()]
-            except Exception as error:  # handed to whoever waits, which raises it
+            except Exception as error:  # handed to the waiting caller, which raises it
                 self._give_up(None, f"{type(error).__name__}: {error}")
                 return
             if any(moved):
@@ -362,7 +362,7 @@ class _Lane:
         self._own[_LENGTH + written % NUM_SLOTS] = length
         # Last: the receiver reads slot and length once it sees the new number.
         self._own[_WRITTEN] = written + 1
-        self._transport._count_sent(self._peer, length, part.is_control)
+        self._transport._count_sent(length, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.sends.popleft()
@@ -402,7 +402,7 @@ class _Lane:
     def _take(self, length: int) -> None:
         part = self.receives[0]
         self._own[_TAKEN] += 1
-        self._transport._count_received(self._peer, length, part.is_control)
+        self._transport._count_received(length, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.receives.popleft()

@@ -10,13 +10,14 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from rolemesh.engine.parallel.agreement import gather_facts
+from rolemesh.engine.parallel.agreement import gather_facts, try_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.transport.base import Deadline, Transport
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
@@ -40,6 +41,8 @@ NCCL_SHARES_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 Way: TypeAlias = Literal["shared memory", "gloo", "CUDA IPC", "NCCL"]
 """A transport by its name."""
 
+WorkT = TypeVar("WorkT")
+
 _LOG = logging.getLogger(__name__)
 # What a rank says to the others lies in host memory, also where the weights do not.
 _HOST = torch.device("cpu")
@@ -56,7 +59,7 @@ class Surroundings:
     device: str
     """Type of the device on which the weights lie: "cpu" or "cuda"."""
     uuid: str
-    """Of that device; "" for a CPU."""
+    """Identity of that device; "" for a CPU."""
     host: str
     """Equal for ranks that can share host memory in the way rings need; "" where none can."""
     nccl_shares_devices: bool
@@ -176,29 +179,28 @@ def _connected(
 ) -> Transport:
     """Makes and connects a transport on all ranks, or raises on all and leaves nothing."""
     deadline = Deadline(timeout_s)
-    transport: RingTransport | NcclTransport | None = None
-    offer, failure = "", None
-    try:
-        transport = make()
-        offer = transport.offer.decode()
-    except _FAILURES as error:
-        failure = error
-    try:
-        offers = _agree(offer, failure, mesh)
-        assert transport is not None  # else its failure was raised
-        try:
-            transport.connect(
-                [theirs.encode() for theirs in offers], timeout_s=max(deadline.remaining_s, 1e-3)
-            )
-        except _FAILURES as error:
-            failure = error
-            # Others may be waiting for this rank to connect.
-            transport.close()
-        _agree("", failure, mesh)
-    except BaseException:
-        if transport is not None:
-            transport.close()
-        raise
+    with ExitStack() as closing_all:
+
+        def offer() -> tuple[RingTransport | NcclTransport, str]:
+            made = make()
+            closing_all.callback(made.close)
+            return made, made.offer.decode()
+
+        def connect() -> tuple[None, str]:
+            try:
+                transport.connect(
+                    [theirs.encode() for theirs in offers],
+                    timeout_s=max(deadline.remaining_s, 1e-3),
+                )
+            except BaseException:
+                # Others may be waiting for this rank to connect.
+                transport.close()
+                raise
+            return None, ""
+
+        transport, offers = _together(offer, mesh)
+        _together(connect, mesh)
+        closing_all.pop_all()
     return transport
 
 
@@ -206,17 +208,19 @@ _FAILURES = (OSError, RuntimeError, ValueError)
 """What makes a transport unusable: a library or memory is missing, peers do not fit or come."""
 
 
-def _agree(fact: str, failure: Exception | None, mesh: RankMesh) -> list[str]:
-    """All ranks' facts, unless any of them failed: then all raise."""
-    text = "" if failure is None else str(failure) or type(failure).__name__
-    answers = _tell({"fact": fact, "failure": text}, mesh)
-    failed = [rank for rank, answer in enumerate(answers) if answer["failure"]]
+def _together(work: Callable[[], tuple[WorkT, str]], mesh: RankMesh) -> tuple[WorkT, list[str]]:
+    """What this rank's work gave and all ranks' facts, unless any rank failed: then all raise."""
+    results, failure, answers = try_together(work, partial(_tell, mesh=mesh))
+    if failure is not None and not isinstance(failure, _FAILURES):
+        raise failure
+    failed = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
+        first = answers[failed[0]]
         more = f" ({len(failed)} ranks cannot)" if len(failed) > 1 else ""
         raise TransportUnavailableError(
-            f"rank {failed[0]}: {answers[failed[0]]['failure']}{more}"
+            f"rank {failed[0]}: {first['error'] or first['classes'][0]}{more}"
         ) from failure
-    return [answer["fact"] for answer in answers]
+    return results[0], [answer["facts"] for answer in answers]
 
 
 def _tell(facts: dict[str, Any], mesh: RankMesh) -> list[dict[str, Any]]:

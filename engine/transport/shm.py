@@ -158,7 +158,7 @@ def open_segment(name: str, num_bytes: int) -> torch.Tensor:
     """Maps a segment of another process of this user.
 
     Returns:
-        uint8 [num_bytes]. The mapping is private: writing to it changes nobody else's memory.
+        uint8 [num_bytes]. The mapping is private: writing to it changes no other process's memory.
 
     Raises:
         SegmentInvalidError: the name is not a segment's name, or the file does not fit.

@@ -76,12 +76,12 @@ class HostSlots(Slots):
         """Host memory is ready when the caller is."""
 
     def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
-        """Copies at once."""
+        """Copies at once; source: uint8 [bytes]."""
         np.copyto(self._own[peer, slot, : source.numel()], source.numpy())
         return None
 
     def read(self, peer: int, slot: int, target: torch.Tensor) -> Copying | None:
-        """Copies at once."""
+        """Copies at once; target: uint8 [bytes]."""
         np.copyto(target.numpy(), self._theirs[peer][self._rank, slot, : target.numel()])
         return None
 

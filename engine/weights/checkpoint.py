@@ -22,31 +22,28 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import (
     Manifest,
     ManifestError,
     Parameter,
+    Piece,
     RankShard,
     WeightLayout,
 )
+from rolemesh.engine.parallel.agreement import Peers
+from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.disk_layout import (
     check_whole,
     decode_group,
-    element_type,
     encode_parameters,
     encode_pieces,
     read_copies,
     written_files,
 )
 from rolemesh.engine.weights.folders import FolderExistsError, settle_file, sync_path, whole_folder
-from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.plan import Copy
-from rolemesh.engine.weights.sharded_tensors import (
-    ShardedTensors,
-    part,
-    ranges,
-    whole_tensors_layout,
-)
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part, place, ranges
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -89,9 +86,10 @@ def write_checkpoint(
 
     Args:
         directory: must not exist; on a disk that all ranks see.
-        groups: by group, what the ranks hold, on any device. Layouts are the same on all ranks.
+        groups: by group, what the ranks hold: floating, shaped as the layout says, on any device.
+            Layouts are the same on all ranks.
         state: what json can hold; rank 0's is written.
-        random: this rank's generators.
+        random: this rank's generators: uint8 [bytes] tensors, and what json can hold.
         peers: the ranks; None for one alone.
 
     Raises:
@@ -182,7 +180,7 @@ def _manifest(
         }
         present = {piece["parameter"] for pieces in files.values() for piece in pieces}
         parameters = {
-            parameter: Parameter(entry.shape, element_type(group.layout, parameter))
+            parameter: Parameter(entry.shape, group.layout.dtype_of(parameter))
             for parameter, entry in group.layout.manifest.items()
             if parameter in present
         }
@@ -273,30 +271,35 @@ class CheckpointReader:
         Args:
             group: of the files.
             copies: from `copies`.
-            tensors: where they go, on any device.
+            tensors: floating, shaped as the shard says, on any device, by name.
         """
+        for piece, values in self._boxes(group, copies):
+            place(tensors[piece.tensor], piece, values)
+
+    def whole(self, group: str, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields whole parameters on the CPU, one after another; first verifies the group's files.
+
+        They have the shapes and element types of `parameters`.
+        """
+        self.verify(self.files(group))
+        for name in names:
+            layout = whole_layout({name: self.parameters(group)[name]})
+            assembly = Assembly(layout, 0)
+            for piece, values in self._boxes(group, self.copies(group, layout.ranks[0])):
+                assembly.put(piece, values)
+            yield from assembly.whole()
+
+    def _boxes(self, group: str, copies: Iterable[Copy]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Reads one slice after another: what it is for a rank's tensor, and its values."""
         files = self.files(group)
         by_file: dict[int, list[Copy]] = defaultdict(list)
         for copy in copies:
             by_file[copy.source].append(copy)
-        with torch.no_grad():
-            for number, wanted in by_file.items():
-                with safe_open(self.directory / files[number], framework="pt") as content:
-                    for copy in wanted:
-                        stored = content.get_slice(copy.source_tensor)
-                        part(tensors[copy.target_tensor], copy.target_origin, copy.box).copy_(
-                            stored[ranges(copy.source_origin, copy.box)]
-                        )
-
-    def whole(self, group: str, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of a group, one after another, on the CPU; its files are verified first."""
-        self.verify(self.files(group))
-        for name in names:
-            parameter = self.parameters(group)[name]
-            tensor = torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype))
-            shard = whole_tensors_layout({name: tensor}).ranks[0]
-            self.read(group, self.copies(group, shard), {name: tensor})
-            yield name, tensor
+        for number, wanted in by_file.items():
+            with safe_open(self.directory / files[number], framework="pt") as content:
+                for copy in wanted:
+                    stored = content.get_slice(copy.source_tensor)
+                    yield copy.wanted, stored[ranges(copy.source_origin, copy.box)]
 
     def random(self, rank: int) -> RandomState | None:
         """The generators of a rank, verified; None where it has none here."""

@@ -1,4 +1,4 @@
-"""A checkpoint's files as a layout: who writes which part of what, and what a rank reads of it.
+"""A checkpoint's files as a layout: what each rank writes into them, and what a rank reads.
 
 Pure: no torch. Files stand where ranks stand in a WeightLayout; keys in a file are its tensors.
 """
@@ -12,7 +12,6 @@ from typing import Any
 from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
-    DtypeName,
     Manifest,
     ManifestError,
     Parameter,
@@ -59,7 +58,7 @@ def written_pieces(
             _, missing = take(missing, box)
         # The rank may hold the same part in a second tensor.
         taken[piece.box] = None
-        most = max(1, max_bytes // ITEM_BYTES[element_type(layout, piece.parameter)])
+        most = max(1, max_bytes // ITEM_BYTES[layout.dtype_of(piece.parameter)])
         for box in missing:
             for part in split_box(box, most):
                 written.append(part_of(piece, part))
@@ -84,7 +83,7 @@ def written_files(
     files: list[list[Copy]] = []
     size = 0
     for piece in written_pieces(layout, rank, tensors, file_bytes):
-        num_bytes = num_elements(piece.box) * ITEM_BYTES[element_type(layout, piece.parameter)]
+        num_bytes = num_elements(piece.box) * ITEM_BYTES[layout.dtype_of(piece.parameter)]
         if not files or size + num_bytes > file_bytes:
             files.append([])
             size = 0
@@ -183,11 +182,6 @@ def scalar_layout(layout: WeightLayout) -> WeightLayout:
         tuple(shards[id(shard)] for shard in layout.ranks),
         "float32",
     )
-
-
-def element_type(layout: WeightLayout, parameter: str) -> DtypeName:
-    """Name of the element type in which a parameter is held."""
-    return layout.dtype or layout.manifest[parameter].dtype
 
 
 # --- as JSON ------------------------------------------------------------------------------

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, Piece
+from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
+from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.disk_layout import written_pieces
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
-from rolemesh.engine.weights.peers import Peers
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part
+from rolemesh.engine.weights.plan import part_of
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, ShardedTensors, part
 
 COMPANION_FILES = (
     "generation_config.json",
@@ -63,8 +66,8 @@ def write_model_folder(
         config: transformers config of the whole model.
         architecture: name of the transformers class.
         manifest: the model's parameters by Hugging Face name, tied ones once.
-        parameters: all of them, whole, in the manifest's order: `gathered`. All ranks go through
-            it; those but rank 0 get nothing.
+        parameters: names and whole tensors, floating [global shape], in the manifest's order, as
+            `gathered` yields them. All ranks go through it; rank 0 alone gets something.
         source: folder that the model came from; tokenizer and generation config are copied.
         dtype: type of the saved weights.
         peers: the ranks; None for one alone.
@@ -109,10 +112,10 @@ def gathered(
     """Yields whole parameters on the CPU, in the manifest's order, on rank 0; elsewhere nothing.
 
     Ranks send and rank 0 receives in one order: by parameter, then by rank, then as pieces lie. So
-    rank 0 holds one parameter, and whoever takes it decides what becomes of it.
+    rank 0 holds one parameter at a time, unless its caller keeps them.
 
     Args:
-        weights: what each rank holds.
+        weights: what each rank holds: floating, shaped as its layout says.
         dtype: type that the weights are cast to before they travel.
         mesh: this rank's place.
     """
@@ -123,23 +126,24 @@ def gathered(
         for piece in written_pieces(layout, rank, layout.ranks[rank].shapes, MESSAGE_BYTES):
             parts[piece.parameter].append((rank, piece))
     device = next(iter(weights.tensors.values())).device
-    element_type: torch.dtype = getattr(torch, dtype)
+    element_type = TORCH_DTYPES[dtype]
     for name, parameter in layout.manifest.items():
-        whole = torch.empty(parameter.shape if mesh.rank == 0 else 0, dtype=element_type)
+        target = whole_layout({name: parameter}).in_dtype(dtype)
+        assembly = Assembly(target, 0)
         for rank, piece in parts[name]:
-            sizes = [stop - start for start, stop in piece.box]
             if rank == mesh.rank:
                 held = part(weights.tensors[piece.tensor].detach(), piece.origin, piece.box)
                 message = held.to(element_type).contiguous()
                 if rank != 0:
                     dist.send(message, mesh.torch_rank(0), group=mesh.world.process_group)
-            elif mesh.rank == 0:
+                    continue
+            else:
+                sizes = [stop - start for start, stop in piece.box]
                 message = torch.empty(sizes, dtype=element_type, device=device)
                 dist.recv(message, mesh.torch_rank(rank), group=mesh.world.process_group)
-            if mesh.rank == 0:
-                whole[tuple(slice(start, stop) for start, stop in piece.box)] = message.cpu()
+            assembly.put(part_of(target.ranks[0].pieces[0], piece.box), message)
         if mesh.rank == 0:
-            yield name, whole
+            yield from assembly.whole()
 
 
 class _WeightFiles:

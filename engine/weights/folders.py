@@ -1,7 +1,7 @@
 """Folders that are either whole or absent, also after a crash, and with several writers.
 
 A folder is written under a temporary name beside its target, forced to disk, and renamed. A
-crash leaves at most a `<name>.tmp-<uuid>` that nobody reads.
+crash leaves at most a `<name>.tmp-<uuid>`, which no reader opens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.parallel.agreement import Peers
 
 _FILE_MODE = 0o644
 

@@ -1,6 +1,6 @@
 """Messages between two ranks in one round: pieces of weights, packed.
 
-Packing and unpacking only: who sends what is `plan`'s, when is `transfer`'s.
+This module only packs and unpacks. `plan` decides which rank sends what, `transfer` decides when.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rolemesh.engine.layout.manifest import ITEM_BYTES, DtypeName
+from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.weights.plan import Copy, Plan
-
-TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Element types by their names in manifests."""
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +31,24 @@ class Part:
     stop: int
     """Byte after the last."""
 
+    def values(self, message: torch.Tensor) -> torch.Tensor:
+        """The view of a message, uint8 [bytes], that holds the box; shaped as the box."""
+        sizes = tuple(stop - start for start, stop in self.copy.box)
+        return message[self.start : self.stop].view(self.dtype).view(sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """What goes to or comes from one peer in one round."""
 
     peer: int
-    """Rank."""
+    """The other rank."""
     parts: tuple[Part, ...]
-    """In the order in which they lie in the message."""
+    """What the message holds, in this order."""
     start: int
     """Where the message begins in the round's buffer."""
     num_bytes: int
-    """Of the message."""
+    """Length of the message."""
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """uint8 [num_bytes] of the round's buffer."""
@@ -62,7 +60,7 @@ class Round:
     """One rank's side of a bucket."""
 
     label: str
-    """For error messages."""
+    """Name of the round in error messages."""
     sends: tuple[Parcel, ...]
     """One for each peer that is sent something."""
     receives: tuple[Parcel, ...]
@@ -108,40 +106,19 @@ def pack(
 
     Args:
         parcels: of one round.
-        outgoing: uint8, the round's buffer.
-        tensors: the source layout's, of this rank.
+        outgoing: uint8 [bytes], the round's buffer.
+        tensors: of this rank by name, floating, shaped as the source layout says.
     """
     for parcel in parcels:
         message = parcel.of(outgoing)
-        for part in parcel.parts:
-            source = tensors[part.copy.source_tensor]
-            held = source[_slices(part.copy.source_origin, part.copy)]
-            message[part.start : part.stop].view(part.dtype).view(held.shape).copy_(held)
-
-
-@torch.no_grad()
-def put(tensor: torch.Tensor, part: Part, message: torch.Tensor) -> None:
-    """Writes a part of a message to its place in a target tensor."""
-    into = tensor[_slices(part.copy.target_origin, part.copy)]
-    into.copy_(message[part.start : part.stop].view(part.dtype).view(into.shape))
-
-
-@torch.no_grad()
-def copy_within(copy: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Carries out a copy between two tensors of one rank."""
-    part = source[_slices(copy.source_origin, copy)]
-    target[_slices(copy.target_origin, copy)].copy_(part)
+        for carried in parcel.parts:
+            copy = carried.copy
+            held = part(tensors[copy.source_tensor], copy.source_origin, copy.box)
+            carried.values(message).copy_(held)
 
 
 def checksums(parcel: Parcel, message: torch.Tensor) -> torch.Tensor:
     """uint8 [4 * parts], on the CPU: CRC-32 of the bytes of each part."""
     data = message.cpu().numpy().data
-    sums = [zlib.crc32(data[part.start : part.stop]) for part in parcel.parts]
+    sums = [zlib.crc32(data[carried.start : carried.stop]) for carried in parcel.parts]
     return torch.frombuffer(bytearray(struct.pack(f"<{len(sums)}I", *sums)), dtype=torch.uint8)
-
-
-def _slices(origin: tuple[int, ...], copy: Copy) -> tuple[slice, ...]:
-    """Where a copy lies in the tensor in which its box begins at `origin`."""
-    return tuple(
-        slice(at, at + stop - start) for at, (start, stop) in zip(origin, copy.box, strict=True)
-    )

@@ -42,17 +42,27 @@ class Copy:
     box: Box
     """What of it, in global coordinates."""
     source: int
-    """Rank that has it."""
+    """Rank that has the box."""
     source_tensor: str
-    """Tensor there."""
+    """Tensor of that rank that holds the box."""
     source_origin: tuple[int, ...]
     """Where the box begins in that tensor."""
     target: int
-    """Rank that wants it."""
+    """Rank that wants the box."""
     target_tensor: str
-    """Tensor there."""
+    """Tensor of that rank that the box belongs to."""
     target_origin: tuple[int, ...]
     """Where the box begins in that tensor."""
+
+    @property
+    def held(self) -> Piece:
+        """The box as the source holds it."""
+        return Piece(self.parameter, self.box, self.source_tensor, self.source_origin)
+
+    @property
+    def wanted(self) -> Piece:
+        """The box as the target wants it."""
+        return Piece(self.parameter, self.box, self.target_tensor, self.target_origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,7 @@ class Bucket:
     """
 
     copies: tuple[Copy, ...]
-    """Of all ranks; source and target differ."""
+    """The copies of all ranks in this round; source and target of each differ."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +90,14 @@ class Plan:
     target: WeightLayout
     """Layout after."""
     local: tuple[tuple[Copy, ...], ...]
-    """By rank: what it copies from its own source tensors."""
+    """For each rank: what it copies from its own source tensors."""
     buckets: tuple[Bucket, ...]
     """Rounds, in the order that every rank keeps. Rounds pair sends and receives symmetrically, so
     ranks that take them in this order cannot wait for each other in a circle."""
     duplicates: tuple[tuple[Copy, ...], ...]
-    """By rank: boxes that two of its target tensors need and that it receives only once, into the
-    first. `source_tensor` is that first *target* tensor: these copies are made once it is whole,
-    before it is given away. Nothing is copied from a duplicate."""
+    """For each rank: boxes that two of its target tensors need and that it receives only once, into
+    the first. `source_tensor` is that first *target* tensor: these copies are made once it is
+    whole, before it is given away. A duplicate is never the source of another one."""
 
     @property
     def world_size(self) -> int:
@@ -206,9 +216,10 @@ class _Planner:
             taken, missing = take(missing, held.box)
             self.local[rank] += [copy_between(box, rank, held, rank, piece) for box in taken]
         for copy in received if missing else ():
-            at = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
             taken, missing = take(missing, copy.box)
-            self.duplicates[rank] += [copy_between(box, rank, at, rank, piece) for box in taken]
+            self.duplicates[rank] += [
+                copy_between(box, rank, copy.wanted, rank, piece) for box in taken
+            ]
         if missing:
             received += self._receive(rank, piece, missing)
 
@@ -328,7 +339,8 @@ def _buckets(
 
     def lane(source: int, target: int) -> tuple[int, int, int]:
         """A queue's place among its sender's: the one furthest behind in model order is first."""
-        # Of equal ones, the ranks after the sender: not all senders turn to rank 0 at once.
+        # Of equal lanes the rank after the sender comes first, so that not all senders turn to
+        # rank 0 at once.
         _, copy = queues[source, target][0]
         return positions[copy.parameter], (target - source) % world_size, target
 
@@ -383,18 +395,12 @@ def split_box(box: Box, most: int) -> Iterator[Box]:
 
 def _parts(copy: Copy, most: int) -> Iterator[Copy]:
     """The copy in parts of at most `most` elements."""
-    held = Piece(copy.parameter, copy.box, copy.source_tensor, copy.source_origin)
-    wanted = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
     for box in split_box(copy.box, most):
-        yield copy_between(box, copy.source, held, copy.target, wanted)
-
-
-def _dtype(layout: WeightLayout, parameter: str) -> DtypeName:
-    return layout.dtype or layout.manifest[parameter].dtype
+        yield copy_between(box, copy.source, copy.held, copy.target, copy.wanted)
 
 
 def _wire_dtype(source: WeightLayout, target: WeightLayout, parameter: str) -> DtypeName:
-    held, wanted = _dtype(source, parameter), _dtype(target, parameter)
+    held, wanted = source.dtype_of(parameter), target.dtype_of(parameter)
     return wanted if ITEM_BYTES[wanted] <= ITEM_BYTES[held] else held
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rolemesh.engine.layout.boxes import train_layout
+from rolemesh.engine.layout.boxes import train_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
@@ -33,9 +33,9 @@ from rolemesh.engine.layout.manifest import (
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import Segment
-from rolemesh.engine.weights.messages import TORCH_DTYPES
+from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.plan import Copy, make_plan, part_of
-from rolemesh.engine.weights.sharded_tensors import part
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
 _UNCUT = 1 << 60
 """Bytes of a plan's only bucket: boxes are asked for whole."""
@@ -48,7 +48,7 @@ class Place:
     """A tensor within a publication."""
 
     offset: int
-    """First byte."""
+    """Its first byte, counted from the beginning of the publication."""
     shape: tuple[int, ...]
     """Row-major."""
     dtype: torch.dtype
@@ -83,8 +83,8 @@ def places(layout: WeightLayout, rank: int) -> tuple[dict[str, Place], int]:
 class Publication:
     """One rank's copy of its training weights at one version. Immutable once made.
 
-    Invariant: the memory outlives everybody who maps or views it. `close`, or the end of the
-    process in order, removes the name of the shared segment; whoever mapped it keeps it.
+    Invariant: the memory lives as long as a mapping or a view of it. `close`, or an orderly end of
+    the process, removes the name of the shared segment; a peer that has mapped it keeps it.
 
     Example::
 
@@ -107,7 +107,7 @@ class Publication:
         Args:
             layout: of training, in the element type to publish.
             rank: this one.
-            weights: this rank's parts by name, floating, on any device.
+            weights: this rank's parts by name, floating, shaped as the layout says, on any device.
             policy_version: of the weights.
             shares_memory: in a segment that peers of this host can map, or in plain memory.
 
@@ -179,28 +179,10 @@ class Publication:
             self._finalizer()
 
 
-def published_layout(layout: WeightLayout, dtype: DtypeName) -> WeightLayout:
-    """A training layout in the element type of a publication."""
-    manifest = {
-        name: Parameter(parameter.shape, dtype) for name, parameter in layout.manifest.items()
-    }
-    return WeightLayout(manifest, layout.ranks, dtype)
-
-
-def whole_of(manifest: Manifest, dtype: DtypeName) -> WeightLayout:
-    """Every parameter whole on one rank, under its own name, in one element type."""
-    pieces = tuple(
-        Piece(name, parameter.box, name, (0,) * len(parameter.shape))
-        for name, parameter in manifest.items()
-    )
-    shapes = {name: parameter.shape for name, parameter in manifest.items()}
-    return published_layout(WeightLayout(manifest, (RankShard(pieces, shapes),)), dtype)
-
-
 def source_layout(
     manifest: Manifest, train: TrainLayout, dtype: DtypeName, shape: DecoderShape | None
 ) -> WeightLayout:
-    """What each publishing rank holds, as somebody else sees it.
+    """What each publishing rank holds, as the taking service works it out.
 
     Args:
         manifest: of the publication.
@@ -213,7 +195,7 @@ def source_layout(
         LayoutError: the model cannot be cut so.
     """
     if train.world_size == 1:
-        return whole_of(manifest, dtype)
+        return whole_layout(manifest).in_dtype(dtype)
     if shape is None:
         raise ManifestError(
             f"the weights are published by {train.world_size} ranks, but this model's family has "
@@ -243,11 +225,11 @@ class Taking:
     """
 
     target: WeightLayout
-    """Of the taking service."""
+    """Layout of the taking service."""
     rank: int
-    """The taker."""
+    """The taking rank."""
     copies: Mapping[int, tuple[Copy, ...]]
-    """By publishing rank: its boxes, in the order in which they are asked for."""
+    """The boxes that each publishing rank gives, in the order in which they are asked for."""
     duplicates: tuple[Copy, ...]
     """Boxes that two of the rank's tensors need; `source_tensor` is the first of them."""
 
@@ -271,50 +253,16 @@ class Taking:
         Args:
             boxes: by publishing rank, in the order of `copies`; shaped, in the target's type.
         """
-        parts: defaultdict[str, list[_Part]] = defaultdict(list)
+        arrived: defaultdict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for source, copies in self.copies.items():
             for copy, values in zip(copies, boxes[source], strict=True):
-                piece = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
-                parts[copy.target_tensor].append(_Part(piece, values))
-        for copy in self.duplicates:
-            first = list(parts[copy.source_tensor])
-            parts[copy.target_tensor] += [
-                again for known in first if (again := known.again(copy)) is not None
-            ]
-        shard = self.target.ranks[self.rank]
-        dtype = TORCH_DTYPES[_dtype(self.target)]
-        for name, shape in shard.shapes.items():
-            found = parts.pop(name, [])
-            if len(found) == 1 and tuple(found[0].values.shape) == tuple(shape):
-                yield name, found[0].values
-                continue
-            covered = sum(num_elements(one.piece.box) for one in found)
-            make = torch.empty if covered == torch.Size(shape).numel() else torch.zeros
-            tensor = make(tuple(shape), dtype=dtype)
-            for one in found:
-                part(tensor, one.piece.origin, one.piece.box).copy_(one.values)
-            yield name, tensor
-            del tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A box that arrived, and where it goes."""
-
-    piece: Piece
-    values: torch.Tensor
-
-    def again(self, copy: Copy) -> _Part | None:
-        """What it gives of a duplicate, if anything."""
-        if self.piece.parameter != copy.parameter:
-            return None
-        common = intersection(self.piece.box, copy.box)
-        if common is None:
-            return None
-        held = Piece(copy.parameter, self.piece.box, copy.source_tensor, (0,) * len(common))
-        wanted = Piece(copy.parameter, copy.box, copy.target_tensor, copy.target_origin)
-        values = part(self.values, part_of(held, common).origin, common)
-        return _Part(part_of(wanted, common), values)
+                arrived[copy.target_tensor].append((copy.wanted, values))
+        assembly = Assembly(self.target, self.rank, duplicates=self.duplicates)
+        yield from assembly.whole()
+        for name in self.target.ranks[self.rank].shapes:
+            for piece, values in arrived.pop(name, ()):
+                assembly.put(piece, values, is_lasting=True)
+            yield from assembly.whole()
 
 
 def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking:
@@ -328,7 +276,7 @@ def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking
         rank: the taker.
 
     Raises:
-        ManifestError: other parameters, or an element that nobody publishes.
+        ManifestError: other parameters, or an element that no rank publishes.
     """
     if _dtype(source) != _dtype(target):
         raise ManifestError(

@@ -18,7 +18,6 @@ from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.transport.base import Message
 from rolemesh.engine.transport.selection import make_transport
-from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.reuse import (
     KeepingSampler,
@@ -26,6 +25,7 @@ from rolemesh.engine.weights.reuse import (
     before_each_pass,
     has_gradients,
 )
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
 from rolemesh.engine.weights.transfer import WeightTransfer
 
 TIMEOUT_S = 120.0
@@ -80,7 +80,7 @@ class Resharder:
             train_layout(model.shape, layout.train),
             generate_layout(model.shape, layout, dtype)
             if keeper is None
-            else whole_layout(model.shape, layout.world_size, dtype),
+            else whole_layout(model.shape.manifest(dtype), layout.world_size),
         )
         self._timeout_s = timeout_s
         self.transport = make_transport(model.mesh, model.device)
@@ -120,12 +120,12 @@ class Resharder:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The sampler's tensors, each as soon as it is whole.
 
-        Ends only when every rank has taken its last one. So when a rank fails or vanishes, whoever
-        consumes this fails on all ranks, also where everything has arrived, and no rank goes on
-        with weights that the others do not have.
+        Ends only when every rank has taken its last one. So when a rank fails or vanishes, the
+        consumer of this iterator fails on all ranks, also where everything has arrived, and no rank
+        goes on with weights that the others do not have.
 
         Args:
-            weights: the trainer's of this rank.
+            weights: the trainer's of this rank by name, float32, shaped as its training shard.
             policy_version: of the weights, the same on all ranks.
 
         Raises:

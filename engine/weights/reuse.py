@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from rolemesh.engine.layout.manifest import ManifestError
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.weights.plan import Copy, Plan
+from rolemesh.engine.weights.sharded_tensors import part
 
 
 class SharedWeights:
@@ -51,9 +52,9 @@ class SharedWeights:
         Args:
             plan: from training to generation.
             rank: this rank.
-            parameters: the training tensors themselves, by their names in the source layout. Give
-                the same mapping to `WeightTransfer.run`: whoever holds on to their old storage
-                keeps it from being freed.
+            parameters: the training tensors themselves, by their names in the source layout and
+                of its shapes. Give the same mapping to `WeightTransfer.run`: their old storage is
+                freed only when no other tensor refers to it.
 
         Raises:
             ManifestError: a parameter of the layout is missing.
@@ -61,11 +62,6 @@ class SharedWeights:
         self._parameters = parameters
         self._homes = _homes(plan.local[rank], parameters)
         self._moved: list[str] = []
-
-    @property
-    def movable(self) -> tuple[str, ...]:
-        """Names of the parameters that lie whole in one generation tensor."""
-        return tuple(home.source_tensor for homes in self._homes.values() for home in homes)
 
     @property
     def is_entered(self) -> bool:
@@ -78,10 +74,11 @@ class SharedWeights:
         """Passes generation tensors on; each takes its parameters in and frees their old storage.
 
         Args:
-            tensors: names and tensors of the target layout, as `WeightTransfer.run` yields them.
+            tensors: names and tensors of the target layout's shapes, as `WeightTransfer.run` yields
+                them.
 
         Yields:
-            The same. Whoever takes them must keep them as they are, not copy them.
+            The same. The sampler that takes them must keep them as they are, not copy them.
 
         Raises:
             RuntimeError: the parameters are in generation tensors already: call `leave` first.
@@ -96,7 +93,7 @@ class SharedWeights:
     def leave(self) -> None:
         """Gives each moved parameter compact storage of its own again, one after the other.
 
-        A generation tensor is freed with its last parameter, where nobody else holds it. Nothing
+        A generation tensor is freed with its last parameter, unless the sampler holds it. Nothing
         happens when no parameter was moved.
         """
         while self._moved:
@@ -107,13 +104,7 @@ class SharedWeights:
         parameter = self._parameters[home.source_tensor]
         if parameter.dtype != tensor.dtype or parameter.device != tensor.device:
             return
-        part = tensor[
-            tuple(
-                slice(at, at + size)
-                for at, size in zip(home.target_origin, parameter.shape, strict=True)
-            )
-        ]
-        parameter.data = part
+        parameter.data = part(tensor, home.target_origin, home.box)
         self._moved.append(home.source_tensor)
 
 
@@ -126,7 +117,7 @@ class KeepingSampler(Protocol):
     def update_shard(
         self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
     ) -> None:
-        """Takes (Hugging Face name, whole tensor) as its weights, without copying them."""
+        """Takes (Hugging Face name, floating [global shape]) as its weights, without a copy."""
 
     def drop_weights(self, reason: str) -> None:
         """Lets go of them, and refuses to generate until the next update."""
@@ -147,7 +138,7 @@ class LentWeights:
     """
 
     def __init__(self, model: CausalLm, sampler: KeepingSampler) -> None:
-        """Nothing is lent yet.
+        """Watches the model; lends nothing yet.
 
         Args:
             model: as it trains, on one rank.
@@ -160,6 +151,10 @@ class LentWeights:
 
     def lend(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> None:
         """Gives the sampler the weights; copies of them while gradients wait for a step.
+
+        Args:
+            weights: float32 [global shape] by Hugging Face name.
+            policy_version: of the weights.
 
         Raises:
             WeightsStaleError: as `update_shard` of the sampler.
@@ -189,12 +184,12 @@ def before_each_pass(model: CausalLm, act: Callable[[], None]) -> RemovableHandl
 
 
 def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a gradient waits for an optimizer step."""
+    """Whether a gradient of a parameter (of any shape) waits for an optimizer step."""
     return any(parameter.grad is not None for parameter in parameters)
 
 
 def _homes(copies: Iterable[Copy], parameters: Mapping[str, torch.Tensor]) -> dict[str, list[Copy]]:
-    """By generation tensor: the copies that take a whole training tensor along."""
+    """For each generation tensor: the copies that take a whole training tensor along."""
     homes: defaultdict[str, list[Copy]] = defaultdict(list)
     housed = set()
     for copy in copies:

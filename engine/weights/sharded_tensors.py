@@ -7,17 +7,25 @@ from dataclasses import dataclass
 
 import torch
 
+from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
     DtypeName,
+    Manifest,
     ManifestError,
     Parameter,
     Piece,
-    RankShard,
     WeightLayout,
 )
-from rolemesh.engine.weights.disk_layout import element_type
+
+TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Element types by their names in manifests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +40,8 @@ class ShardedTensors:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor]) -> ShardedTensors:
-        """Those of a rank that is alone."""
-        return cls(whole_tensors_layout(tensors), tensors)
+        """All tensors (floating, of any shape, by name) of a rank that is alone."""
+        return cls(whole_layout(tensors_manifest(tensors)), tensors)
 
     def check(self, rank: int) -> None:
         """Raises ManifestError unless the tensors are those of the layout."""
@@ -45,7 +53,7 @@ class ShardedTensors:
                     f"{shapes.get(name)}: give the layout that the tensors are cut by"
                 )
         for piece in self.layout.ranks[rank].pieces:
-            expected = element_type(self.layout, piece.parameter)
+            expected = self.layout.dtype_of(piece.parameter)
             if piece.tensor in self.tensors:
                 found = dtype_name(self.tensors[piece.tensor])
                 if found != expected:
@@ -55,26 +63,61 @@ class ShardedTensors:
                     )
 
 
-def whole_tensors_layout(tensors: Mapping[str, torch.Tensor]) -> WeightLayout:
-    """The layout of one rank that holds these tensors, each a parameter of its own."""
-    manifest = {
+def tensors_manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    """The manifest of tensors that are each a parameter of its own.
+
+    Args:
+        tensors: floating, of any shape, by name.
+
+    Raises:
+        ManifestError: an element type is one that layouts do not know.
+    """
+    return {
         name: Parameter(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()
     }
-    pieces = tuple(
-        Piece(name, parameter.box, name, (0,) * len(parameter.shape))
-        for name, parameter in manifest.items()
-        if 0 not in parameter.shape
-    )
-    shapes = {name: parameter.shape for name, parameter in manifest.items()}
-    return WeightLayout(manifest, (RankShard(pieces, shapes),))
 
 
 def dtype_name(tensor: torch.Tensor) -> DtypeName:
-    """The element type as layouts name it; raises ManifestError for one that they do not know."""
+    """The element type of a tensor of any shape, as layouts name it.
+
+    Raises:
+        ManifestError: layouts do not know this type.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise ManifestError(f"element type is {name}: only {', '.join(ITEM_BYTES)} can be saved")
     return name
+
+
+def tensor_dtypes(layout: WeightLayout, rank: int) -> dict[str, torch.dtype]:
+    """The element type of each tensor of a rank.
+
+    Raises:
+        ManifestError: a tensor would hold two types, or its type cannot be known.
+    """
+    shard = layout.shard(rank)
+    dtypes: dict[str, torch.dtype] = {}
+    for piece in shard.pieces:
+        dtype = TORCH_DTYPES[layout.dtype_of(piece.parameter)]
+        if dtypes.setdefault(piece.tensor, dtype) != dtype:
+            raise ManifestError(
+                f"tensor {piece.tensor!r} would hold {dtypes[piece.tensor]} and, with "
+                f"{piece.parameter!r}, {dtype}: give the layout one dtype"
+            )
+    for name in shard.shapes:
+        # The last rank of an FSDP group may hold no rows of a parameter.
+        if name not in dtypes:
+            if layout.dtype is None and name not in layout.manifest:
+                raise ManifestError(
+                    f"tensor {name!r} holds no parameter: give the layout a dtype, or leave it out"
+                )
+            dtypes[name] = TORCH_DTYPES[layout.dtype_of(name)]
+    return dtypes
+
+
+def part(tensor: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
+    """The view of a tensor (of any type and shape) that holds a box."""
+    return tensor[ranges(origin, box)]
 
 
 def ranges(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
@@ -84,6 +127,13 @@ def ranges(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
     )
 
 
-def part(tensor: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
-    """The view of a tensor that holds a box."""
-    return tensor[ranges(origin, box)]
+@torch.no_grad()
+def place(tensor: torch.Tensor, piece: Piece, values: torch.Tensor) -> None:
+    """Writes the values of a box to its place in a tensor, cast to the tensor's type.
+
+    Args:
+        tensor: floating, of the shape that the piece's rank holds.
+        piece: which box, and where it begins in the tensor.
+        values: floating, shaped as the box, on any device.
+    """
+    part(tensor, piece.origin, piece.box).copy_(values)

@@ -13,12 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from rolemesh.engine.layout.manifest import (
-    ManifestError,
-    RankShard,
-    WeightLayout,
-    num_elements,
-)
+from rolemesh.engine.layout.manifest import ManifestError
 from rolemesh.engine.transport.base import (
     Deadline,
     Exchange,
@@ -26,18 +21,17 @@ from rolemesh.engine.transport.base import (
     TransferFailedError,
     Transport,
 )
+from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.messages import (
-    TORCH_DTYPES,
     Parcel,
     Round,
     buffer_bytes,
     checksums,
-    copy_within,
     make_parcels,
     pack,
-    put,
 )
 from rolemesh.engine.weights.plan import Bucket, Copy, Plan
+from rolemesh.engine.weights.sharded_tensors import tensor_dtypes
 
 _HEADER = struct.Struct("<8sq32s?")
 _MAGIC = b"rolemesh"
@@ -119,30 +113,12 @@ class WeightTransfer:
             for number, bucket in enumerate(plan.buckets)
             if (round_ := self._round(bucket, f"bucket {number + 1} of {len(plan.buckets)}"))
         ]
-        self._source = _shard(plan.source, rank)
-        self._target = _shard(plan.target, rank)
-        self._source_dtypes = _tensor_dtypes(plan.source, self._source)
-        self._target_dtypes = _tensor_dtypes(plan.target, self._target)
-        self._local: defaultdict[str, list[Copy]] = defaultdict(list)
-        self._duplicates: defaultdict[str, list[Copy]] = defaultdict(list)
-        self._num_parts: defaultdict[str, int] = defaultdict(int)
-        if rank < plan.world_size:
-            for copy in plan.local[rank]:
-                self._local[copy.target_tensor].append(copy)
-            for copy in plan.duplicates[rank]:
-                self._duplicates[copy.source_tensor].append(copy)
-                self._num_parts[copy.target_tensor] += 1
-        for round_ in self._rounds:
-            for parcel in round_.receives:
-                for part in parcel.parts:
-                    self._num_parts[part.copy.target_tensor] += 1
-        covered: defaultdict[str, int] = defaultdict(int)
-        for piece in self._target.pieces:
-            covered[piece.tensor] += num_elements(piece.box)
-        self._is_padded = {
-            name: covered[name] < torch.Size(shape).numel()
-            for name, shape in self._target.shapes.items()
-        }
+        takes_part = rank < plan.world_size
+        self._own = plan.local[rank] if takes_part else ()
+        self._duplicates = plan.duplicates[rank] if takes_part else ()
+        self._source_shapes = plan.source.shard(rank).shapes
+        self._source_dtypes = tensor_dtypes(plan.source, rank)
+        tensor_dtypes(plan.target, rank)  # refuses what could not be assembled, before it is sent
 
     def run(
         self, tensors: Mapping[str, torch.Tensor], *, policy_version: int = 0
@@ -150,7 +126,8 @@ class WeightTransfer:
         """Transfers once. Every rank of the plan calls it and takes all that comes.
 
         Args:
-            tensors: the source layout's tensors of this rank, by name. Read until the end.
+            tensors: this rank's, by name, of the source layout's shapes and element types. Read
+                until the end.
             policy_version: of the weights; all ranks must name the same.
 
         Yields:
@@ -178,25 +155,38 @@ class WeightTransfer:
                 self._transport.abort()
 
     def _move(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        arriving = _Arriving(self, tensors)
+        arriving = Assembly(
+            self._plan.target,
+            self._rank,
+            device=self._device,
+            own=self._own,
+            tensors=tensors,
+            duplicates=self._duplicates,
+        )
         outgoing = [self._buffer(round_.sends for round_ in self._rounds) for _ in range(2)]
         incoming = [self._buffer(round_.receives for round_ in self._rounds) for _ in range(2)]
         rounds = self._rounds
         under_way = _Sent(self, rounds[0], outgoing[0], incoming[0], tensors) if rounds else None
         if under_way is not None:
             under_way.start()
-        yield from arriving.without_transfer()
+        yield from arriving.whole()
         for number in range(len(rounds)):
             assert under_way is not None  # one for each round
             following = None
             if number + 1 < len(rounds):
                 turn = (number + 1) % 2
                 following = _Sent(self, rounds[number + 1], outgoing[turn], incoming[turn], tensors)
-            arriving.prepare(rounds[number])
+            for parcel in rounds[number].receives:
+                for part in parcel.parts:
+                    arriving.begin(part.copy.target_tensor)
             under_way.wait()
             if following is not None:
                 following.start()
-            yield from arriving.unpack(rounds[number], incoming[number % 2])
+            for parcel in rounds[number].receives:
+                message = parcel.of(incoming[number % 2])
+                for part in parcel.parts:
+                    arriving.put(part.copy.wanted, part.values(message))
+                    yield from arriving.whole()
             under_way = following
 
     def _greet(self, policy_version: int) -> None:
@@ -232,7 +222,7 @@ class WeightTransfer:
                     )
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, shape in self._source.shapes.items():
+        for name, shape in self._source_shapes.items():
             tensor = tensors.get(name)
             if tensor is None:
                 raise ManifestError(
@@ -328,90 +318,3 @@ class _Sent:
                     waited_for=self._round.label,
                     seconds=deadline.elapsed_s,
                 )
-
-
-class _Arriving:
-    """Target tensors that are not whole yet, in one run."""
-
-    def __init__(self, transfer: WeightTransfer, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._transfer = transfer
-        self._tensors = tensors
-        self._num_parts = dict(transfer._num_parts)
-        self._begun: dict[str, torch.Tensor] = {}
-
-    def without_transfer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of which this rank holds everything itself."""
-        for name in self._transfer._target.shapes:
-            if name not in self._transfer._num_parts:
-                yield name, self._take(name)
-
-    def prepare(self, round_: Round) -> None:
-        """Begins the tensors that a round brings something for."""
-        for parcel in round_.receives:
-            for part in parcel.parts:
-                self._begin(part.copy.target_tensor)
-
-    def unpack(self, round_: Round, incoming: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Puts what a round brought into its tensors; those that are whole then."""
-        for parcel in round_.receives:
-            for part in parcel.parts:
-                name = part.copy.target_tensor
-                put(self._begun[name], part, parcel.of(incoming))
-                yield from self._count(name)
-
-    def _count(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """One more part of a tensor is there."""
-        self._num_parts[name] -= 1
-        if self._num_parts[name]:
-            return
-        for copy in self._transfer._duplicates.get(name, ()):
-            self._begin(copy.target_tensor)
-            copy_within(copy, self._begun[name], self._begun[copy.target_tensor])
-            yield from self._count(copy.target_tensor)
-        yield name, self._take(name)
-
-    def _begin(self, name: str) -> torch.Tensor:
-        if name not in self._begun:
-            transfer = self._transfer
-            make = torch.zeros if transfer._is_padded[name] else torch.empty
-            tensor = make(
-                tuple(transfer._target.shapes[name]),
-                dtype=transfer._target_dtypes[name],
-                device=transfer._device,
-            )
-            for copy in transfer._local[name]:
-                copy_within(copy, self._tensors[copy.source_tensor], tensor)
-            self._begun[name] = tensor
-        return self._begun[name]
-
-    def _take(self, name: str) -> torch.Tensor:
-        self._begin(name)
-        return self._begun.pop(name)
-
-
-def _shard(layout: WeightLayout, rank: int) -> RankShard:
-    return layout.ranks[rank] if rank < len(layout.ranks) else RankShard((), {})
-
-
-def _tensor_dtypes(layout: WeightLayout, shard: RankShard) -> dict[str, torch.dtype]:
-    """Element type of each tensor of a rank."""
-    dtypes: dict[str, torch.dtype] = {}
-    for piece in shard.pieces:
-        dtype = TORCH_DTYPES[layout.dtype or layout.manifest[piece.parameter].dtype]
-        if dtypes.setdefault(piece.tensor, dtype) != dtype:
-            raise ManifestError(
-                f"tensor {piece.tensor!r} would hold {dtypes[piece.tensor]} and, with "
-                f"{piece.parameter!r}, {dtype}: give the layout one dtype"
-            )
-    for name in shard.shapes:
-        # The last rank of an FSDP group may hold no rows of a parameter.
-        if name not in dtypes:
-            known = layout.dtype or (
-                layout.manifest[name].dtype if name in layout.manifest else None
-            )
-            if known is None:
-                raise ManifestError(
-                    f"tensor {name!r} holds no parameter: give the layout a dtype, or leave it out"
-                )
-            dtypes[name] = TORCH_DTYPES[known]
-    return dtypes

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import CriticSpec
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
@@ -38,7 +38,7 @@ class CriticRole(ModelRole):
     ) -> InitializeResult:
         """Loads the value model."""
         progress("load value model", 0, 1)
-        model = ValueModel(spec.model, device=rank_device(), mesh=mesh)
+        model = ScoringModel(spec.model, VALUE_HEAD, device=rank_device(), mesh=mesh)
         return self.train_with(model, spec.optimizer, run_seed)
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:

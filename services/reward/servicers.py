@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.reward_model import RewardModel
+from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
@@ -94,7 +94,8 @@ class RewardRole(ModelRole):
             progress("load reward", 1, 1)
             return InitializeResult(facts=facts)
         self._data = PromptSource(spec.source.model, spec.data, run_seed)
-        model = RewardModel(spec.source, device=rank_device(), mesh=mesh)
+        head = ScoreHead.of_reward(spec.source)
+        model = ScoringModel(spec.source.model, head, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)
         self._learner = ClassifierReward(
             spec.source, rank_device(), mesh, trained=super().trainer.rank_model

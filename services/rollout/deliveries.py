@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import RolloutBackend, WeightsStaleError
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
 from rolemesh.engine.weights.published import Taking
 from rolemesh.rpc.errors import AbortedError
 from rolemesh.services.runtime.experience.published_weights import FetchedBoxes

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh.engine.layout.boxes import generate_layout
+from rolemesh.engine.layout.boxes import generate_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, ManifestError, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -24,7 +23,6 @@ from rolemesh.engine.weights.published import (
     check_manifest,
     plan_taking,
     source_layout,
-    whole_of,
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.tensors import data_type_of
@@ -154,8 +152,7 @@ class RolloutRole(Role, SamplingRole):
         if self._takes_shards and self._shape is not None:
             target = generate_layout(self._shape, self._layout, dtype)
         else:
-            whole = whole_of(manifest, dtype)
-            target = replace(whole, ranks=whole.ranks * self._mesh.world.size)
+            target = whole_layout(manifest, self._mesh.world.size).in_dtype(dtype)
         return plan_taking(source, target, self._mesh.rank)
 
     @property

@@ -75,7 +75,7 @@ def measure(
     shape = DecoderShape.from_config(CONFIG)
     source = train_layout(shape, train)
     target = generate_layout(shape, layout, "float32")
-    whole = whole_layout(shape, context.world_size)
+    whole = whole_layout(shape.manifest("float32"), context.world_size)
     weights = random_weights(source.manifest)
     held = cut(source, context.rank, weights)
     expected = cut(target, context.rank, weights)

@@ -58,8 +58,8 @@ def child(folder: Path, threads: int, *, with_vllm: bool) -> None:
 
 def load_vllm(folder: Path, model: Any) -> Any:
     """Loads vLLM; returns a function that samples and tells how many cores it kept busy."""
-    from rolemesh.engine.rollout.base import RolloutRequest
     from rolemesh.engine.rollout.factory import make_backend
+    from rolemesh.engine.rollout.requests import RolloutRequest
     from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
     backend = make_backend(VllmSpec(max_model_len=128), folder)

@@ -64,10 +64,6 @@ def many_rounds(transport: Transport, num_rounds: int) -> tuple[int, int]:
         sent_bytes += sum(message.buffer.numel() for message in sends)
         received_bytes += sum(message.buffer.numel() for message in receives)
     assert (transport.sent_bytes, transport.received_bytes) == (sent_bytes, received_bytes)
-    peers = range(size)
-    assert sum(transport.sent_to(peer) for peer in peers) == sent_bytes
-    assert sum(transport.received_from(peer) for peer in peers) == received_bytes
-    assert transport.control_bytes == (0, 0)
     return sent_bytes, received_bytes
 
 
@@ -100,7 +96,7 @@ def control_round(transport: Transport) -> None:
     peer = 1 - transport.rank
     out, into = torch.ones(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
     transport.exchange([Message(peer, out)], [Message(peer, into)], is_control=True).wait(WAIT_S)
-    assert transport.control_bytes == (16, 16)
+    assert torch.equal(into, out)
     assert (transport.sent_bytes, transport.received_bytes) == (0, 0)
 
 

@@ -26,7 +26,6 @@ from rolemesh.engine.transport.base import Message, TransferFailedError
 from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.cuda_queue import CudaQueue
 from rolemesh.engine.transport.nccl import NcclTransport
-from rolemesh.engine.transport.rendezvous import exchange_offers
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.selection import make_transport
 from rolemesh.engine.weights.plan import make_plan
@@ -70,14 +69,7 @@ def connect(at: RankContext, way: str) -> RingTransport | NcclTransport:
         else:
             os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         transport = NcclTransport(at.rank, at.world_size, queue=queue)
-    offers = exchange_offers(
-        at.store("offers"),
-        transport.offer,
-        rank=at.rank,
-        world_size=at.world_size,
-        timeout_s=WAIT_S,
-    )
-    transport.connect(offers, timeout_s=WAIT_S)
+    transport.connect(at.tell(transport.offer), timeout_s=WAIT_S)
     return transport
 
 

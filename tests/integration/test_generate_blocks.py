@@ -19,7 +19,7 @@ from support.service_calls import initialize
 from support.services import ServiceProcess, assert_same, operation_key, serving, spawn_service
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError

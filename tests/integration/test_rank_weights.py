@@ -13,7 +13,7 @@ from google.protobuf import json_format, struct_pb2
 from support.services import operation_key, wait_for_announcement
 from support.tiny_models import write_tiny_llama
 
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.specs import ModelSpec
 from rolemesh.rpc.channel import open_channel
@@ -61,7 +61,7 @@ async def test_manifest_is_whole_and_checksums_are_those_of_each_ranks_parts(
         checksums = await weights.GetChecksums(
             weights_pb2.GetChecksumsRequest(holder=weights_pb2.WEIGHTS_HOLDER_TRAINER)
         )
-    whole = dict(ValueModel(ModelSpec(path=model)).named_weights())
+    whole = dict(ScoringModel(ModelSpec(path=model), VALUE_HEAD).named_weights())
     assert {one.name: tuple(one.shape) for one in manifest.parameters} == {
         name: tuple(weight.shape) for name, weight in whole.items()
     }

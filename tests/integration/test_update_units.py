@@ -156,7 +156,7 @@ async def test_units_that_would_be_cut_are_refused(
     ("loss", "weight", "words"),
     [
         (VALUE_LOSS, -0.5, "weight of auxiliary loss 'ppo_value' is -0.5"),
-        (POLICY_LOSS, 1.0, "this critic trains a ValueModel"),
+        (POLICY_LOSS, 1.0, "this critic trains a value model"),
     ],
     ids=["weight", "output"],
 )

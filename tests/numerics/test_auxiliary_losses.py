@@ -132,7 +132,10 @@ def test_weight_zero_changes_no_weight_of_the_model(folder: Path) -> None:
         ([_auxiliary(-1.0)], "weight of auxiliary loss 'ppo_value' is -1.0"),
         ([_auxiliary(float("nan"))], "is nan: give a finite number"),
         ([_auxiliary(), _auxiliary()], "2 losses of type 'ppo_value': give one of each type"),
-        ([replace(_auxiliary(), loss=PpoPolicyLossSpec())], "a policy loss needs a CausalLm"),
+        (
+            [replace(_auxiliary(), loss=PpoPolicyLossSpec())],
+            "a policy loss needs a causal language model",
+        ),
     ],
     ids=["negative", "not finite", "twice", "needs log-probs"],
 )

@@ -20,7 +20,7 @@ from support.updates import update_whole
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights import checkpoint as checkpoint_module
@@ -308,7 +308,7 @@ def test_an_exported_critic_keeps_its_head_and_its_cut(folder: Path, tmp_path: P
     reloaded = Trainer.critic(
         ModelSpec(path=tmp_path / "critic", compute_dtype="float32"), OPTIMIZER
     )
-    assert isinstance(reloaded.model, ValueModel)
+    assert isinstance(reloaded.model, ScoringModel)
     assert torch.equal(reloaded.compute_values(batch).values, values)
 
     plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")

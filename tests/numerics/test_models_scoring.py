@@ -19,7 +19,7 @@ from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.classifier import Classifier
 from rolemesh.engine.models.folder import ModelFolderError
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import pad_rows
 from rolemesh.engine.specs import ModelSpec
 
@@ -160,7 +160,7 @@ def test_num_layers_keeps_the_first_layers(folder: Path) -> None:
 
 
 def test_first_values_are_zero_and_the_head_learns_from_the_first_step(folder: Path) -> None:
-    model = ValueModel(_spec(folder))
+    model = ScoringModel(_spec(folder), VALUE_HEAD)
     batch = token_batch()
     values = compute_values(model, batch)
     assert values.kind is ColumnKind.COMPLETION
@@ -171,7 +171,7 @@ def test_first_values_are_zero_and_the_head_learns_from_the_first_step(folder: P
 
 
 def test_values_are_those_of_the_state_before_each_token(folder: Path) -> None:
-    model = ValueModel(_spec(folder))
+    model = ScoringModel(_spec(folder), VALUE_HEAD)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(model.head.weight.shape, generator=generator))
@@ -188,7 +188,7 @@ def test_values_are_those_of_the_state_before_each_token(folder: Path) -> None:
 
 
 def test_value_before_a_token_does_not_depend_on_it(folder: Path) -> None:
-    model = ValueModel(_spec(folder))
+    model = ScoringModel(_spec(folder), VALUE_HEAD)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(3))
     prompt, completion = [5, 6, 7], [8, 9, 10]
 
@@ -212,7 +212,7 @@ def test_value_head_is_loaded_from_a_folder_that_has_one(folder: Path, tmp_path:
     model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
     torch.nn.init.constant_(model.score.weight, 0.25)
     model.save_pretrained(tmp_path)
-    loaded = ValueModel(_spec(tmp_path))
+    loaded = ScoringModel(_spec(tmp_path), VALUE_HEAD)
     assert torch.equal(loaded.head.weight, torch.full_like(loaded.head.weight, 0.25))
 
 
@@ -255,7 +255,7 @@ def test_a_missing_folder_is_named_with_its_field_and_remedy(tmp_path: Path) -> 
     with pytest.raises(ModelFolderError, match=r"model\.path '.*nowhere' does not exist: give a"):
         CausalLm(_spec(tmp_path / "nowhere"))
     with pytest.raises(ModelFolderError, match=r"model\.path '.*' has no config\.json"):
-        ValueModel(_spec(tmp_path))
+        ScoringModel(_spec(tmp_path), VALUE_HEAD)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:

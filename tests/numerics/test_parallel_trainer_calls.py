@@ -18,7 +18,7 @@ from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, E
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import balanced_partition
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
@@ -231,8 +231,12 @@ def test_between_passes_a_rank_holds_its_part_of_weights_and_moments_alone(
 def load_in_parts(at: RankContext, job: Job) -> tuple[int, dict[str, torch.Tensor], Any]:
     """Elements in memory before the cut; a rank's parts after it; and the sizes of the model."""
     with at.connect(HybridLayout(job.layout)) as mesh:
-        model = ValueModel if job.kind == "critic" else CausalLm
-        loaded = model(ModelSpec(path=job.folder), mesh=mesh)
+        spec = ModelSpec(path=job.folder)
+        loaded = (
+            ScoringModel(spec, VALUE_HEAD, mesh=mesh)
+            if job.kind == "critic"
+            else CausalLm(spec, mesh=mesh)
+        )
         held = sum(p.numel() for p in loaded.parameters() if not p.is_meta)
         RankModel(loaded)
         parts = {name: local_part(w.detach()).clone() for name, w in loaded.named_weights()}

@@ -13,7 +13,7 @@ from support.tiny_models import write_tiny_llama
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing import prefix_packing
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
 from rolemesh.engine.packing.prefix_packing import pack_rows
@@ -76,11 +76,11 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_packing, "MARGIN", float("inf"))
 
 
-def _model(folder: Path, kind: str, **options: Any) -> CausalLm | ValueModel:
+def _model(folder: Path, kind: str, **options: Any) -> CausalLm | ScoringModel:
     spec = ModelSpec.model_validate({"path": folder, "compute_dtype": "float32", **options})
     if kind == "policy":
         return CausalLm(spec)
-    model = ValueModel(spec)
+    model = ScoringModel(spec, VALUE_HEAD)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -91,8 +91,8 @@ def _folder(directory: Path, family: str) -> Path:
     return write_tiny_decoder(directory, family, vocab_size=VOCAB, tie_word_embeddings=True)
 
 
-def _outputs(model: CausalLm | ValueModel, rows: PaddedRows) -> list[torch.Tensor]:
-    if isinstance(model, ValueModel):
+def _outputs(model: CausalLm | ScoringModel, rows: PaddedRows) -> list[torch.Tensor]:
+    if isinstance(model, ScoringModel):
         return [model(rows)]
     logprobs_N, entropy_N = model.score(rows, temperature=0.8, with_entropy=True)
     assert entropy_N is not None
@@ -232,7 +232,7 @@ def test_columns_come_back_row_by_row(tmp_path: Path, always: None, budget: int)
     scored, values = [], []
     for spec in _ways(folder, micro_batch_tokens=budget):
         scored.append(compute_logprobs(CausalLm(spec), batch, temperature=1.0, with_entropy=True))
-        critic = ValueModel(spec)
+        critic = ScoringModel(spec, VALUE_HEAD)
         torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
         values.append(compute_values(critic, batch))
     for name in ("logprobs", "entropy"):

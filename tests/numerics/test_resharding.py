@@ -23,7 +23,8 @@ from support.weight_ranks import assert_equal, cut
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer

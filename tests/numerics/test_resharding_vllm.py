@@ -22,7 +22,8 @@ from support.updates import update_whole
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import (
     ModelSpec,

@@ -221,12 +221,12 @@ def test_a_pair_in_two_forward_passes_is_refused(folder: Path) -> None:
 
 
 def test_losses_go_with_their_model(folder: Path, llama: Path) -> None:
-    with pytest.raises(ValueError, match="a policy loss needs a CausalLm"):
+    with pytest.raises(ValueError, match="a policy loss needs a causal language model"):
         _trainer(folder).forward_backward(_batch(), PpoPolicyLossSpec())
-    with pytest.raises(ValueError, match="a policy loss needs a CausalLm"):
+    with pytest.raises(ValueError, match="a policy loss needs a causal language model"):
         _trainer(folder).forward_backward(_batch(), DpoLossSpec())
     policy = Trainer.policy(ModelSpec(path=llama), OptimizerSpec())
-    with pytest.raises(ValueError, match="a reward model's loss needs a RewardModel"):
+    with pytest.raises(ValueError, match="a reward model's loss needs a reward model"):
         policy.forward_backward(_batch(), LOSS)
 
 

@@ -25,10 +25,11 @@ from support.tiny_models import write_tiny_llama
 from transformers import PreTrainedModel
 
 from rolemesh.engine.data.rows import PromptTooLongError
-from rolemesh.engine.rollout.base import RolloutRequest, WeightsStaleError
 from rolemesh.engine.rollout.distribution import sampling_logprobs
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.specs import HfSpec, SamplingSpec
 
 FLOAT32_LOGPROB = 2e-5

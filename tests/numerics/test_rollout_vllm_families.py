@@ -20,7 +20,7 @@ from support.sampler_shards import PADDING, folder_weights, rank_shard, shard_te
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import HEAD_DIM
 
-from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 

@@ -30,8 +30,9 @@ from support.tiny_models import write_tiny_llama
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout import vllm
-from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory, WeightsStaleError
 from rolemesh.engine.rollout.factory import make_backend
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.transport.shm import SHM_DIRECTORY

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rounding import round_weights, rounded, rounded_product
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import pad_rows
 from rolemesh.engine.specs import ModelSpec
 
@@ -141,7 +141,7 @@ def test_an_autocast_around_the_caller_rounds_no_activation(folder: Path) -> Non
 
 
 def test_a_critic_stays_with_autocast_which_is_faster_and_has_no_sampler(folder: Path) -> None:
-    critic = ValueModel(ModelSpec(path=folder, compute_dtype="bfloat16"))
+    critic = ScoringModel(ModelSpec(path=folder, compute_dtype="bfloat16"), VALUE_HEAD)
     products: list[torch.dtype] = []
     critic.lm.base_model.layers[0].mlp.up_proj.register_forward_hook(
         lambda _, arguments, result: products.append(result.dtype)

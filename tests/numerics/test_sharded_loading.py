@@ -19,7 +19,7 @@ from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import ModelFolderError
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.specs import ModelSpec
@@ -114,7 +114,9 @@ def test_bfloat16_files_are_loaded_as_float32_in_memory_of_their_own(tmp_path: P
 def test_a_folder_of_a_bare_backbone_is_read_under_its_shorter_names(tmp_path: Path) -> None:
     folder = write_tiny_decoder(tmp_path / "lm", "llama")
     AutoModel.from_pretrained(folder, dtype=torch.float32).save_pretrained(tmp_path / "bare")
-    model = ValueModel(_spec(tmp_path / "bare"), mesh=mesh_without_processes(TrainLayout(tp=2), 1))
+    model = ScoringModel(
+        _spec(tmp_path / "bare"), VALUE_HEAD, mesh=mesh_without_processes(TrainLayout(tp=2), 1)
+    )
     layer = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(dict(model.named_weights())[layer], _stored(folder)[layer][24:])
     assert model.missing == {"score.weight", "score.bias"}
@@ -179,7 +181,8 @@ def test_a_stage_refuses_hidden_states_that_do_not_belong_to_it(tmp_path: Path) 
     folder = write_tiny_decoder(tmp_path, "llama")
     layout = TrainLayout(pp=2)
     models: list[Decoder] = [
-        ValueModel(_spec(folder), mesh=mesh_without_processes(layout, rank)) for rank in (0, 1)
+        ScoringModel(_spec(folder), VALUE_HEAD, mesh=mesh_without_processes(layout, rank))
+        for rank in (0, 1)
     ]
     rows = _rows()
     hidden = models[0].stage_forward(rows, None)
@@ -187,7 +190,7 @@ def test_a_stage_refuses_hidden_states_that_do_not_belong_to_it(tmp_path: Path) 
         models[0].stage_forward(rows, hidden)
     with pytest.raises(ValueError, match=r"hidden_BTD is None on stage 1.*what the stage before"):
         models[1].stage_forward(rows, None)
-    assert isinstance(models[0], ValueModel)
+    assert isinstance(models[0], ScoringModel)
     with pytest.raises(ValueError, match=r"stage 0 of 2: only the last stage has a head"):
         models[0].finish(hidden, rows)
 

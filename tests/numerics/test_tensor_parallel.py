@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 from rolemesh.engine.layout.families import slice_box
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.models.classifier import Classifier
+from rolemesh.engine.models.classifier import Classifier, pad_token_rows
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
-from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
-from rolemesh.engine.models.value_model import ValueModel
+from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import sum_partial_gradients
@@ -37,6 +36,8 @@ GRADIENT_TOLERANCE = 2e-5
 
 BFLOAT16_GRADIENT_TOLERANCE = 0.02
 """Relative, over all weights: backward products round their factors and results, by 1/256 each."""
+
+ROW_HEAD = ScoreHead(per="row")
 
 TOKEN_ROWS = [[5, 6, 7, 8, 99], [9], [10, 11, 0], [63, 64, 65, 66, 67, 98]]
 
@@ -68,13 +69,11 @@ def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None) -> Pass:
         assert entropy is not None
         outputs = {"logprobs": logprobs, "entropy": entropy}
     elif head == "values":
-        model = critic = ValueModel(spec, mesh=mesh)
+        model = critic = ScoringModel(spec, VALUE_HEAD, mesh=mesh)
         outputs = {"values": critic(_rows(spec))}
     else:
-        config = read_config(spec)
-        model = classifier = SequenceClassifier(spec, config=config, mesh=mesh)
-        classifier.lm.requires_grad_(True)
-        outputs = {"logits": classifier(pad_token_rows(TOKEN_ROWS)).flatten()}
+        model = classifier = ScoringModel(spec, ROW_HEAD, mesh=mesh)
+        outputs = {"logits": classifier(pad_token_rows(TOKEN_ROWS))}
     generator = torch.Generator().manual_seed(11)
     loss = sum(
         torch.randn(len(output), generator=generator).to(output) @ output
@@ -131,8 +130,8 @@ def check_against_one_rank(
 
 def _model(spec: ModelSpec, head: str) -> Decoder:
     if head == "values":
-        return ValueModel(spec)
-    return SequenceClassifier(spec, config=read_config(spec))
+        return ScoringModel(spec, VALUE_HEAD)
+    return ScoringModel(spec, ROW_HEAD)
 
 
 CASES: dict[str, tuple[str, Mapping[str, object]]] = {

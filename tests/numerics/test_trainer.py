@@ -336,9 +336,9 @@ def test_a_row_that_is_all_masked_gives_no_gradient(folder: Path) -> None:
 def test_the_wrong_loss_an_empty_batch_and_a_missing_column_are_refused(folder: Path) -> None:
     trainer = _trainer(folder)
     batch = _batch(trainer)
-    with pytest.raises(ValueError, match="a value loss needs a ValueModel, but this policy"):
+    with pytest.raises(ValueError, match="a value loss needs a value model, but this policy"):
         trainer.forward_backward(batch, VALUE_LOSS)
-    with pytest.raises(ValueError, match="compute_values needs a ValueModel"):
+    with pytest.raises(ValueError, match="compute_values needs a value model"):
         trainer.compute_values(batch)
     with pytest.raises(ValueError, match="0 rows"):
         trainer.forward_backward(batch.slice(0, 0), POLICY_LOSS)

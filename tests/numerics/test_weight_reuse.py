@@ -70,7 +70,6 @@ def test_there_and_back_is_bit_exact_and_a_shard_is_held_once(tied: bool) -> Non
             arrived = dict(shared.enter(transfer.run(parameters, policy_version=version)))
             assert_equal(arrived, cut(plan.target, rank, weights))
             assert_equal(parameters, cut(plan.source, rank, weights))
-            assert set(shared.movable) == set(parameters)
             # Every parameter is a part of a generation tensor: nothing else is held.
             assert storages([*arrived.values(), *parameters.values()]) == storages(arrived.values())
             # A write to a parameter is a write to the generation tensor, as strides demand.

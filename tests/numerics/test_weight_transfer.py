@@ -213,8 +213,8 @@ def test_narrower_targets_are_cast_before_the_way_and_wider_ones_after(kind: str
 def test_a_whole_model_on_one_rank_reaches_eight_and_comes_back(tied: bool) -> None:
     shape = decoder(tie_word_embeddings=tied)
     spread = train_layout(shape, TrainLayout(pp=2, tp=2, dp=2, fsdp=2))
-    move("local", whole_layout(shape), spread)
-    move("local", spread, whole_layout(shape))
+    move("local", whole_layout(shape.manifest("float32")), spread)
+    move("local", spread, whole_layout(shape.manifest("float32")))
 
 
 # --- order of work ------------------------------------------------------------------------------

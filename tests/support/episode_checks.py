@@ -12,8 +12,9 @@ from support.tiny_models import tiny_tokenizer
 from transformers import PreTrainedModel
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutTrajectory
+from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.requests import RolloutTrajectory
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.specs import PythonEnvironmentSpec, SamplingSpec
 

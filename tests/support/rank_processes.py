@@ -88,6 +88,12 @@ class RankContext:
         """Where the ranks of this call meet, empty at first; a store for each name."""
         return dist.PrefixStore(f"{self.prefix}/{name}", _client(self.port))
 
+    def tell(self, blob: bytes, name: str = "offers") -> list[bytes]:
+        """Gives a blob to all ranks and takes theirs, in the order of ranks; all ranks call it."""
+        store = self.store(name)
+        store.set(str(self.rank), blob)
+        return [bytes(store.get(str(rank))) for rank in range(self.world_size)]
+
     @contextlib.contextmanager
     def connect(
         self,

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rolemesh.engine.rollout.base import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.rollout.checksums import tensor_checksum
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 
 
 def load_trainer_model(folder: Path) -> PreTrainedModel:

@@ -14,7 +14,8 @@ import torch
 from rolemesh.engine.data.prompts import PromptRow, PromptSet
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.rollout.base import RolloutBackend, RolloutRequest, RolloutTrajectory
+from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import GenerateSpec, LayoutSpec, RoleSpec, SamplingSpec
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Runtime

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rolemesh.engine.weights.peers import Peers
+from rolemesh.engine.parallel.agreement import Peers
 
 WAIT_S = 60.0
 """After this a test is stuck: a rank waits for one that has left."""

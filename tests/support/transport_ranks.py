@@ -16,7 +16,6 @@ from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.gloo import GlooTransport
 from rolemesh.engine.transport.local import LocalHub
 from rolemesh.engine.transport.nccl import NcclTransport
-from rolemesh.engine.transport.rendezvous import exchange_offers
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.shm_ring import shm_ring_transport
 
@@ -112,12 +111,6 @@ def process_transport(context: RankContext, kind: str, *, name: str = "") -> Ite
         else:
             transport = shm_ring_transport(context.rank, context.world_size)
             stack.enter_context(transport)
-            offers = exchange_offers(
-                context.store(f"offers{name}"),
-                transport.offer,
-                rank=context.rank,
-                world_size=context.world_size,
-                timeout_s=CONNECT_S,
-            )
+            offers = context.tell(transport.offer, f"offers{name}")
             transport.connect(offers, timeout_s=CONNECT_S)
             yield transport

@@ -19,8 +19,8 @@ from rolemesh.engine.layout.manifest import (
 )
 from rolemesh.engine.layout.ranks import GenerateLayout, Grouping, HybridLayout, TrainLayout
 from rolemesh.engine.transport.base import Transport
-from rolemesh.engine.weights.messages import TORCH_DTYPES
 from rolemesh.engine.weights.plan import Plan
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
 from rolemesh.engine.weights.transfer import WeightTransfer
 
 Weights = dict[str, torch.Tensor]

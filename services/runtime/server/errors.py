@@ -45,7 +45,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.engine.layout.ranks.LayoutError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
         "rolemesh.engine.data.rows.PromptTooLongError": CatalogueEntry(_INVALID, "PROMPT_TOO_LONG"),
-        "rolemesh.engine.rollout.base.WeightsStaleError": CatalogueEntry(
+        "rolemesh.engine.rollout.model_folder.WeightsStaleError": CatalogueEntry(
             _PRECONDITION, "WEIGHTS_STALE"
         ),
         "rolemesh.engine.train.optimizer.LossNotFiniteError": CatalogueEntry(

@@ -15,7 +15,7 @@ from rolemesh.engine.rollout.checksums import tensor_checksum
 from rolemesh.engine.train.state import TrainedWeights
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.checkpoint import MANIFEST_FILE
-from rolemesh.engine.weights.published import Publication, published_layout
+from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.errors import CapacityError, InvalidRequestError
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
@@ -132,7 +132,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         self._role.published.close()
         try:
             publication = Publication(
-                published_layout(layout, dtype),
+                layout.in_dtype(dtype),
                 trainer.mesh.rank,
                 weights,
                 policy_version=trainer.policy_version,

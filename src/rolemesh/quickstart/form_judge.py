@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.engine.data.prompts import PromptSet, load_rows
-from rolemesh.engine.models.classifier import Classifier
-from rolemesh.engine.models.folder import WEIGHTS_FILE, read_config
+from rolemesh.engine.models.classifier import Classifier, pad_token_rows
+from rolemesh.engine.models.folder import WEIGHTS_FILE
 from rolemesh.engine.models.rank_model import RankModel
-from rolemesh.engine.models.sequence_classifier import SequenceClassifier, pad_token_rows
+from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, ReasoningGymSpec
 from rolemesh.engine.train.gradients import Gradients
@@ -126,14 +126,12 @@ def write_judge(
             "or remove it"
         )
     spec = ModelSpec(path=model, num_layers=training.num_layers)
-    config = read_config(spec)
-    config.num_labels = 1
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    train_prompts, held_out_prompts = _prompts(tokenizer)
     with torch.random.fork_rng(devices=[]):
         # The loader draws the head's weights from the global generator.
         torch.manual_seed(derive_seed("form_judge", seed))
-        judge = SequenceClassifier(spec, config=config, may_miss=("score",))
+        judge = ScoringModel(spec, ScoreHead(per="row", origin="new", starts_at_zero=False))
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    train_prompts, held_out_prompts = _prompts(tokenizer)
     # Entered before the training, so that a folder that cannot be written fails at once.
     with whole_folder(directory) as temporary:
         _train(
@@ -182,7 +180,7 @@ def _prompts(tokenizer: Any) -> tuple[list[str], list[str]]:
 
 
 def _train(
-    judge: SequenceClassifier,
+    judge: ScoringModel,
     tokenizer: Any,
     prompts: Sequence[str],
     *,
@@ -190,7 +188,6 @@ def _train(
     seed: int,
     report: Callable[[str], None],
 ) -> None:
-    judge.lm.requires_grad_(True)
     # The embeddings are trained already, and are most of the weights.
     judge.lm.get_input_embeddings().requires_grad_(False)
     peak = training.learning_rate
@@ -204,7 +201,7 @@ def _train(
         ]
         texts = [draw.choice(prompts) + completion(kind, draw, held_out=False) for kind in kinds]
         # The same as Classifier computes, with gradients.
-        scores_B = judge(pad_token_rows(tokenizer(texts)["input_ids"]))[:, 0]
+        scores_B = judge(pad_token_rows(tokenizer(texts)["input_ids"]))
         target_B = torch.tensor([float(kind in NUMBER_KINDS) for kind in kinds])
         # Squared error on the logit itself: cross-entropy would move the two classes apart without
         # end, but the scale of a reward should not depend on the length of the training.

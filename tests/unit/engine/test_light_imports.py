@@ -12,11 +12,11 @@ PURE = (
     "layout.manifest",
     "layout.families",
     "layout.boxes",
+    "layout.payload",
     "memory",
     "specs",
     "transfer_protocols",
     "weights.disk_layout",
-    "weights.peers",
     "weights.plan",
 )
 HEAVY = ("torch", "numpy", "vllm", "transformers", "safetensors", "cupy")

@@ -103,7 +103,7 @@ def test_tensors_are_covered_without_overlap_but_for_the_padded_vocabulary() -> 
         train = TrainLayout(pp=2, tp=2, dp=4, fsdp=2)
         for layout in (
             train_layout(shape, train),
-            whole_layout(shape, ranks=2),
+            whole_layout(shape.manifest("float32"), ranks=2),
             generate_layout(shape, HybridLayout(train, GenerateLayout(pp=2)), "bfloat16"),
         ):
             whole = numbered(layout.manifest)
@@ -227,4 +227,4 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="tp 5"):
         generate_layout(decoder(), HybridLayout(TrainLayout(tp=5)), "float32")
     with pytest.raises(ManifestError, match="ranks is 0"):
-        whole_layout(decoder(), ranks=0)
+        whole_layout(decoder().manifest("float32"), ranks=0)

@@ -17,8 +17,8 @@ from rolemesh.engine.data.prompts import Prompt, load_prompts
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, Observation
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rewards.sources import ReasoningGymReward
-from rolemesh.engine.rollout.base import RolloutRequest
 from rolemesh.engine.rollout.episodes import EpisodeRunner
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience, sampling_metrics
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import (

@@ -16,7 +16,7 @@ from support.scripted_sampler import (
 from support.services import assert_same
 
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.base import RolloutRequest
+from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.sampling import sample_experience
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec

@@ -34,6 +34,7 @@ from rolemesh.engine.layout.manifest import (
     num_elements,
 )
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.weights import checkpoint as checkpoint_module
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
@@ -42,7 +43,6 @@ from rolemesh.engine.weights.checkpoint import (
     write_checkpoint,
 )
 from rolemesh.engine.weights.disk_layout import scalar_layout, tensor_parameters, written_files
-from rolemesh.engine.weights.peers import Peers
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
 Tensors = dict[str, torch.Tensor]
@@ -262,7 +262,7 @@ def test_a_rank_verifies_only_files_that_it_reads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointCorruptError, match="weights-rank00001-00001"):
         read(reader, layout, 1)
     with pytest.raises(CheckpointCorruptError, match="weights-rank00001-00001"):
-        read(reader, whole_layout(decoder()), 0)
+        read(reader, whole_layout(decoder().manifest("float32")), 0)
 
 
 def test_a_layout_without_an_element_is_not_saved(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_an_empty_copy_of_a_tied_embedding_is_known_as_such() -> None:
 
 def test_no_file_is_larger_than_the_bound() -> None:
     shape = decoder(hidden_size=64, intermediate_size=128)
-    layout = whole_layout(shape)
+    layout = whole_layout(shape.manifest("float32"))
     for bound in (100, 1000, 20_000):
         files = written_files(layout, 0, layout.ranks[0].shapes, bound)
         sizes = [sum(4 * num_elements(copy.box) for copy in copies) for copies in files]

@@ -175,7 +175,7 @@ def real_layout(shape: DecoderShape, ranks: int, draw: random.Random) -> WeightL
     dtype: DtypeName = draw.choice(DTYPES)
     kind = draw.choice(["train", "train", "generate", "generate", "whole"])
     if kind == "whole":
-        return whole_layout(shape, ranks, dtype)
+        return whole_layout(shape.manifest(dtype), ranks)
     while True:
         tp = draw.choice([size for size in divisors(ranks) if 8 % size == 0])
         pp = draw.choice([size for size in divisors(ranks // tp) if size <= shape.num_layers])
@@ -345,7 +345,7 @@ def test_baselines_receive_what_their_formulas_say() -> None:
     train = TrainLayout(tp=2, pp=2, dp=2)
     shape = dividing_shape(train, is_tied=False)
     sizes = sizes_by_group(shape.manifest("bfloat16"))
-    whole = whole_layout(shape, 8, "bfloat16")
+    whole = whole_layout(shape.manifest("bfloat16"), 8)
     total = 0
     plan = make_plan(train_layout(shape, train, "bfloat16"), whole)
     for rank in range(8):
@@ -367,8 +367,8 @@ def lone_ranks(layout: WeightLayout, before: int) -> WeightLayout:
 
 def test_replicas_at_equal_distance_share_the_sending() -> None:
     shape = decoder()
-    source = whole_layout(shape, 4)
-    plan = make_plan(source, lone_ranks(whole_layout(shape, 4), 4))
+    source = whole_layout(shape.manifest("float32"), 4)
+    plan = make_plan(source, lone_ranks(whole_layout(shape.manifest("float32"), 4), 4))
     check_plan(plan)
     sent = [plan.sent_bytes(rank) for rank in range(8)]
     largest = max(parameter.num_bytes for parameter in source.manifest.values())
@@ -380,7 +380,9 @@ def test_the_nearest_block_of_ranks_sends() -> None:
     # Two replicas of four slices: gathering them whole never leaves a replica, though rank 4 is
     # next to rank 3.
     shape = decoder(num_key_value_heads=8)
-    plan = make_plan(train_layout(shape, TrainLayout(tp=4, dp=2)), whole_layout(shape, 8))
+    plan = make_plan(
+        train_layout(shape, TrainLayout(tp=4, dp=2)), whole_layout(shape.manifest("float32"), 8)
+    )
     pairs = {(copy.source, copy.target) for bucket in plan.buckets for copy in bucket.copies}
     assert pairs == {(a, b) for a in range(8) for b in range(8) if a // 4 == b // 4 and a != b}
 
@@ -394,7 +396,7 @@ def test_an_element_that_two_tensors_need_is_received_once() -> None:
         {**stages.ranks[0].shapes, **stages.ranks[1].shapes},
     )
     target = replace(stages, ranks=(RankShard((), {}), both))
-    plan = make_plan(whole_layout(shape), target)
+    plan = make_plan(whole_layout(shape.manifest("float32")), target)
     check_plan(plan)
     (copy,) = plan.duplicates[1]
     assert (copy.source_tensor, copy.target_tensor) == (EMBEDDING, LM_HEAD)
@@ -433,7 +435,9 @@ def test_messages_between_two_ranks_keep_model_order() -> None:
 def test_rounds_keep_every_sender_busy() -> None:
     # Four stages to one: if the stages took turns, there would be four times as many rounds.
     shape = decoder(num_hidden_layers=16, hidden_size=32, intermediate_size=96, vocab_size=64)
-    plan = make_plan(train_layout(shape, TrainLayout(pp=4)), whole_layout(shape, 4))
+    plan = make_plan(
+        train_layout(shape, TrainLayout(pp=4)), whole_layout(shape.manifest("float32"), 4)
+    )
     bound = 8192
     rounds = make_plan(plan.source, plan.target, bucket_bytes=bound).buckets
     busiest = max(
@@ -445,7 +449,10 @@ def test_rounds_keep_every_sender_busy() -> None:
 def test_every_rank_makes_the_same_plan() -> None:
     shape = decoder()
     sides = [
-        (train_layout(shape, TrainLayout(tp=2, dp=4, fsdp=2)), whole_layout(shape, 8))
+        (
+            train_layout(shape, TrainLayout(tp=2, dp=4, fsdp=2)),
+            whole_layout(shape.manifest("float32"), 8),
+        )
         for _ in range(2)
     ]
     assert make_plan(*sides[0]) == make_plan(*sides[1])
@@ -462,7 +469,9 @@ def test_every_rank_makes_the_same_plan() -> None:
 )
 def test_the_narrower_type_travels(source: Any, target: Any, expected: str) -> None:
     shape = decoder()
-    plan = make_plan(train_layout(shape, TrainLayout(pp=2), source), whole_layout(shape, 2, target))
+    plan = make_plan(
+        train_layout(shape, TrainLayout(pp=2), source), whole_layout(shape.manifest(target), 2)
+    )
     assert plan.wire_dtype(NORM) == expected
     check_plan(plan)
 
@@ -483,11 +492,17 @@ def edited(layout: WeightLayout, edit: Callable[[Piece], Piece | None]) -> Weigh
 
 def test_other_shapes_are_refused_with_both() -> None:
     with pytest.raises(ManifestError, match=rf"{EMBEDDING}.*\(100, 8\).*\(101, 8\)"):
-        make_plan(whole_layout(decoder()), whole_layout(decoder(vocab_size=101)))
+        make_plan(
+            whole_layout(decoder().manifest("float32")),
+            whole_layout(decoder(vocab_size=101).manifest("float32")),
+        )
 
 
 def test_other_parameters_are_refused_by_name() -> None:
-    small, large = whole_layout(decoder(num_hidden_layers=1)), whole_layout(decoder())
+    small, large = (
+        whole_layout(decoder(num_hidden_layers=1).manifest("float32")),
+        whole_layout(decoder().manifest("float32")),
+    )
     with pytest.raises(ManifestError, match=r"layers\.1\..* is absent in the source"):
         make_plan(small, large)
     with pytest.raises(ManifestError, match=r"layers\.1\..* absent in the target"):
@@ -495,7 +510,7 @@ def test_other_parameters_are_refused_by_name() -> None:
 
 
 def test_an_element_that_nobody_holds_is_refused() -> None:
-    whole = whole_layout(decoder(), 2)
+    whole = whole_layout(decoder().manifest("float32"), 2)
     source = edited(whole, lambda piece: None if piece.parameter == NORM else piece)
     with pytest.raises(ManifestError, match=rf"no rank .*\(0, 8\).*{NORM}.*rank 0"):
         make_plan(source, whole)
@@ -515,7 +530,7 @@ def test_an_element_that_nobody_holds_is_refused() -> None:
 def test_a_piece_that_is_no_part_of_its_parameter_is_refused(
     side: str, change: dict[str, Any], words: str
 ) -> None:
-    whole = whole_layout(decoder())
+    whole = whole_layout(decoder().manifest("float32"))
     bad = edited(whole, lambda piece: replace(piece, **change) if piece.tensor == NORM else piece)
     source, target = (bad, whole) if side == "source" else (whole, bad)
     with pytest.raises(ManifestError, match=rf"(?s)rank 0 of the {side}.*{words}"):
@@ -523,6 +538,6 @@ def test_a_piece_that_is_no_part_of_its_parameter_is_refused(
 
 
 def test_a_bucket_that_holds_nothing_is_refused() -> None:
-    whole = whole_layout(decoder())
+    whole = whole_layout(decoder().manifest("float32"))
     with pytest.raises(ValueError, match="bucket_bytes is 7: give at least 8"):
         make_plan(whole, whole, bucket_bytes=7)

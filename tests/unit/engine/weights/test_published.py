@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.weight_shards import PADDING, numbered, shards
 
-from rolemesh.engine.layout.boxes import generate_layout, train_layout
+from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
@@ -18,9 +18,7 @@ from rolemesh.engine.weights.published import (
     Publication,
     places,
     plan_taking,
-    published_layout,
     source_layout,
-    whole_of,
 )
 
 
@@ -79,7 +77,7 @@ def test_every_rank_gets_its_tensors_and_each_byte_once(
     shape = shape_of(tie_word_embeddings=is_tied)
     source = source_layout(shape.manifest("float32"), TRAIN[train], "float32", shape)
     target = (
-        whole_of(source.manifest, "float32")
+        whole_layout(source.manifest).in_dtype("float32")
         if generate == "whole"
         else generate_layout(shape, GENERATE[generate], "float32")
     )
@@ -111,7 +109,7 @@ def test_replicas_share_the_work() -> None:
     shape = shape_of(num_hidden_layers=8)
     layout = TrainLayout(dp=4, fsdp=1)
     source = source_layout(shape.manifest("bfloat16"), layout, "bfloat16", shape)
-    taking = plan_taking(source, whole_of(source.manifest, "bfloat16"), 0)
+    taking = plan_taking(source, whole_layout(source.manifest).in_dtype("bfloat16"), 0)
     given = [taking.bytes_from(rank) for rank in range(4)]
     largest = max(parameter.num_bytes for parameter in source.manifest.values())
     assert max(given) - min(given) <= largest
@@ -128,7 +126,7 @@ def test_a_taker_with_the_number_of_a_publisher_still_takes_everything() -> None
 
 def test_publications_round_to_their_type_and_lie_in_shared_memory() -> None:
     shape = shape_of()
-    layout = published_layout(train_layout(shape, TRAIN["tp2"]), "bfloat16")
+    layout = train_layout(shape, TRAIN["tp2"]).in_dtype("bfloat16")
     weights = {
         name: torch.randn(sizes, generator=torch.Generator().manual_seed(1))
         for name, sizes in layout.ranks[0].shapes.items()
@@ -152,7 +150,7 @@ def test_publications_round_to_their_type_and_lie_in_shared_memory() -> None:
 
 def test_a_forgotten_publication_leaves_no_file() -> None:
     shape = shape_of()
-    layout = published_layout(train_layout(shape, TRAIN["one"]), "float32")
+    layout = train_layout(shape, TRAIN["one"]).in_dtype("float32")
     (publication,) = publications(layout, shares_memory=True)
     assert publication.segment is not None
     path = SHM_DIRECTORY / publication.segment.name
@@ -162,7 +160,7 @@ def test_a_forgotten_publication_leaves_no_file() -> None:
 
 
 def test_weights_that_do_not_fit_leave_no_file() -> None:
-    layout = published_layout(train_layout(shape_of(), TRAIN["tp2"]), "float32")
+    layout = train_layout(shape_of(), TRAIN["tp2"]).in_dtype("float32")
     before = Counter(path.name for path in SHM_DIRECTORY.iterdir())
     with pytest.raises(ManifestError, match=r"embed_tokens.*its layout says"):
         Publication(layout, 0, {}, policy_version=0, shares_memory=True)
@@ -183,7 +181,7 @@ def test_weights_that_do_not_fit_leave_no_file() -> None:
 def test_boxes_that_a_rank_does_not_hold_are_refused(
     parameter: str, box: tuple[tuple[int, int], ...], words: str
 ) -> None:
-    layout = published_layout(train_layout(shape_of(), TRAIN["tp2"]), "float32")
+    layout = train_layout(shape_of(), TRAIN["tp2"]).in_dtype("float32")
     with pytest.raises(ManifestError, match=words):
         publications(layout)[0].view(parameter, box)
 

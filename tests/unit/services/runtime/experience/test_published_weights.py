@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import Parameter, WeightLayout
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
-from rolemesh.engine.weights.published import Publication, whole_of
+from rolemesh.engine.weights.published import Publication
 from rolemesh.rpc.channel import CHUNK_BYTES
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
@@ -41,7 +42,7 @@ BOXES = [
 
 def layout() -> WeightLayout:
     manifest = {name: Parameter(shape, "float32") for name, shape in SHAPES.items()}
-    return whole_of(manifest, "float32")
+    return whole_layout(manifest).in_dtype("float32")
 
 
 def weights() -> dict[str, torch.Tensor]:

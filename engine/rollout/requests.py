@@ -1,14 +1,48 @@
-"""Checks of what a back end is asked to sample, before anything is sampled."""
+"""Requests to a back end, checks of them, and the trajectories that it gives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rolemesh.engine.data.rows import PromptTooLongError
-from rolemesh.engine.rollout.base import RolloutRequest
 from rolemesh.engine.specs import SamplingSpec
 
 MAX_SEED = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRequest:
+    """One completion to sample."""
+
+    row: int
+    """Row of the batch that the trajectory will fill."""
+    prompt_tokens: Sequence[int]
+    """Token ids of the prompt, at least one."""
+    seed: int
+    """Seed of this completion alone, 0 <= seed < 2**63."""
+    max_new_tokens: int | None = None
+    """Longest completion of this request, where that is less than what sampling allows; >= 1."""
+    is_complete: Callable[[Sequence[int]], bool] | None = None
+    """Asked after each sampled token with all of them so far; True ends the completion, like a stop
+    token. It must depend on the tokens alone: ranks that sample together ask each for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTrajectory:
+    """One finished completion."""
+
+    row: int
+    """Row of the batch, as requested."""
+    completion_tokens: Sequence[int]
+    """Token ids as sampled, the stop token included."""
+    logprobs: Sequence[float]
+    """Natural log-prob of each completion token under the distribution it was drawn from."""
+    finish_reason: Literal["stop", "length"]
+    """"stop": a stop token, or the request's is_complete, ended it. "length": it was cut."""
+    policy_versions: Sequence[int]
+    """Version of the weights that sampled each completion token."""
 
 
 def check_requests(

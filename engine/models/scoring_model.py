@@ -1,0 +1,192 @@
+"""A transformers model whose linear head gives scores: the critic, the reward model, a judge.
+
+The formats on disk are transformers' own (...ForTokenClassification with one label for a critic,
+...ForSequenceClassification otherwise), so that other programs load what was trained here.
+
+Shape letters: B rows, T longest row, N completion tokens, D width, L labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from rolemesh.engine.models.decoder import Decoder
+from rolemesh.engine.models.folder import ModelFolderError, read_config
+from rolemesh.engine.packing.batching import PaddedRows
+from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
+
+HEAD = "score"
+"""Name of the head in transformers' decoder-only classifiers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreHead:
+    """What a model scores, and where its head comes from."""
+
+    per: Literal["token", "row"]
+    """"token": a value of the state before each completion token. "row": a score of the row, read
+    at its last token."""
+    origin: Literal["folder", "new", "folder or new"] = "folder"
+    """"folder": the folder has a head. "new": it must have none, and one of a single label is put
+    on. "folder or new": one of a single label, new where the folder has none."""
+    label: int = 0
+    """Which logit is the score."""
+    starts_at_zero: bool = True
+    """Whether a new head is zero. Otherwise it is random, as transformers draws it."""
+
+    @classmethod
+    def of_reward(cls, source: ClassifierRewardSpec) -> ScoreHead:
+        """The head of a reward model that is trained."""
+        return cls(per="row", origin="new" if source.new_head else "folder", label=source.label)
+
+
+VALUE_HEAD = ScoreHead(per="token", origin="folder or new")
+"""The head of a critic."""
+
+
+class ScoringModel(Decoder):
+    """Layers and a float32 head that gives scores. Owned by the rank's compute thread.
+
+    A new head that starts at zero makes all scores equal at first. A critic's first advantages are
+    then the plain returns, and the first gradient of a reward model's head is the difference of the
+    hidden states of a pair, both without the noise of a random projection. The head learns from the
+    first step, the backbone from the second.
+
+    A critic's `values[t]` belongs to the state before completion token t: the hidden state of the
+    token before it, which has not seen token t.
+
+    Decoder-only families call their head `score`; encoders have heads of other kinds, need an
+    attention mask, and only score whole rows, frozen and on one rank.
+
+    Example::
+
+        critic = ScoringModel(ModelSpec(path=folder), VALUE_HEAD)
+        values_N = critic(pad_rows(batch, critic.device))
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        head: ScoreHead,
+        *,
+        device: torch.device | str = "cpu",
+        trainable: bool = True,
+        mesh: RankMesh | None = None,
+    ) -> None:
+        """Loads backbone and head, or a backbone to put a new head on.
+
+        Args:
+            spec: which folder, and how to compute.
+            head: what is scored, and where the head comes from.
+            device: where the weights live.
+            trainable: False for a frozen judge, which may be an encoder.
+            mesh: the rank's place; None for a rank that is alone.
+
+        Raises:
+            ModelFolderError: the folder is missing or not whole, or has a head already where a
+                new one is asked for.
+            ValueError: the head has no such label, transformers has no such classifier of this
+                family, or a model to train is no decoder.
+            LayoutError: the model cannot be cut so.
+            UnsupportedFamilyError: more than one rank, and the family has no plan.
+        """
+        config = read_config(spec)
+        if head.origin == "new":
+            architectures = config.architectures or []
+            if any(name.endswith("ForSequenceClassification") for name in architectures):
+                raise ModelFolderError(
+                    f"model.path {str(spec.path)!r} is a {architectures[0]}, which has a "
+                    "head: leave new_head out, or give the folder of a causal LM"
+                )
+        if head.origin != "folder":
+            config.num_labels = 1
+        if not 0 <= head.label < config.num_labels:
+            raise ValueError(
+                f"label is {head.label}, but the classifier in {str(spec.path)!r} has "
+                f"{config.num_labels} labels: give 0 to {config.num_labels - 1}"
+            )
+        super().__init__(
+            AutoModelForTokenClassification
+            if head.per == "token"
+            else AutoModelForSequenceClassification,
+            spec,
+            config=config,
+            device=device,
+            mesh=mesh or RankMesh.single(),
+            may_miss=() if head.origin == "folder" else (f"{HEAD}.",),
+        )
+        self.head_spec = head
+        self.lm.requires_grad_(trainable)
+        if head.per == "token":
+            self.share_prefixes()
+        if not self.mesh.pp.is_last:
+            return
+        if trainable and not isinstance(getattr(self.lm, HEAD, None), nn.Linear):
+            raise ValueError(
+                f"model.path {str(spec.path)!r}: {type(self.lm).__name__} has no linear head "
+                f"named {HEAD!r} and cannot be trained here: give a decoder-only model"
+            )
+        for name in self.missing if head.starts_at_zero else ():
+            nn.init.zeros_(self.lm.get_parameter(name))
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it is a decoder, which may be spread over ranks, and not an encoder."""
+        return self.shape is not None or isinstance(getattr(self.lm, HEAD, None), nn.Linear)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The head; on the last stage alone. Every tensor slice has all of it."""
+        self._check_last_stage()
+        head: nn.Linear = self.lm.get_submodule(HEAD)
+        return head
+
+    def forward(self, rows: PaddedRows) -> torch.Tensor:
+        """Scores as `finish` gives them. For one stage; with more, `stage_forward` and `finish`."""
+        if self.is_decoder:
+            return self.finish(self.stage_forward(rows, None), rows)
+        positions_T = torch.arange(rows.tokens_BT.shape[1], device=rows.tokens_BT.device)
+        is_token_BT = (positions_T < rows.lengths_B[:, None]).long()
+        with torch.autocast(
+            rows.tokens_BT.device.type,
+            torch.bfloat16,
+            enabled=self.spec.compute_dtype == "bfloat16",
+        ):
+            logits_BL: torch.Tensor = self.lm(
+                input_ids=rows.tokens_BT, attention_mask=is_token_BT
+            ).logits
+        return logits_BL[:, self.head_spec.label]
+
+    def finish(self, hidden_BTD: torch.Tensor, rows: PaddedRows) -> torch.Tensor:
+        """Scores from the last stage's result; equal on all its slices.
+
+        A row's score is not left to the model's own pooling, which looks for the last token that is
+        not the pad id: chat models end their text with exactly that id.
+
+        Args:
+            hidden_BTD: from `stage_forward`, float [B, T, D].
+            rows: the rows it was computed from.
+
+        Returns:
+            float32 [N], values of the states before the completion tokens, or float32 [B], scores
+            of the rows.
+
+        Raises:
+            ValueError: this is not the last stage.
+        """
+        head = self.head
+        # In the weights' float32: scores are compared by small differences, and the product is
+        # tiny.
+        if self.head_spec.per == "token":
+            hidden_ND = rows.states(hidden_BTD)
+            values_N: torch.Tensor = head(hidden_ND.to(head.weight.dtype)).squeeze(1)
+            return values_N
+        row_B = torch.arange(len(rows.lengths_B), device=hidden_BTD.device)
+        logits_BL: torch.Tensor = head(hidden_BTD[row_B, rows.lengths_B - 1].float())
+        return logits_BL[:, self.head_spec.label]
