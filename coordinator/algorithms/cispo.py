@@ -1,13 +1,18 @@
 """Clipped importance weights (CISPO, arXiv 2506.13585), as one step over the mesh."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    PromptBatch,
+    ReferenceHandle,
+    RewardHandle,
+)
 
 
 def cispo(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reward: RewardRole,
-    reference: ReferenceRole | None = None,
+    actor: ActorHandle,
+    reward: RewardHandle,
+    reference: ReferenceHandle | None = None,
 ) -> None:
     """One step: as GRPO, with a loss that clips weights and drops no token."""
     rollouts = actor.generate(prompts)

@@ -1,13 +1,18 @@
 """GRPO without its biases (Dr. GRPO, arXiv 2503.20783), as one step over the mesh."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    PromptBatch,
+    ReferenceHandle,
+    RewardHandle,
+)
 
 
 def dr_grpo(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reward: RewardRole,
-    reference: ReferenceRole | None = None,
+    actor: ActorHandle,
+    reward: RewardHandle,
+    reference: ReferenceHandle | None = None,
 ) -> None:
     """One step: as GRPO, without dividing by deviations and lengths."""
     rollouts = actor.generate(prompts)

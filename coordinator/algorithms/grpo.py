@@ -1,13 +1,18 @@
 """Group-relative policy optimisation (arXiv 2402.03300), as one step over the mesh."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    PromptBatch,
+    ReferenceHandle,
+    RewardHandle,
+)
 
 
 def grpo(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reward: RewardRole,
-    reference: ReferenceRole | None = None,
+    actor: ActorHandle,
+    reward: RewardHandle,
+    reference: ReferenceHandle | None = None,
 ) -> None:
     """One step: sample groups, judge, compare within each group, train the actor."""
     rollouts = actor.generate(prompts)

@@ -1,13 +1,18 @@
 """Group sequence policy optimisation (arXiv 2507.18071), as one step over the mesh."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    PromptBatch,
+    ReferenceHandle,
+    RewardHandle,
+)
 
 
 def gspo(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reward: RewardRole,
-    reference: ReferenceRole | None = None,
+    actor: ActorHandle,
+    reward: RewardHandle,
+    reference: ReferenceHandle | None = None,
 ) -> None:
     """One step: as GRPO, with one ratio for a whole completion in the loss."""
     rollouts = actor.generate(prompts)

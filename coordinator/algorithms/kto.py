@@ -1,12 +1,12 @@
 """Kahneman-Tversky optimisation (arXiv 2402.01306), as one step over the mesh."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole
+from rolemesh.coordinator.dataflow.roles import ActorHandle, PromptBatch, ReferenceHandle
 
 
 def kto(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reference: ReferenceRole,
+    actor: ActorHandle,
+    reference: ReferenceHandle,
 ) -> None:
     """One step: read judged completions, find the reference point, train the actor."""
     judged = actor.read_judgements(prompts)

@@ -1,20 +1,20 @@
 """Proximal policy optimisation with a critic (arXiv 1707.06347), as one step over the mesh."""
 
 from rolemesh.coordinator.dataflow.roles import (
-    ActorRole,
-    CriticRole,
+    ActorHandle,
+    CriticHandle,
     PromptBatch,
-    ReferenceRole,
-    RewardRole,
+    ReferenceHandle,
+    RewardHandle,
 )
 
 
 def ppo(
     prompts: PromptBatch,
-    actor: ActorRole,
-    critic: CriticRole,
-    reference: ReferenceRole,
-    reward: RewardRole,
+    actor: ActorHandle,
+    critic: CriticHandle,
+    reference: ReferenceHandle,
+    reward: RewardHandle,
 ) -> None:
     """One step: sample, judge, estimate advantages, train critic and actor."""
     rollouts = actor.generate(prompts)

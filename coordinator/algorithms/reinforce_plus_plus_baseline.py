@@ -1,13 +1,18 @@
 """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262), as one step."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    PromptBatch,
+    ReferenceHandle,
+    RewardHandle,
+)
 
 
 def reinforce_plus_plus_baseline(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reward: RewardRole,
-    reference: ReferenceRole | None = None,
+    actor: ActorHandle,
+    reward: RewardHandle,
+    reference: ReferenceHandle | None = None,
 ) -> None:
     """One step: sample groups, judge, subtract means, normalise over the batch, train."""
     rollouts = actor.generate(prompts)

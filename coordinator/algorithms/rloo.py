@@ -1,13 +1,18 @@
 """REINFORCE leave-one-out (arXiv 2402.14740), as one step over the mesh."""
 
-from rolemesh.coordinator.dataflow.roles import ActorRole, PromptBatch, ReferenceRole, RewardRole
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    PromptBatch,
+    ReferenceHandle,
+    RewardHandle,
+)
 
 
 def rloo(
     prompts: PromptBatch,
-    actor: ActorRole,
-    reward: RewardRole,
-    reference: ReferenceRole | None = None,
+    actor: ActorHandle,
+    reward: RewardHandle,
+    reference: ReferenceHandle | None = None,
 ) -> None:
     """One step: sample groups, judge, compare each with the others, train the actor."""
     rollouts = actor.generate(prompts)

@@ -1,22 +1,22 @@
 """Safe RLHF: PPO under a limit on the mean cost (arXiv 2310.12773), as one step over the mesh."""
 
 from rolemesh.coordinator.dataflow.roles import (
-    ActorRole,
-    CostRole,
-    CriticRole,
+    ActorHandle,
+    CostHandle,
+    CriticHandle,
     PromptBatch,
-    ReferenceRole,
-    RewardRole,
+    ReferenceHandle,
+    RewardHandle,
 )
 
 
 def safe_rlhf(
     prompts: PromptBatch,
-    actor: ActorRole,
-    critic: CriticRole,
-    reference: ReferenceRole,
-    reward: RewardRole,
-    cost: CostRole,
+    actor: ActorHandle,
+    critic: CriticHandle,
+    reference: ReferenceHandle,
+    reward: RewardHandle,
+    cost: CostHandle,
 ) -> None:
     """One step: PPO with a cost beside the reward, and texts that keep the language."""
     rollouts = actor.generate(prompts)

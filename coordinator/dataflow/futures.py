@@ -123,7 +123,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class CallFuture:
     """What one call contributes to an experience: some columns, in one block or several."""
 
     nodes: tuple[Node, ...]
@@ -141,7 +141,7 @@ class Part:
 class UpdateFuture:
     """An update in flight. Nothing has to be done with it: the step waits for all nodes."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: CallFuture) -> None:
         self.part = part
 
     @property
@@ -167,7 +167,7 @@ class ExperienceFuture:
     """
 
     def __init__(
-        self, dataflow: object, parts: tuple[Part, ...], *, is_whole: bool = False
+        self, dataflow: object, parts: tuple[CallFuture, ...], *, is_whole: bool = False
     ) -> None:
         self._dataflow = dataflow
         self._parts = parts
@@ -184,7 +184,7 @@ class ExperienceFuture:
         return ExperienceFuture(self._dataflow, self._parts + new)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[CallFuture, ...]:
         """What the calls behind it contribute, in the order in which they were joined."""
         return self._parts
 
@@ -220,7 +220,7 @@ class ExperienceFuture:
         Raises:
             ValueError: A needed column is produced by no node.
         """
-        chosen: set[Part] = set()
+        chosen: set[CallFuture] = set()
         for column in needs:
             part = self._producer(column)
             if part is None:
@@ -237,7 +237,7 @@ class ExperienceFuture:
         """The same, to be worked on at once, whatever blocks it comes in."""
         return ExperienceFuture(self._dataflow, self._parts, is_whole=True)
 
-    def _producer(self, column: str) -> Part | None:
+    def _producer(self, column: str) -> CallFuture | None:
         return next((part for part in reversed(self._parts) if column in part.columns), None)
 
     async def result(self, block: int | None = None) -> experience_pb2.ExperienceRef:

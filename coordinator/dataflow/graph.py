@@ -16,12 +16,12 @@ from typing import Self
 
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import (
+    CallFuture,
     ExperienceFuture,
     Node,
     NodeKind,
     NodeState,
     Outcome,
-    Part,
 )
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.store import StateStoreError
@@ -38,7 +38,7 @@ SampleWork = Callable[[Node, OnBlock], Awaitable[Outcome]]
 """Makes a call that hands its blocks out while it runs."""
 
 
-class Dataflow:
+class StepGraph:
     """The graph of one step, while it runs and afterwards.
 
     Invariant: once a node has failed, or `abort` was called, no other node starts. When the block
@@ -48,7 +48,7 @@ class Dataflow:
 
     Example::
 
-        async with Dataflow(3, pools) as dataflow:
+        async with StepGraph(3, pools) as dataflow:
             ...                    # make nodes; what is raised here cancels them
         dataflow.nodes[0].seconds  # all are done
     """
@@ -77,9 +77,9 @@ class Dataflow:
         reads: ExperienceFuture | None = None,
         produces: Iterable[str] = (),
         block: int | None = None,
-        after: Iterable[Part] = (),
+        after: Iterable[CallFuture] = (),
         is_leased: bool = True,
-    ) -> Part:
+    ) -> CallFuture:
         """Makes a node; its work starts as soon as it can.
 
         Args:
@@ -112,7 +112,7 @@ class Dataflow:
             return outcome
 
         task = self._start(node, run)
-        return Part(nodes=(node,), outcomes=(task,), columns=columns)
+        return CallFuture(nodes=(node,), outcomes=(task,), columns=columns)
 
     def sample(
         self,
@@ -124,9 +124,9 @@ class Dataflow:
         work: SampleWork,
         num_blocks: int,
         produces: Iterable[str],
-        after: Iterable[Part] = (),
+        after: Iterable[CallFuture] = (),
         others: Sequence[str] = (),
-    ) -> Part:
+    ) -> CallFuture:
         """Makes a node whose experience comes in blocks, each as soon as it is finished.
 
         A generation of one block is that block.
@@ -177,7 +177,7 @@ class Dataflow:
 
         self._start(node, run)
         self._tasks.extend(blocks)
-        return Part(nodes=(node,), outcomes=tuple(blocks), columns=frozenset(produces))
+        return CallFuture(nodes=(node,), outcomes=tuple(blocks), columns=frozenset(produces))
 
     def defer(
         self,
@@ -204,7 +204,7 @@ class Dataflow:
 
         task = asyncio.get_running_loop().create_task(run(), name=f"step {self.step} deferred")
         self._tasks.append(task)
-        part = Part(nodes=(), outcomes=(task,), columns=frozenset(columns))
+        part = CallFuture(nodes=(), outcomes=(task,), columns=frozenset(columns))
         return ExperienceFuture(self, (part,))
 
     def _node(
@@ -215,7 +215,7 @@ class Dataflow:
         sequence: int,
         reads: ExperienceFuture | None,
         block: int | None,
-        after: tuple[Part, ...],
+        after: tuple[CallFuture, ...],
     ) -> Node:
         if self._failure is not None:
             raise self._failure
@@ -247,7 +247,7 @@ class Dataflow:
         self._tasks.append(task)
         return task
 
-    def experience(self, part: Part) -> ExperienceFuture:
+    def experience(self, part: CallFuture) -> ExperienceFuture:
         """The future of a node that produces columns."""
         return ExperienceFuture(self, (part,))
 
@@ -376,7 +376,7 @@ class Dataflow:
             raise self._failure
 
 
-async def _exist(parts: Iterable[Part]) -> None:
+async def _exist(parts: Iterable[CallFuture]) -> None:
     """Returns once the parts exist, or raises what kept them, also in another step."""
     outcomes = [outcome for part in parts for outcome in part.outcomes]
     if not outcomes:

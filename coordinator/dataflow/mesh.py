@@ -19,7 +19,7 @@ TRAINED_ROLES = ("actor", "critic")
 """Roles whose weights always change: they have a part in a checkpoint."""
 
 
-class Mesh:
+class RunMesh:
     """Connections to the services of a run, by their names. Owner: the coordinator's loop."""
 
     def __init__(
@@ -101,33 +101,33 @@ class Mesh:
             await self._initialize(connection, recipe)
             await self.sleep(connection.service, 0)
 
-    async def sleep(self, role: str, step: int) -> None:
+    async def sleep(self, service: str, step: int) -> None:
         """Has a service move what it holds to host memory."""
-        key = self._journal.next_key(step, f"{role}.sleep")
-        await self._moved(role, "sleep", step, self.connections[role].client.sleep(key))
+        key = self._journal.next_key(step, f"{service}.sleep")
+        await self._moved(service, "sleep", step, self.connections[service].client.sleep(key))
 
-    async def wake(self, role: str, step: int) -> None:
+    async def wake(self, service: str, step: int) -> None:
         """Has a service bring what it holds back to its devices."""
-        key = self._journal.next_key(step, f"{role}.wake")
-        await self._moved(role, "wake", step, self.connections[role].client.wake(key))
+        key = self._journal.next_key(step, f"{service}.wake")
+        await self._moved(service, "wake", step, self.connections[service].client.wake(key))
 
-    async def _moved(self, role: str, move: str, step: int, call: Awaitable[object]) -> None:
-        self._observer.on_phase(role, move, 0, 0)
+    async def _moved(self, service: str, move: str, step: int, call: Awaitable[object]) -> None:
+        self._observer.on_phase(service, move, 0, 0)
         try:
             await call
         except RolemeshError as error:
             # By itself it would look like a failure of the node that needs the devices.
-            raise NodeFailedError(f"{role}.{move}", step, role, error) from error
-        self._observer.on_phase(role, "", 0, 0)
+            raise NodeFailedError(f"{service}.{move}", step, service, error) from error
+        self._observer.on_phase(service, "", 0, 0)
 
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
-        role = connection.service
-        key = self._journal.next_key(0, f"{role}.initialize")
+        service = connection.service
+        key = self._journal.next_key(0, f"{service}.initialize")
         spec = recipe.section(connection.role).model_dump(mode="json")
 
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
             connection.policy_version = result.policy_version
-            self.facts[role] = dict(result.facts)
+            self.facts[service] = dict(result.facts)
             return {"policy_version": result.policy_version}
 
         result = await connection.make(
@@ -139,7 +139,7 @@ class Mesh:
             on_phase=self._observer.on_phase,
         )
         size = result.num_parameters
-        self._observer.on_event(f"{role} is ready" + (f", {size:,} parameters" if size else ""))
+        self._observer.on_event(f"{service} is ready" + (f", {size:,} parameters" if size else ""))
 
     async def release(self, through_step: int) -> None:
         """Drops the experience of this step and earlier ones, wherever it is held."""

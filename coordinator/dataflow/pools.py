@@ -18,10 +18,10 @@ AFTER_ALL_NODES = 2**62
 class Sleeper(Protocol):
     """Takes roles off their devices, and brings them back."""
 
-    async def sleep(self, role: str, step: int) -> None:
-        """Moves what the role holds to host memory, during a step."""
+    async def sleep(self, service: str, step: int) -> None:
+        """Moves what the service holds to host memory, during a step."""
 
-    async def wake(self, role: str, step: int) -> None:
+    async def wake(self, service: str, step: int) -> None:
         """Brings it back."""
 
 

@@ -13,8 +13,14 @@ from rolemesh.coordinator.dataflow.connection import (
     RoleConnection,
     summarize_reference,
 )
-from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind, Outcome, Part
-from rolemesh.coordinator.dataflow.graph import Dataflow, OnBlock
+from rolemesh.coordinator.dataflow.futures import (
+    CallFuture,
+    ExperienceFuture,
+    Node,
+    NodeKind,
+    Outcome,
+)
+from rolemesh.coordinator.dataflow.graph import OnBlock, StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.algorithms import AlgorithmParts, AlgorithmSection
 from rolemesh.engine.specs import SamplingSpec
@@ -103,7 +109,7 @@ class StepContext:
     step: int
     algorithm: AlgorithmSection
     """The recipe's section, with the numeric parts that calls ask for."""
-    dataflow: Dataflow
+    dataflow: StepGraph
     journal: Journal
     connections: Mapping[str, RoleConnection]
     """By the name of the service."""
@@ -115,7 +121,7 @@ class StepContext:
     """Evaluation has nodes and operations of its own, so that training's stay the same."""
     may_drop: frozenset[str] = frozenset()
     """Roles that judge and may leave rows out of the step."""
-    policy_updates: list[Part] = field(default_factory=list)
+    policy_updates: list[CallFuture] = field(default_factory=list)
     """Updates of the actor that the step asks for."""
     trained_on: list[ExperienceFuture] = field(default_factory=list)
     """What the updates of the step were given."""
@@ -134,12 +140,12 @@ Call = Callable[
 where it reads none), and whom to tell how far it is."""
 
 SampleCall = Callable[
-    ["ServiceCalls", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Message]
+    ["ServiceNodes", operation_pb2.OperationKey, OnBlock, ProgressCallback], Awaitable[Message]
 ]
 """Makes one call that hands out blocks while it runs: gets the service that it is of besides."""
 
 
-class ServiceCalls:
+class ServiceNodes:
     """Calls of one service within a step."""
 
     def __init__(self, context: StepContext, service: str) -> None:
@@ -166,9 +172,9 @@ class ServiceCalls:
         reads: ExperienceFuture | None = None,
         produces: Iterable[str] = (),
         *,
-        after: Iterable[Part] = (),
+        after: Iterable[CallFuture] = (),
         is_leased: bool = True,
-    ) -> Part:
+    ) -> CallFuture:
         """Makes the call a node, or a node a block where its experience comes in blocks.
 
         Args:
@@ -189,7 +195,7 @@ class ServiceCalls:
             )
             for block in range(num_blocks)
         ]  # fmt: skip
-        return Part(
+        return CallFuture(
             nodes=tuple(node for part in parts for node in part.nodes),
             outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
             columns=frozenset(produces),
@@ -202,10 +208,10 @@ class ServiceCalls:
         call: Call,
         reads: ExperienceFuture | None,
         produces: tuple[str, ...],
-        after: tuple[Part, ...],
+        after: tuple[CallFuture, ...],
         is_leased: bool,
         block: int | None,
-    ) -> Part:
+    ) -> CallFuture:
         kind, key = self._named(kind, method)
 
         async def work(_: Node, experience: experience_pb2.ExperienceRef | None) -> Outcome:
@@ -233,14 +239,14 @@ class ServiceCalls:
         *,
         num_blocks: int,
         produces: Iterable[str],
-        after: Iterable[Part] = (),
+        after: Iterable[CallFuture] = (),
         others: Sequence[str] = (),
-    ) -> Part:
-        """Makes a call that gives its experience in blocks a node; see `Dataflow.sample`."""
+    ) -> CallFuture:
+        """Makes a call that gives its experience in blocks a node; see `StepGraph.sample`."""
         kind, key = self._named(kind, method)
 
         async def work(node: Node, on_block: OnBlock) -> Outcome:
-            chosen = ServiceCalls(self.context, node.service)
+            chosen = ServiceNodes(self.context, node.service)
             return await chosen._made(
                 key, method, lambda on_progress: call(chosen, key, on_block, on_progress)
             )
@@ -283,7 +289,7 @@ class ServiceCalls:
         return _outcome_of(result)
 
 
-class RoleHandle(ServiceCalls):
+class RoleHandle(ServiceNodes):
     """What an algorithm holds of a role."""
 
     role: str

@@ -11,9 +11,9 @@ from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import (
+    CallFuture,
     ExperienceFuture,
     NodeKind,
-    Part,
     UpdateFuture,
 )
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
@@ -40,13 +40,13 @@ from rolemesh.v1 import (
 
 __all__ = [
     "ROLE_HANDLES",
-    "ActorRole",
-    "CostRole",
-    "CriticRole",
+    "ActorHandle",
+    "CostHandle",
+    "CriticHandle",
     "ExperienceFuture",
     "PromptBatch",
-    "ReferenceRole",
-    "RewardRole",
+    "ReferenceHandle",
+    "RewardHandle",
     "StepContext",
     "UpdateFuture",
 ]
@@ -70,7 +70,7 @@ class _TrainedRole(RoleHandle):
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
 
-        async def call(key: _Key, reference: _Ref, told: ProgressCallback) -> Any:
+        async def call(key: _Key, ref: _Ref, told: ProgressCallback) -> Any:
             auxiliary = []
             if pretraining is not None:
                 auxiliary = [
@@ -82,7 +82,7 @@ class _TrainedRole(RoleHandle):
                 ]
             return await self.client.update(
                 key,
-                reference,
+                ref,
                 _part(loss),
                 epochs=algorithm.epochs,
                 mini_batch_rows=algorithm.mini_batch_rows,
@@ -115,11 +115,11 @@ class _TrainedRole(RoleHandle):
         kind = data_pb2.READ_KIND_PREFERENCE
         return self._read(prompts, kind, (*DATA_COLUMNS, *PAIR_COLUMNS))
 
-    def _future(self, part: Part) -> ExperienceFuture:
+    def _future(self, part: CallFuture) -> ExperienceFuture:
         return ExperienceFuture(self.context.dataflow, (part,))
 
 
-class ActorRole(_TrainedRole):
+class ActorHandle(_TrainedRole):
     """The policy: samples, estimates advantages, trains."""
 
     role = "actor"
@@ -174,14 +174,14 @@ class ActorRole(_TrainedRole):
 
         return self.context.dataflow.defer(collect, (*ROLLOUT_COLUMNS, "rewards"))
 
-    def _select(self, rollouts: ExperienceFuture, max_groups: int) -> Part:
+    def _select(self, rollouts: ExperienceFuture, max_groups: int) -> CallFuture:
         rule = _part(self.context.parts.selection)
         return self.node(
             NodeKind.INFER,
             "select",
-            lambda key, reference, told: self.client.select_groups(
-                key, reference, rule, max_groups
-            ).result(told),
+            lambda key, ref, told: self.client.select_groups(key, ref, rule, max_groups).result(
+                told
+            ),
             rollouts,
         )
 
@@ -236,11 +236,9 @@ class ActorRole(_TrainedRole):
             )
         compared = None if baseline is None else baseline.select(spec.baseline_columns())
 
-        async def call(key: _Key, reference: _Ref, told: ProgressCallback) -> Any:
+        async def call(key: _Key, ref: _Ref, told: ProgressCallback) -> Any:
             other = None if compared is None else await compared.result()
-            return await self.client.compute_advantages(key, reference, _part(spec), other).result(
-                told
-            )
+            return await self.client.compute_advantages(key, ref, _part(spec), other).result(told)
 
         # Groups, whitening and controllers take the whole batch, in one block.
         needs = (*spec.columns(), "prompt_lengths")
@@ -271,7 +269,7 @@ class ActorRole(_TrainedRole):
         return update
 
 
-class CriticRole(_TrainedRole):
+class CriticHandle(_TrainedRole):
     """The value function."""
 
     role = "critic"
@@ -281,7 +279,7 @@ class CriticRole(_TrainedRole):
         part = self.node(
             NodeKind.INFER,
             "compute_values",
-            lambda key, reference, told: self.client.compute_values(key, reference).result(told),
+            lambda key, ref, told: self.client.compute_values(key, ref).result(told),
             experience.select(INPUT_COLUMNS),
             ("values",),
         )
@@ -292,7 +290,7 @@ class CriticRole(_TrainedRole):
         return self._update(experience, self.context.parts.value_loss)
 
 
-class ReferenceRole(RoleHandle):
+class ReferenceHandle(RoleHandle):
     """The frozen policy that the KL is taken to."""
 
     role = "reference"
@@ -303,14 +301,14 @@ class ReferenceRole(RoleHandle):
         return ExperienceFuture(self.context.dataflow, (part,))
 
 
-def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> Part:
+def _compute_logprobs(handle: RoleHandle, experience: ExperienceFuture, column: str) -> CallFuture:
     loss = handle.context.parts.policy_loss
     temperature = loss.logprob_temperature
     return handle.node(
         NodeKind.INFER,
         "compute_logprobs",
-        lambda key, reference, told: handle.client.compute_logprobs(
-            key, reference, column, temperature=temperature
+        lambda key, ref, told: handle.client.compute_logprobs(
+            key, ref, column, temperature=temperature
         ).result(told),
         experience.select(INPUT_COLUMNS),
         (column,),
@@ -339,16 +337,16 @@ class _JudgingRole(_TrainedRole):
         part = self.node(
             NodeKind.INFER,
             method,
-            lambda key, reference, told: self.client.compute_reward(
-                key, reference, pass_at=pass_at
-            ).result(told),
+            lambda key, ref, told: self.client.compute_reward(key, ref, pass_at=pass_at).result(
+                told
+            ),
             reads,
             produces,
         )
         return self._future(part)
 
 
-class RewardRole(_JudgingRole):
+class RewardHandle(_JudgingRole):
     """The judge, and the reward model that is trained."""
 
     role = "reward"
@@ -369,7 +367,7 @@ class RewardRole(_JudgingRole):
         return self._update(experience, self.context.parts.reward_loss)
 
 
-class CostRole(_JudgingRole):
+class CostHandle(_JudgingRole):
     """The judge of what is to be kept low."""
 
     role = "cost"
@@ -380,6 +378,7 @@ class CostRole(_JudgingRole):
 
 
 ROLE_HANDLES: Mapping[str, type[RoleHandle]] = {
-    handle.role: handle for handle in (ActorRole, CriticRole, ReferenceRole, RewardRole, CostRole)
+    handle.role: handle
+    for handle in (ActorHandle, CriticHandle, ReferenceHandle, RewardHandle, CostHandle)
 }
 """By the name under which an algorithm asks for a role."""

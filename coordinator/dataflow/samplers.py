@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import ExperienceFuture, NodeKind, Part
+from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
 from rolemesh.coordinator.dataflow.graph import OnBlock
-from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceCalls, StepContext
+from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceNodes, StepContext
 from rolemesh.coordinator.recipe.schedule import (
     AsyncSamplerSpec,
     OneStepAheadSpec,
@@ -43,7 +43,7 @@ class _Calls:
         services: Sequence[str],
         prompts: PromptBatch,
         sampling: SamplingSpec,
-        after: Sequence[Part],
+        after: Sequence[CallFuture],
     ) -> ExperienceFuture:
         """One experience of all calls.
 
@@ -63,7 +63,7 @@ class _Calls:
             # Who is asked first does not change, for the sake of caches.
             preferred = (*services[first:], *services[:first]) if is_timed else (services[first],)
             parts.append(self._call(context, preferred, part, sampling, after))
-        whole = Part(
+        whole = CallFuture(
             nodes=tuple(node for part in parts for node in part.nodes),
             outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
             columns=frozenset(self.columns),
@@ -84,14 +84,14 @@ class _Calls:
         services: Sequence[str],
         prompts: PromptBatch,
         sampling: SamplingSpec,
-        after: Sequence[Part],
-    ) -> Part:
+        after: Sequence[CallFuture],
+    ) -> CallFuture:
         num_rows = prompts.count * sampling.samples_per_prompt
         # Evaluation draws another number of samples, and waits for all of them anyway.
         block_rows = 0 if context.is_evaluation else self.spec.block_rows
 
         async def call(
-            chosen: ServiceCalls,
+            chosen: ServiceNodes,
             key: operation_pb2.OperationKey,
             on_block: OnBlock,
             on_progress: ProgressCallback,
@@ -123,7 +123,7 @@ class _Calls:
                 )
             return result
 
-        return ServiceCalls(context, services[0]).sample_node(
+        return ServiceNodes(context, services[0]).sample_node(
             NodeKind.SAMPLE,
             "generate",
             call,
@@ -160,7 +160,7 @@ class ActorSampler:
 class _Publication:
     """Weights that the actor has published, or will have."""
 
-    part: Part
+    part: CallFuture
     refs: list[weights_pb2.WeightsRef]
     """One, once the part exists."""
     policy_version: int | None
@@ -211,8 +211,8 @@ class RolloutSampler:
         self._sampling = sampling
         self._publication: _Publication | None = None
         self._taken: _Publication | None = None
-        self._takes: tuple[Part, ...] = ()
-        self._last_begun: tuple[Part, ...] = ()
+        self._takes: tuple[CallFuture, ...] = ()
+        self._last_begun: tuple[CallFuture, ...] = ()
         self._begun: dict[tuple[int, PromptBatch], ExperienceFuture] = {}
         self.steps_ahead = spec.max_staleness if isinstance(spec, AsyncSamplerSpec) else 0
         self.steps_ahead_while_training = int(isinstance(spec, OneStepAheadSpec))
@@ -259,8 +259,8 @@ class RolloutSampler:
                 self._publication = self._publish(context, (*context.policy_updates, *self._takes))
 
     def _bring_weights(
-        self, context: StepContext, after: Sequence[Part] = (), *, is_leased: bool = True
-    ) -> tuple[Part, ...]:
+        self, context: StepContext, after: Sequence[CallFuture] = (), *, is_leased: bool = True
+    ) -> tuple[CallFuture, ...]:
         """Has every rollout service take the newest weights, unless it has them.
 
         Args:
@@ -291,9 +291,9 @@ class RolloutSampler:
         return self._takes
 
     def _publish(
-        self, context: StepContext, after: Sequence[Part], policy_version: int | None = None
+        self, context: StepContext, after: Sequence[CallFuture], policy_version: int | None = None
     ) -> _Publication:
-        actor = ServiceCalls(context, "actor")
+        actor = ServiceNodes(context, "actor")
         refs: list[weights_pb2.WeightsRef] = []
 
         async def publish(
@@ -314,10 +314,10 @@ class RolloutSampler:
         context: StepContext,
         service: str,
         publication: _Publication,
-        after: Sequence[Part],
+        after: Sequence[CallFuture],
         is_leased: bool,
-    ) -> Part:
-        calls = ServiceCalls(context, service)
+    ) -> CallFuture:
+        calls = ServiceNodes(context, service)
         return calls.node(
             NodeKind.UPDATE,
             "update_weights",

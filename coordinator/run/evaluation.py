@@ -8,7 +8,7 @@ from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node
-from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardRole, StepContext
+from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardHandle, StepContext
 from rolemesh.coordinator.recipe.schema import EvaluationSpec
 from rolemesh.coordinator.run.metrics import combined_metrics
 
@@ -66,7 +66,7 @@ async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
     async with context.dataflow:
         rollouts = context.sampler.generate(context, prompts, sampling)
         # One call judges all completions, so its mean and pass@k are those of the whole.
-        rewards = RewardRole(context).compute_reward(rollouts.whole(), pass_at=spec.pass_at)
+        rewards = RewardHandle(context).compute_reward(rollouts.whole(), pass_at=spec.pass_at)
     sampled, (judged,) = rollouts.nodes, rewards.nodes
     return Evaluation(
         step=context.step,

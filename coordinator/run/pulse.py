@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rolemesh.coordinator.api.messages import to_timestamp
-from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import RunStream, StateStore
@@ -29,7 +29,7 @@ class Pulse:
         events: EventLog,
         *,
         activity: Callable[[], str],
-        flow: Callable[[], Dataflow | None],
+        flow: Callable[[], StepGraph | None],
     ) -> None:
         """Prepares.
 

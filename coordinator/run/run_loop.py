@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node
-from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.wishes import Wishes
 
@@ -23,9 +23,9 @@ class RunLoop(ABC):
         """Steps committed."""
         self.activity = "initialize"
         """What the run does, for messages to people."""
-        self.dataflow: Dataflow | None = None
+        self.dataflow: StepGraph | None = None
         """Graph of the newest step or evaluation."""
-        self.step_in_progress: Dataflow | None = None
+        self.step_in_progress: StepGraph | None = None
         """Graph of the step that is being made; None between steps."""
         self.records: list[Mapping[str, float]] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)

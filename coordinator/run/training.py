@@ -13,9 +13,9 @@ from typing import Any
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind
-from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.dataflow.mesh import Mesh
+from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, PromptCursor, StepContext
@@ -56,7 +56,7 @@ class TrainingLoop(RunLoop):
         self,
         recipe: Recipe,
         algorithm: Algorithm,
-        mesh: Mesh,
+        mesh: RunMesh,
         journal: Journal,
         store: StateStore,
         writer: MetricsWriter,
@@ -203,7 +203,7 @@ class TrainingLoop(RunLoop):
         return StepContext(
             step=step,
             algorithm=self._section,
-            dataflow=Dataflow(step, self._pools),
+            dataflow=StepGraph(step, self._pools),
             sampler=self._sampler,
             journal=self._journal,
             connections=self._mesh.connections,

@@ -22,7 +22,7 @@ from rolemesh.coordinator.dataflow.errors import (
     ServiceLostError,
 )
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.dataflow.mesh import Mesh
+from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -206,7 +206,7 @@ class TrainingRun:
                 "does not use"
             )
         writer = await self._open_writer()
-        mesh = Mesh(self._addresses, self._services, journal, self._observer)
+        mesh = RunMesh(self._addresses, self._services, journal, self._observer)
         samples = SampleTaker(
             self._store, self.run_id, epoch, self._observer, self.recipe.run.samples
         )
@@ -252,7 +252,9 @@ class TrainingRun:
             await tracker.start(facts, config)
         return MetricsWriter(facts, self._store, trackers)
 
-    async def _live(self, mesh: Mesh, loop: RunLoop, journal: Journal, epoch: int | None) -> None:
+    async def _live(
+        self, mesh: RunMesh, loop: RunLoop, journal: Journal, epoch: int | None
+    ) -> None:
         """Meets, watches and initialises the services, then trains."""
         pulse = Pulse(
             self._store,
@@ -343,7 +345,7 @@ class TrainingRun:
     async def _conclude(
         self,
         failure: BaseException | None,
-        mesh: Mesh,
+        mesh: RunMesh,
         loop: RunLoop,
         epoch: int | None,
         writer: MetricsWriter,

@@ -241,9 +241,13 @@ class RingTransport(Transport):
         self._slots.start()
         with self._changed:
             for message in receives:
-                self._lanes[message.peer].receives.append(_Part(message, exchange, is_control))
+                self._lanes[message.peer].receives.append(
+                    _PendingMessage(message, exchange, is_control)
+                )
             for message in sends:
-                self._lanes[message.peer].sends.append(_Part(message, exchange, is_control))
+                self._lanes[message.peer].sends.append(
+                    _PendingMessage(message, exchange, is_control)
+                )
             self._busy.add(exchange)
             self._changed.notify_all()
         return exchange
@@ -291,7 +295,7 @@ class RingTransport(Transport):
         self.abort()
 
 
-class _Part:
+class _PendingMessage:
     """What is left of one message."""
 
     def __init__(self, message: Message, exchange: _RingExchange, is_control: bool) -> None:
@@ -322,9 +326,9 @@ class _Lane:
         self._theirs = theirs
         self._writing: tuple[Copying, int] | None = None
         self._reading: tuple[Copying, int] | None = None
-        self._unconfirmed: deque[tuple[int, _Part]] = deque()
-        self.sends: deque[_Part] = deque()
-        self.receives: deque[_Part] = deque()
+        self._unconfirmed: deque[tuple[int, _PendingMessage]] = deque()
+        self.sends: deque[_PendingMessage] = deque()
+        self.receives: deque[_PendingMessage] = deque()
         self.trouble = ""
 
     @property
@@ -408,7 +412,7 @@ class _Lane:
             self.receives.popleft()
             self._finish(part)
 
-    def _finish(self, part: _Part) -> None:
+    def _finish(self, part: _PendingMessage) -> None:
         exchange = part.exchange
         with self._transport._changed:
             exchange._num_left -= 1

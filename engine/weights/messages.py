@@ -19,7 +19,7 @@ from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopySpan:
     """A copy in a message."""
 
     copy: Copy
@@ -43,7 +43,7 @@ class Parcel:
 
     peer: int
     """The other rank."""
-    parts: tuple[Part, ...]
+    parts: tuple[CopySpan, ...]
     """What the message holds, in this order."""
     start: int
     """Where the message begins in the round's buffer."""
@@ -85,7 +85,7 @@ def make_parcels(plan: Plan, copies_by_peer: Mapping[int, Sequence[Copy]]) -> tu
         # to its own element type.
         for copy in sorted(copies, key=lambda copy: -ITEM_BYTES[plan.wire_dtype(copy.parameter)]):
             stop = at + plan.wire_bytes(copy)
-            parts.append(Part(copy, TORCH_DTYPES[plan.wire_dtype(copy.parameter)], at, stop))
+            parts.append(CopySpan(copy, TORCH_DTYPES[plan.wire_dtype(copy.parameter)], at, stop))
             at = stop
         parcels.append(Parcel(peer, tuple(parts), start, at))
         start += aligned(at)  # in the buffer only: the gap is not sent

@@ -45,16 +45,16 @@ ASK = "ask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnPart:
+class OwnSource:
     """A source that judges in this process."""
 
     name: str
     weight: float
-    source: RewardSource
+    reward: RewardSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsidePart:
+class OutsideSource:
     """A source that is asked outside of this process."""
 
     name: str
@@ -64,7 +64,7 @@ class OutsidePart:
     on_failure: FailurePolicySpec
 
 
-Part = OwnPart | OutsidePart
+Source = OwnSource | OutsideSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,13 @@ class Judged:
     """float32; NaN for a row that is not judged."""
     is_judged_B: torch.Tensor
     """bool; False for all rows of a prompt of which one could not be judged."""
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    """float32 [B] by source, before its weight; NaN where it does not apply, or failed."""
+    by_source: dict[str, torch.Tensor] = field(default_factory=dict)
+    """float32 [B] of each, before its weight; NaN where it does not apply, or failed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the requests, by "<source>/<metric>"."""
 
 
-class Judge:
+class RewardSources:
     """The sources of one reward. Owner: the service's loop.
 
     Invariant: outside rewards run on their own loop, which `close` ends.
@@ -90,28 +90,31 @@ class Judge:
     the rewards (2, 1).
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         """Takes the sources: at least one, each with its own name."""
-        self._parts = tuple(parts)
+        self._sources = tuple(sources)
         self._loop = LoopThread("outside-rewards", "reward")
-        outside = [part for part in parts if isinstance(part, OutsidePart)]
-        self.may_drop = any(isinstance(part.on_failure, DropGroupSpec) for part in outside)
+        outside = [source for source in sources if isinstance(source, OutsideSource)]
+        self.may_drop = any(isinstance(source.on_failure, DropGroupSpec) for source in outside)
         """Whether rows may be left without a reward."""
         self.asks_outside = bool(outside)
         """Whether one of the sources is outside."""
-        self.tells_parts = bool(outside) or len(parts) > 1
+        self.tells_sources = bool(outside) or len(sources) > 1
         """Whether there are metrics for each source."""
         own = [
-            column for part in parts if isinstance(part, OwnPart) for column in part.source.columns
+            column
+            for source in sources
+            if isinstance(source, OwnSource)
+            for column in source.reward.columns
         ]
         self.columns: tuple[str, ...] = tuple(
             dict.fromkeys((*own, *(TRAJECTORY_COLUMNS if outside else ())))
         )
         """Columns of the experience that are read."""
-        first = parts[0]
-        is_alone = len(parts) == 1 and isinstance(first, OwnPart) and first.weight == 1.0
+        first = sources[0]
+        is_alone = len(sources) == 1 and isinstance(first, OwnSource) and first.weight == 1.0
         self.full_score = (
-            first.source.full_score if is_alone and isinstance(first, OwnPart) else None
+            first.reward.full_score if is_alone and isinstance(first, OwnSource) else None
         )
         """Reward of a trajectory that is right in full; None when there is no such thing."""
 
@@ -122,9 +125,9 @@ class Judge:
             OutsideRewardError: One of them cannot work; all are closed again.
         """
         try:
-            for part in self._parts:
-                if isinstance(part, OutsidePart):
-                    self._loop.run(part.reward.open(), OPEN_S)
+            for source in self._sources:
+                if isinstance(source, OutsideSource):
+                    self._loop.run(source.reward.open(), OPEN_S)
         except BaseException:
             self.close()
             raise
@@ -146,63 +149,65 @@ class Judge:
         tasks: dict[str, asyncio.Task[Judgement]] = {}
         values: dict[str, torch.Tensor] = {}
         async with _bare_errors() as group:
-            for part in self._parts:
-                if isinstance(part, OutsidePart):
-                    rows = await call.compute(part.reader.read, batch)
-                    asking = self._loop.run_async(_judgement(part.reward, rows))
-                    tasks[part.name] = group.create_task(asking)
-            for part in self._parts:
-                if isinstance(part, OwnPart):
-                    scores = await call.compute(part.source.score, batch, call.progress)
-                    values[part.name] = checked(scores, num_rows)
+            for source in self._sources:
+                if isinstance(source, OutsideSource):
+                    rows = await call.compute(source.reader.read, batch)
+                    asking = self._loop.run_async(_judgement(source.reward, rows))
+                    tasks[source.name] = group.create_task(asking)
+            for source in self._sources:
+                if isinstance(source, OwnSource):
+                    scores = await call.compute(source.reward.score, batch, call.progress)
+                    values[source.name] = checked(scores, num_rows)
             with call.phase(ASK):
                 await _all_done(tasks, call)
         metrics: dict[str, float] = {}
         failed_B = torch.zeros(num_rows, dtype=torch.bool)
-        for part in self._parts:
-            if not isinstance(part, OutsidePart):
+        for source in self._sources:
+            if not isinstance(source, OutsideSource):
                 continue
-            judgement = tasks[part.name].result()
-            values[part.name], dropped_B = _after_failures(part, judgement, prompt_ids)
+            judgement = tasks[source.name].result()
+            values[source.name], dropped_B = _after_failures(source, judgement, prompt_ids)
             failed_B |= dropped_B
-            metrics |= {f"{part.name}/{name}": value for name, value in judgement.metrics.items()}
-            metrics[f"{part.name}/failed_rows"] = float(len(judgement.failures))
+            metrics |= {f"{source.name}/{name}": value for name, value in judgement.metrics.items()}
+            metrics[f"{source.name}/failed_rows"] = float(len(judgement.failures))
             dropped = _whole_groups(dropped_B, prompt_ids)
-            metrics[f"{part.name}/dropped_rows"] = float(dropped.sum())
+            metrics[f"{source.name}/dropped_rows"] = float(dropped.sum())
         is_judged_B = ~_whole_groups(failed_B, prompt_ids)
         rewards_B = self._total(values, is_judged_B)
-        return Judged(rewards_B=rewards_B, is_judged_B=is_judged_B, parts=values, metrics=metrics)
+        return Judged(
+            rewards_B=rewards_B, is_judged_B=is_judged_B, by_source=values, metrics=metrics
+        )
 
     async def take_part(self, batch: Experience, call: Call) -> None:
         """Does the work of a rank whose output does not count: its share of our own models."""
-        for part in self._parts:
-            if isinstance(part, OwnPart):
-                await call.compute(part.source.score, batch, call.progress)
+        for source in self._sources:
+            if isinstance(source, OwnSource):
+                await call.compute(source.reward.score, batch, call.progress)
 
     def close(self) -> None:
         """Ends all requests, connections and processes. Not on the loop."""
-        for part in self._parts:
-            if isinstance(part, OutsidePart) and self._loop.is_running:
+        for source in self._sources:
+            if isinstance(source, OutsideSource) and self._loop.is_running:
                 try:
-                    self._loop.run(part.reward.close(), CLOSE_S)
+                    self._loop.run(source.reward.close(), CLOSE_S)
                 except TimeoutError:
-                    logger.warning("outside reward %s did not close in time", part.name)
+                    logger.warning("outside reward %s did not close in time", source.name)
         self._loop.close(CLOSE_S)
 
     def _total(self, values: dict[str, torch.Tensor], is_judged_B: torch.Tensor) -> torch.Tensor:
         """float32 [B], the weighted sum of the sources that apply; NaN for a row not judged."""
         total_B = torch.zeros(len(is_judged_B), dtype=torch.float64)
         applies_B = torch.zeros(len(is_judged_B), dtype=torch.bool)
-        for part in self._parts:
-            values_B = values[part.name].double()
-            total_B += part.weight * values_B.nan_to_num(0.0)
+        for source in self._sources:
+            values_B = values[source.name].double()
+            total_B += source.weight * values_B.nan_to_num(0.0)
             applies_B |= ~values_B.isnan()
         nothing = (is_judged_B & ~applies_B).nonzero().flatten()
         if len(nothing):
             raise RewardInvalidError(
                 f"no reward applies to row {int(nothing[0])} ({len(nothing)} such rows): every "
-                f"source of {[part.name for part in self._parts]} gave None; add one that judges "
-                "every row"
+                f"source of {[source.name for source in self._sources]} gave None; add one that "
+                "judges every row"
             )
         # In float32, as it is sent: a number that does not fit is refused.
         checked(total_B[is_judged_B].float(), int(is_judged_B.sum()))
@@ -222,7 +227,7 @@ async def _judgement(reward: OutsideReward, rows: Sequence[RewardRow]) -> Judgem
 
 
 def _after_failures(
-    part: OutsidePart, judgement: Judgement, prompt_ids: torch.Tensor | None
+    source: OutsideSource, judgement: Judgement, prompt_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards of a source after its failure policy, float32 [B], and the rows to drop, bool [B]."""
     failures = judgement.failures
@@ -234,7 +239,7 @@ def _after_failures(
     if not failures:
         return values_B, dropped_B
     first: OutsideRewardError = failures[min(failures)]
-    policy = part.on_failure
+    policy = source.on_failure
     if isinstance(policy, GiveValueSpec):
         values_B[list(failures)] = policy.value
     elif isinstance(policy, DropGroupSpec) and prompt_ids is not None:
@@ -243,7 +248,7 @@ def _after_failures(
         raise first
     logger.warning(
         "reward %s: %d of %d rows could not be judged (%s): %s",
-        part.name,
+        source.name,
         len(failures),
         len(values_B),
         policy.type,

@@ -1,4 +1,4 @@
-"""Makes a judge from a spec, and columns and metrics from its result."""
+"""Makes the sources of a reward from a spec, and columns and metrics from what they gave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rolemesh.engine.specs import (
     named_sources,
 )
 from rolemesh.engine.specs.columns import IS_JUDGED
-from rolemesh.services.reward.judging import Judge, Judged, OutsidePart, OwnPart, Part
+from rolemesh.services.reward.judging import Judged, OutsideSource, OwnSource, RewardSources, Source
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.reward.outside.make import make_outside_reward
 from rolemesh.services.reward.outside_rows import RowReader
@@ -26,16 +26,16 @@ from rolemesh.services.reward.outside_rows import RowReader
 LOSS_MASK = "loss_mask"
 """The mask of a row that is left out becomes False, so that no update counts it."""
 
-PART = "reward/"
+SOURCE_PREFIX = "reward/"
 """Beginning of the names of columns with the rewards of one source, before its weight."""
 
 
-def make_judge(
+def make_sources(
     source: SingleRewardSpec | WeightedSumSpec,
     device: torch.device,
     mesh: RankMesh,
     observer: RequestObserver | None,
-) -> Judge:
+) -> RewardSources:
     """Builds every source of a reward.
 
     Args:
@@ -45,38 +45,40 @@ def make_judge(
         observer: Observer of each request to an outside source.
     """
 
-    def part(reward: WeightedRewardSpec) -> Part:
+    def built(reward: WeightedRewardSpec) -> Source:
         spec, name = reward.source, str(reward.name)
         if isinstance(spec, OutsideRewardSpec):
-            return OutsidePart(
+            return OutsideSource(
                 name=name,
                 weight=reward.weight,
                 reward=make_outside_reward(name, spec, observer),
                 reader=RowReader(getattr(spec, "tokenizer", None)),
                 on_failure=spec.on_failure,
             )
-        return OwnPart(name=name, weight=reward.weight, source=make_reward(spec, device, mesh))
+        return OwnSource(name=name, weight=reward.weight, reward=make_reward(spec, device, mesh))
 
-    return Judge([part(reward) for reward in named_sources(source)])
+    return RewardSources([built(reward) for reward in named_sources(source)])
 
 
-def judged_columns(column: str, batch: Experience, judged: Judged, judge: Judge) -> Experience:
+def judged_columns(
+    column: str, batch: Experience, judged: Judged, sources: RewardSources
+) -> Experience:
     """Makes the columns that are published of a judgement.
 
     Args:
         column: Name of the rewards.
         batch: The judged rows. They have prompt_ids and loss_mask if groups may be dropped, and
-            is_judged if an earlier judge has dropped some.
+            is_judged if another role has dropped some.
         judged: The judgement.
-        judge: The judge that made it.
+        sources: The sources that gave it.
     """
     columns = {column: Column(ColumnKind.ROW, judged.rewards_B)}
-    if judge.tells_parts:
+    if sources.tells_sources:
         columns |= {
-            f"{PART}{name}": Column(ColumnKind.ROW, values_B)
-            for name, values_B in judged.parts.items()
+            f"{SOURCE_PREFIX}{name}": Column(ColumnKind.ROW, values_B)
+            for name, values_B in judged.by_source.items()
         }
-    if judge.may_drop:
+    if sources.may_drop:
         is_judged_B = judged.is_judged_B
         if IS_JUDGED in batch:
             is_judged_B = is_judged_B & batch[IS_JUDGED].values
@@ -119,10 +121,10 @@ def judgement_metrics(
         metrics |= reward_metrics(rewards_B[judged_B], full_score, name)
     if prompt_ids_B is not None and full_score is not None:
         metrics |= pass_at(rewards_B >= full_score, prompt_ids_B, ks)
-    for part, values in columns.columns.items():
-        if not part.startswith(PART):
+    for label, values in columns.columns.items():
+        if not label.startswith(SOURCE_PREFIX):
             continue
-        label = f"{name}/{part.removeprefix(PART)}"
+        label = f"{name}/{label.removeprefix(SOURCE_PREFIX)}"
         given = values.values[~values.values.isnan()].double()
         metrics[f"{label}/absent_rows"] = float(len(values.values) - len(given))
         if len(given):

@@ -21,12 +21,12 @@ from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.references import names_of, row_tokens
-from rolemesh.services.reward.judging import Judge, Judged, OwnPart
+from rolemesh.services.reward.judging import Judged, OwnSource, RewardSources
 from rolemesh.services.reward.outcome import (
     LOSS_MASK,
     judged_columns,
     judgement_metrics,
-    make_judge,
+    make_sources,
 )
 from rolemesh.services.reward.outside.base import OutsideRewardError, current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
@@ -62,15 +62,15 @@ class RewardRole(ModelRole):
 
     def __init__(self) -> None:
         super().__init__()
-        self._judge: Judge | None = None
+        self._sources: RewardSources | None = None
         self._observer: RequestObserver | None = None
         self._learner: ClassifierReward | None = None
         self._data: PromptSource | None = None
 
     @property
-    def judge(self) -> Judge:
+    def sources(self) -> RewardSources:
         """The judge; raises NOT_INITIALIZED before Initialize."""
-        return self.initialized(self._judge)
+        return self.initialized(self._sources)
 
     @property
     def trainer(self) -> Trainer:
@@ -88,9 +88,9 @@ class RewardRole(ModelRole):
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
-            judge = make_judge(spec.source, rank_device(), mesh, self._observer)
-            judge.open()
-            self._judge = judge
+            sources = make_sources(spec.source, rank_device(), mesh, self._observer)
+            sources.open()
+            self._sources = sources
             progress("load reward", 1, 1)
             return InitializeResult(facts=facts)
         self._data = PromptSource(spec.source.model, spec.data, run_seed)
@@ -100,7 +100,9 @@ class RewardRole(ModelRole):
         self._learner = ClassifierReward(
             spec.source, rank_device(), mesh, trained=super().trainer.rank_model
         )
-        self._judge = Judge([OwnPart(name=spec.source.type, weight=1.0, source=self._learner)])
+        self._sources = RewardSources(
+            [OwnSource(name=spec.source.type, weight=1.0, reward=self._learner)]
+        )
         progress("load reward", 1, 1)
         return InitializeResult(
             policy_version=result.policy_version,
@@ -139,14 +141,14 @@ class RewardRole(ModelRole):
 
     def close(self) -> None:
         """Drops sources, trainer and data."""
-        if self._judge is not None:
-            self._judge.close()
-        self._judge = self._learner = self._data = None
+        if self._sources is not None:
+            self._sources.close()
+        self._sources = self._learner = self._data = None
         super().close()
 
     def _trained(self, part: T | None) -> T:
         """The part; NOT_INITIALIZED before Initialize, NOT_TRAINABLE where nothing is trained."""
-        self.initialized(self._judge)
+        self.initialized(self._sources)
         if part is None:
             raise PreconditionError(
                 f"the {self.name} of this run is not trained: give {self.name} a source of type "
@@ -172,8 +174,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
         async def by_reference(call: Call) -> Message:
             current_step.set(request.key.step)
-            judge = self._role.judge
-            if request.pass_at and judge.full_score is None:
+            sources = self._role.sources
+            if request.pass_at and sources.full_score is None:
                 raise InvalidRequestError(
                     f"pass_at is {list(request.pass_at)}, but this {self._role.name} has no full "
                     "score that a row could reach: leave pass_at out, or take a source that has",
@@ -181,7 +183,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 )
             share, columns = await self._share(request.experience, call)
             batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
-            ids = batch["prompt_ids"].values if judge.may_drop else None
+            ids = batch["prompt_ids"].values if sources.may_drop else None
             judged = await self._judged(batch, ids, call, counts=share.counts)
             if judged is None:
                 return experience_pb2.ExperienceResult(
@@ -190,7 +192,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 )
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(
-                    request.key, judged_columns(self._role.column, batch, judged, judge), share
+                    request.key, judged_columns(self._role.column, batch, judged, sources), share
                 ),
                 report=call.report(
                     {f"{self._role.name}/{name}": v for name, v in judged.metrics.items()}, 0
@@ -210,7 +212,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 columns,
                 self._role.column,
                 self._role.name,
-                self._role.judge.full_score,
+                self._role.sources.full_score,
                 prompt_ids,
                 request.pass_at,
             )
@@ -218,7 +220,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
         async def inline(call: Call) -> Message:
             current_step.set(request.key.step)
-            mesh, judge = self._runtime.mesh, self._role.judge
+            mesh, sources = self._runtime.mesh, self._role.sources
             batch = _experience_of(request.trajectories)
             # One rank answers: ranks agree, and a classifier's scores come from its last stage.
             speaks = mesh.pp.is_last and mesh.tp.index == 0 and mesh.dp.index == 0
@@ -228,7 +230,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             rewards = judged.rewards_B
             return reward_pb2.Rewards(
                 rewards=rewards.tolist(),
-                metrics=reward_metrics(rewards, judge.full_score, self._role.name),
+                metrics=reward_metrics(rewards, sources.full_score, self._role.name),
             )
 
         kind = request.WhichOneof("input")
@@ -262,16 +264,16 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         Raises:
             OutsideRewardError: A reward from outside failed; on other ranks RewardInvalidError.
         """
-        judge, world = self._role.judge, self._runtime.mesh.world
+        sources, world = self._role.sources, self._runtime.mesh.world
         judged, failure = None, None
         try:
             if counts:
-                judged = await judge.judge(batch, call, prompt_ids)
+                judged = await sources.judge(batch, call, prompt_ids)
             else:
-                await judge.take_part(batch, call)
+                await sources.take_part(batch, call)
         except (OutsideRewardError, RewardInvalidError) as error:
             failure = error
-        if judge.asks_outside and world.size > 1:
+        if sources.asks_outside and world.size > 1:
             # If only one rank failed, the ranks would count as diverged, and the service would end.
             told = None if failure is None else str(failure)
             found = await call.compute(gather_facts, told, world, rank_device())
@@ -286,9 +288,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, ref: experience_pb2.ExperienceRef, call: Call
     ) -> tuple[Share, tuple[str, ...]]:
         """This rank's rows and the columns to read: whole groups if groups may be dropped."""
-        judge, lengths = self._role.judge, row_tokens(ref)
-        if not judge.may_drop:
-            return self._runtime.share("3D_PROTO", lengths), judge.columns
+        sources, lengths = self._role.sources, row_tokens(ref)
+        if not sources.may_drop:
+            return self._runtime.share("3D_PROTO", lengths), sources.columns
         ids = (await self._runtime.pull(ref, ["prompt_ids"], call))["prompt_ids"].values
         _, group_of_row = torch.unique(ids, return_inverse=True)
         tokens = torch.zeros(int(group_of_row.max()) + 1, dtype=torch.int64)
@@ -299,7 +301,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             rows=held.nonzero().flatten().tolist(), num_rows=len(ids), counts=groups.counts
         )
         before = (IS_JUDGED,) if IS_JUDGED in names_of(ref) else ()
-        columns = (*judge.columns, "prompt_ids", LOSS_MASK, *before)
+        columns = (*sources.columns, "prompt_ids", LOSS_MASK, *before)
         return share, tuple(dict.fromkeys(columns))
 
 

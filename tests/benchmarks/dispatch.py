@@ -6,7 +6,7 @@ latency  one call after another over loopback, to one process that serves it twi
          on both ends; ours: MeshChannel and ServiceServer's interceptor (deadline, request id,
          traffic, metrics, error catalogue). Blocks are interleaved.
 load     milliseconds from ready (the call whose columns a node reads has been recorded) to sent
-         (gRPC asks for the request's bytes), of nodes of the real Dataflow, Journal and embedded
+         (gRPC asks for the request's bytes), of nodes of the real StepGraph, Journal and embedded
          store. A root call, which all services' first calls read, then a chain of calls for each
          service, each of a random time. at_once: those first calls, all ready in one instant;
          one_by_one: the others. 64 services: gRPC servers with ports of their own in one process.
@@ -42,10 +42,10 @@ import psutil
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.futures import NodeKind
-from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.dataflow.role_calls import ServiceCalls, StepContext
+from rolemesh.coordinator.dataflow.role_calls import ServiceNodes, StepContext
 from rolemesh.coordinator.recipe.schema import PoolSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
@@ -166,7 +166,7 @@ async def load(
     """
     traffic = ChannelTraffic()
     shared = RoleConnection("service", "127.0.0.1:1", traffic)
-    dataflow = Dataflow(step, Pools({name: PoolSpec(roles=(name,)) for name in names}))
+    dataflow = StepGraph(step, Pools({name: PoolSpec(roles=(name,)) for name in names}))
     offset = time.time() - time.monotonic()
     context = StepContext(
         step=step,
@@ -179,7 +179,7 @@ async def load(
     )
 
     def node(name: str, reads: Any) -> Any:
-        calls = ServiceCalls(context, name)
+        calls = ServiceNodes(context, name)
 
         async def call(key: Any, reference: Any, on_progress: Any) -> Any:
             request = value_pb2.ComputeValuesRequest(key=key, experience=reference)
@@ -285,7 +285,7 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
         before, memory = counted.total, process.memory_info().rss
         tokens = 0
         for step in range(1, NUM_STEPS + 1):
-            dataflow = Dataflow(step, pools)
+            dataflow = StepGraph(step, pools)
             context = StepContext(
                 step=step,
                 algorithm=None,
@@ -295,7 +295,7 @@ async def traffic(address: str, calls_a_step: int) -> dict[str, Any]:
                 sampler=None,  # type: ignore[arg-type]
                 on_phase=lambda *_: None,
             )
-            calls = ServiceCalls(context, "toy")
+            calls = ServiceNodes(context, "toy")
 
             async def call(key: Any, reference: Any, on_progress: Any) -> Any:
                 return await connection.client.compute_values(key, reference).result(on_progress)

@@ -27,7 +27,7 @@ from rolemesh.engine.specs import (
     RewardSpreadSpec,
 )
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.services.reward.judging import Judge, Judged, OwnPart
+from rolemesh.services.reward.judging import Judged, OwnSource, RewardSources
 from rolemesh.services.reward.outcome import judged_columns
 
 PROMPTS = (4, 4, 9, 9, 4, 7, 7, 9)
@@ -76,9 +76,9 @@ def with_rewards(batch: Experience) -> tuple[Experience, Experience]:
     judged = Judged(
         rewards_B=rewards_B.masked_fill(~is_judged_B, math.nan), is_judged_B=is_judged_B
     )
-    judge = Judge([OwnPart(name="none", weight=1.0, source=NoSource())])
-    judge.may_drop = True
-    return whole | judged_columns("rewards", whole, judged, judge), kept.select(KEPT_ROWS)
+    sources = RewardSources([OwnSource(name="none", weight=1.0, reward=NoSource())])
+    sources.may_drop = True
+    return whole | judged_columns("rewards", whole, judged, sources), kept.select(KEPT_ROWS)
 
 
 def ragged() -> Experience:

@@ -19,7 +19,7 @@ from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.dataflow.mesh import Mesh
+from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.events import EventLog
@@ -127,7 +127,7 @@ class InProcessRun:
             self.mesh.add(role, len(recipe.services_of(role)))
         self.store = MemoryStateStore()
         self.journal = Journal(self.store, RUN_ID, epoch=1)
-        self.services = Mesh({}, (), self.journal, QuietObserver())
+        self.services = RunMesh({}, (), self.journal, QuietObserver())
         self.services.connections = {
             service: _Connection(fake) for service, fake in self.mesh.roles.items()
         }

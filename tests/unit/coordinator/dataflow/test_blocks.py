@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import (
+    CallFuture,
     ExperienceFuture,
     Node,
     NodeKind,
     NodeState,
     Outcome,
-    Part,
 )
-from rolemesh.coordinator.dataflow.graph import Dataflow, OnBlock
+from rolemesh.coordinator.dataflow.graph import OnBlock, StepGraph
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.recipe.schema import PoolSpec
 from rolemesh.rpc.errors import PreconditionError
@@ -61,7 +61,7 @@ class Stream:
     def __init__(self, num_blocks: int, *, is_split: bool = True, step: int = 1) -> None:
         specs = {role: PoolSpec(roles=(role,)) for role in ROLES}
         self.pools = Pools(specs if is_split else {"all": PoolSpec(roles=ROLES)})
-        self.dataflow = Dataflow(step, self.pools)
+        self.dataflow = StepGraph(step, self.pools)
         self.num_blocks = num_blocks
         self.events: list[str] = []
         self.on_block: OnBlock | None = None
@@ -69,7 +69,7 @@ class Stream:
         self.failure: Exception | None = None
         self.seen: dict[str, list[str]] = {}
 
-    def generate(self, after: tuple[Part, ...] = ()) -> ExperienceFuture:
+    def generate(self, after: tuple[CallFuture, ...] = ()) -> ExperienceFuture:
         async def work(node: Node, on_block: OnBlock) -> Outcome:
             self.events.append("generate")
             self.on_block = on_block
@@ -100,7 +100,7 @@ class Stream:
         self.ends.set()
         await settle()
 
-    def judge(self, role: str, reads: ExperienceFuture, block: int | None = None) -> Part:
+    def judge(self, role: str, reads: ExperienceFuture, block: int | None = None) -> CallFuture:
         async def work(node: Node, given: experience_pb2.ExperienceRef | None) -> Outcome:
             assert given is not None
             rows = rows_of(given, "tokens")
@@ -115,7 +115,7 @@ class Stream:
 
     def judge_blocks(self, role: str, reads: ExperienceFuture) -> ExperienceFuture:
         parts = [self.judge(role, reads, block) for block in range(reads.num_blocks)]
-        whole = Part(
+        whole = CallFuture(
             nodes=tuple(node for part in parts for node in part.nodes),
             outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
             columns=frozenset([role]),
@@ -255,7 +255,7 @@ async def test_an_answer_of_another_length_names_the_role_that_gave_it() -> None
 
 async def test_what_waits_for_another_step_learns_why_that_one_failed() -> None:
     first, second = Stream(1, step=2), Stream(1)
-    second.dataflow = Dataflow(1, first.pools)
+    second.dataflow = StepGraph(1, first.pools)
     waited = first.generate()
     second.generate(after=waited.parts)
     first.failure = PreconditionError("lost", reason="LOST", metadata={"role": "actor"})
@@ -268,7 +268,7 @@ async def test_what_waits_for_another_step_learns_why_that_one_failed() -> None:
 
 async def test_what_waits_for_a_step_that_is_given_up_fails_and_does_not_vanish() -> None:
     first, second = Stream(1, step=2), Stream(1)
-    second.dataflow = Dataflow(1, first.pools)
+    second.dataflow = StepGraph(1, first.pools)
     waited = first.generate()
     follower = second.generate(after=waited.parts)
     second.judge("reward", follower, 0)
@@ -286,7 +286,7 @@ async def test_what_waits_for_a_step_that_is_given_up_fails_and_does_not_vanish(
 async def test_nodes_of_another_graph_are_no_inputs() -> None:
     # An evaluation after step 1 has nodes of its own, of the same step, that begin at 0 again.
     training, evaluation = Stream(1), Stream(1)
-    evaluation.dataflow = Dataflow(1, training.pools)
+    evaluation.dataflow = StepGraph(1, training.pools)
     before = training.generate()
     training.judge("reward", before)
     after = training.dataflow.call(
@@ -312,8 +312,8 @@ def test_a_cycle_cannot_be_made(data: st.DataObject) -> None:
 
     async def work() -> None:
         specs = {role: PoolSpec(roles=(role,)) for role in ROLES}
-        dataflow = Dataflow(1, Pools(specs))
-        made: list[Part] = []
+        dataflow = StepGraph(1, Pools(specs))
+        made: list[CallFuture] = []
         for number in range(data.draw(st.integers(1, 8))):
             chosen = data.draw(st.lists(st.sampled_from(made), unique=True)) if made else []
             read, after = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
@@ -353,7 +353,7 @@ def answering(
 
 async def test_a_call_that_waits_for_a_cancelled_call_of_another_step_fails() -> None:
     first, second = Stream(1, step=2), Stream(1)
-    second.dataflow = Dataflow(1, first.pools)
+    second.dataflow = StepGraph(1, first.pools)
     waited = first.judge("critic", first.generate(), 0)
     second.generate(after=(waited,))
     await settle()

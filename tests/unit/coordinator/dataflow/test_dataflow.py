@@ -13,7 +13,7 @@ from rolemesh.coordinator.dataflow.futures import (
     NodeState,
     Outcome,
 )
-from rolemesh.coordinator.dataflow.graph import Dataflow
+from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.trace import chrome_trace
 from rolemesh.coordinator.recipe.schema import PoolSpec
@@ -57,7 +57,7 @@ class Script:
     def __init__(self, *, is_split: bool = True) -> None:
         roles = ("actor", "critic", "reference", "reward")
         specs = {role: PoolSpec(roles=(role,)) for role in roles}
-        self.dataflow = Dataflow(1, Pools(specs if is_split else {"all": PoolSpec(roles=roles)}))
+        self.dataflow = StepGraph(1, Pools(specs if is_split else {"all": PoolSpec(roles=roles)}))
         self.started: list[str] = []
         self.gates: dict[str, asyncio.Event] = {}
         self.errors: dict[str, Exception] = {}

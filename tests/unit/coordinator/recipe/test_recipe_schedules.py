@@ -107,6 +107,9 @@ def test_the_budget_of_a_pass_is_a_setting_of_the_model() -> None:
     sections = fake_recipe().model_dump(mode="json")
     sections["actor"]["model"]["micro_batch_tokens"] = 2048
     assert Recipe.model_validate(sections).section("actor").model.micro_batch_tokens == 2048
+    # What an earlier version saved of a run without the setting.
+    sections["schedule"]["updater"]["micro_batch_tokens"] = None
+    assert Recipe.model_validate(sections).schedule.updater.type == "sync"
     sections["schedule"]["updater"]["micro_batch_tokens"] = 2048
     with pytest.raises(ValidationError, match=r"give it as actor\.model\.micro_batch_tokens"):
         Recipe.model_validate(sections)

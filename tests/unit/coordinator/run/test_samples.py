@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.fake_runs import Recorder
 
-from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Outcome, Part
+from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, Outcome
 from rolemesh.coordinator.run.samples import (
     FAILURES_UNTIL_GIVEN_UP,
     MAX_TEXT_BYTES,
@@ -71,7 +71,7 @@ async def held_by_nobody() -> ExperienceFuture:
             experience=experience_pb2.ExperienceRef(run_id="run", num_rows=4, groups=[group]),
         )
     )
-    part = Part(nodes=(), outcomes=(outcome,), columns=frozenset({"tokens"}))
+    part = CallFuture(nodes=(), outcomes=(outcome,), columns=frozenset({"tokens"}))
     return ExperienceFuture(None, (part,))
 
 

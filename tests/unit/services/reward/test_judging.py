@@ -11,7 +11,7 @@ from rolemesh.engine.rewards.sources import RewardInvalidError
 from rolemesh.engine.specs import DropGroupSpec, FailSpec, GiveValueSpec
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.reward import judging
-from rolemesh.services.reward.judging import Judge, OutsidePart, OwnPart
+from rolemesh.services.reward.judging import OutsideSource, OwnSource, RewardSources
 from rolemesh.services.reward.outcome import judged_columns, judgement_metrics
 from rolemesh.services.reward.outside.base import Judgement, OutsideReward, RewardAnswerInvalidError
 from rolemesh.services.reward.outside_rows import RowReader
@@ -90,7 +90,7 @@ def batch(num_rows=3):
 
 
 def outside(reward, weight=1.0, name="outside", on_failure=None):
-    return OutsidePart(
+    return OutsideSource(
         name=name,
         weight=weight,
         reward=reward,
@@ -100,27 +100,27 @@ def outside(reward, weight=1.0, name="outside", on_failure=None):
 
 
 @contextlib.contextmanager
-def judge_of(*parts):
-    judge = Judge(parts)
+def sources_of(*given):
+    sources = RewardSources(given)
     try:
-        yield judge
+        yield sources
     finally:
-        judge.close()
+        sources.close()
 
 
-async def judged(*parts, prompt_ids=None, num_rows=3):
-    with judge_of(*parts) as judge:
+async def judged(*given, prompt_ids=None, num_rows=3):
+    with sources_of(*given) as sources:
         ids = None if prompt_ids is None else torch.tensor(prompt_ids)
-        return await judge.judge(batch(num_rows), FakeCall(), ids)
+        return await sources.judge(batch(num_rows), FakeCall(), ids)
 
 
 async def test_rewards_are_the_weighted_sum_of_what_applies():
     found = await judged(
         outside(Scripted([1.0, None, 3.0]), weight=2.0),
-        OwnPart(name="own", weight=0.5, source=Own(1.0, 2.0, 4.0)),
+        OwnSource(name="own", weight=0.5, reward=Own(1.0, 2.0, 4.0)),
     )
     assert found.rewards_B.tolist() == [2.5, 1.0, 8.0]
-    assert found.parts["outside"].nan_to_num(-1.0).tolist() == [1.0, -1.0, 3.0]
+    assert found.by_source["outside"].nan_to_num(-1.0).tolist() == [1.0, -1.0, 3.0]
     assert found.metrics["outside/errors"] == 1.0
 
 
@@ -158,7 +158,7 @@ async def test_a_failure_of_the_whole_is_one_of_each_row():
 async def test_a_value_stands_for_failures_alone_and_not_for_what_does_not_apply():
     found = await judged(
         outside(Scripted([None, None, 1.0], {0: lie()}), on_failure=GiveValueSpec(value=9.0)),
-        OwnPart(name="own", weight=1.0, source=Own(0.0, 0.5, 0.0)),
+        OwnSource(name="own", weight=1.0, reward=Own(0.0, 0.5, 0.0)),
     )
     assert found.rewards_B.tolist() == [9.0, 0.5, 1.0]
 
@@ -196,8 +196,8 @@ async def test_a_row_that_two_sources_fail_is_dropped_once():
 async def test_a_call_that_is_no_longer_wanted_cancels_its_requests(monkeypatch):
     monkeypatch.setattr(judging, "HEARTBEAT_S", 0.02)
     source, call = Scripted(hangs=True), FakeCall()
-    with judge_of(outside(source)) as judge:
-        task = asyncio.create_task(judge.judge(batch(), call, None))
+    with sources_of(outside(source)) as sources:
+        task = asyncio.create_task(sources.judge(batch(), call, None))
         async with asyncio.timeout(20):
             while call.stages.count("ask outside") < 3:  # noqa: ASYNC110 - told by no event
                 await asyncio.sleep(0.01)
@@ -216,23 +216,23 @@ async def test_a_source_that_fails_the_step_cancels_the_others():
     assert slow.is_cancelled
 
 
-def test_a_judge_of_one_source_of_ours_is_as_that_source():
-    with judge_of(OwnPart(name="own", weight=1.0, source=Own(1.0))) as judge:
-        assert judge.full_score == 1.0
-        assert judge.columns == ("completion_text",)
-        assert not judge.may_drop
-        assert not judge.tells_parts
-    with judge_of(OwnPart(name="own", weight=2.0, source=Own(1.0))) as judge:
-        assert judge.full_score is None
+def test_one_source_of_ours_alone_gives_what_it_gives():
+    with sources_of(OwnSource(name="own", weight=1.0, reward=Own(1.0))) as sources:
+        assert sources.full_score == 1.0
+        assert sources.columns == ("completion_text",)
+        assert not sources.may_drop
+        assert not sources.tells_sources
+    with sources_of(OwnSource(name="own", weight=2.0, reward=Own(1.0))) as sources:
+        assert sources.full_score is None
 
 
 async def test_masks_of_dropped_rows_are_false_also_of_those_that_a_judge_before_dropped():
-    part = outside(Scripted([None, 2.0, 3.0], {0: lie()}), on_failure=DropGroupSpec())
+    source = outside(Scripted([None, 2.0, 3.0], {0: lie()}), on_failure=DropGroupSpec())
     before = Column(ColumnKind.ROW, torch.tensor([True, True, False]))
     given = batch() | Experience({"is_judged": before})
-    with judge_of(part) as judge:
-        found = await judge.judge(given, FakeCall(), torch.tensor([1, 2, 3]))
-        columns = judged_columns("costs", given, found, judge)
+    with sources_of(source) as sources:
+        found = await sources.judge(given, FakeCall(), torch.tensor([1, 2, 3]))
+        columns = judged_columns("costs", given, found, sources)
     assert columns["is_judged"].values.tolist() == [False, True, False]
     assert columns["loss_mask"].values.tolist() == [False] * 2 + [True] * 2 + [False] * 2
     metrics = judgement_metrics(columns, "costs", "cost", None, None, ())
