@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import yaml
+from support import warm_services
 from support.tiny_models import write_tiny_llama
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -70,9 +71,14 @@ def tiny_model(directory: Path) -> Path:
 
 
 class CliRun:
-    """`rolemesh train` as a process of its own. Ends everything it started when closed."""
+    """`rolemesh train` as a process of its own. Ends everything it started when closed.
 
-    def __init__(self, recipe: dict[str, Any], folder: Path, *flags: str) -> None:
+    Its services are forked from a warm process, but for those of a run that is about processes.
+    """
+
+    def __init__(
+        self, recipe: dict[str, Any], folder: Path, *flags: str, is_warm: bool = True
+    ) -> None:
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
         recipe_file.write_text(yaml.safe_dump(recipe))
@@ -92,7 +98,12 @@ class CliRun:
             stdin=subprocess.DEVNULL,
             stdout=self._stdout,
             stderr=self._stderr,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            env={
+                **os.environ,
+                **(warm_services.environment() if is_warm else {}),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONSAFEPATH": "1",
+            },
             cwd=folder,
         )
         self._folder = folder

@@ -1,0 +1,45 @@
+"""Hands the start of a service to the warm process, where one is named; see support.warm_services.
+
+Every Python that has this folder on its PYTHONPATH runs this file before its own work.
+"""
+
+import os
+import sys
+
+
+def hand_over(address: str) -> None:
+    """Lets the warm process fork the service, and ends as that one ends. Does not return."""
+    import contextlib
+    import json
+    import signal
+    import socket
+
+    warm = socket.socket(socket.AF_UNIX)
+    warm.connect(address)
+    start = json.dumps([sys.orig_argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(warm, [len(start).to_bytes(4, "big")], [0, 1, 2])
+    warm.sendall(start)
+    pid = int.from_bytes(warm.recv(4), "big")
+
+    def pass_on(number: int, frame: object) -> None:
+        # An end that this process has not been told of yet is told next.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    told = warm.recv(4)
+    code = int.from_bytes(told, "big", signed=True) if told else 1
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+_warm = os.environ.get("ROLEMESH_TEST_WARM")
+_words = sys.orig_argv[1:3]
+if _warm and (
+    (_words[:1] == ["-m"] and _words[-1].startswith("rolemesh.services."))
+    or (_words and _words[0].endswith("/tests/support/services.py"))
+):
+    hand_over(_warm)

@@ -1,0 +1,163 @@
+"""A process that has imported what services import, and forks them: a start takes no second.
+
+A service that starts by itself imports torch and transformers first, five seconds of computing. A
+test of something else than that start gives `environment()` to what starts the service, be it the
+test or a coordinator. The process that is started is then a small one in front of the service: it
+has the command line, the parent and the exit code of the service, passes signals on to it (but for
+SIGSTOP), and takes it along when it is killed. The service itself has another process id and the
+warm process as its parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+MODULES = (
+    *(
+        f"rolemesh.services.{role}.servicers"
+        for role in ("actor", "cost", "critic", "reference", "reward", "rollout")
+    ),
+    "rolemesh.services.runtime.process",
+    "rolemesh.services.runtime.ranks.agent",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+)
+"""Imported once, by the warm process. None may start a thread: a fork has only one."""
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Variables for whatever starts services; begins the warm process, which ends with this one."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    address = str(Path(folder.name) / "socket")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    added = [str(Path(__file__).with_name("warm")), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, added)), "OMP_NUM_THREADS": "1"}
+    # Reads its standard input, which ends with this process.
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(Path(__file__).resolve()), str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+        env={
+            **os.environ,
+            **variables,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "0",
+        },
+    )
+    listener.close()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    atexit.register(end)
+    return {**variables, "ROLEMESH_TEST_WARM": address}
+
+
+# --- in the warm process ------------------------------------------------------------------
+
+
+def serve(listener: socket.socket) -> list[str] | None:
+    """Forks a service for each that asks, until standard input ends.
+
+    Returns:
+        In a fork: the arguments of Python that say what to run. In the warm process: None.
+    """
+    for module in MODULES:
+        importlib.import_module(module)
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == sys.stdin.fileno():
+                return None
+            if key.fileobj is not listener:
+                # The end of a fork.
+                pid, asked = key.data
+                _, status = os.waitpid(pid, 0)
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                _tell(asked, os.waitstatus_to_exitcode(status))
+                asked.close()
+                continue
+            asked, _ = listener.accept()
+            size, descriptors, _, _ = socket.recv_fds(asked, 4, 3)
+            with asked.makefile("rb") as reader:
+                words, directory, variables = json.loads(reader.read(int.from_bytes(size, "big")))
+            pid = os.fork()
+            if pid == 0:
+                for other in list(selector.get_map().values()):
+                    if other.data is not None:
+                        other.data[1].close()
+                selector.close()
+                listener.close()
+                _become(descriptors, words, directory, variables)
+                threading.Thread(target=_end_with, args=(asked,), daemon=True).start()
+                return list(words)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            _tell(asked, pid)
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asked))
+
+
+def _tell(asked: socket.socket, number: int) -> None:
+    # Who asked may have been killed.
+    with contextlib.suppress(OSError):
+        asked.sendall(number.to_bytes(4, "big", signed=True))
+
+
+def _become(
+    descriptors: list[int], words: list[str], directory: str, variables: dict[str, str]
+) -> None:
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.orig_argv[:] = [sys.executable, *words]
+    if variables.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+
+
+def _end_with(asked: socket.socket) -> None:
+    """Ends this fork when the process in front of it is gone."""
+    asked.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
+        words = serve(listener)
+    if words is None:
+        return
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
