@@ -116,8 +116,7 @@ async def test_a_producer_killed_in_the_middle_of_a_fetch_is_named(
         nonlocal num_chunks
         num_chunks += 1
         if num_chunks == 1:
-            service.process.kill()
-            service.process.wait(END_TIMEOUT_S)
+            service.end()
         add(buffer, chunk)
 
     monkeypatch.setattr(PayloadBuffer, "add", kill_at_first_chunk)
@@ -141,8 +140,7 @@ async def test_shared_memory_of_a_killed_service_is_removed_by_the_next_one(
     async with open_channel(service.address) as channel:
         await initialize(channel, num_rows=2000)
         await produce(channel)
-    service.process.kill()
-    service.process.wait(END_TIMEOUT_S)
+    service.end()
     left = segments_of(service.pid)
     assert len(left) == 1
     following = spawn_service(tmp_path)

@@ -21,6 +21,7 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -39,13 +40,29 @@ MODULES = (
 )
 """Imported once, by the warm process. None may start a thread: a fork has only one."""
 
+PEER = (socket.SOL_SOCKET, socket.SO_PEERCRED)
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def forked(pid: int) -> int:
+    """The process id of a service, by that of the process in front of it.
+
+    That one itself where it was started without `environment()`.
+    """
+    told = _folder() / str(pid)
+    return int(told.read_text()) if told.exists() else pid
+
 
 @functools.cache
 def environment() -> dict[str, str]:
     """Variables for whatever starts services; begins the warm process, which ends with this one."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    atexit.register(folder.cleanup)
-    address = str(Path(folder.name) / "socket")
+    address = str(_folder() / "socket")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -116,6 +133,8 @@ def serve(listener: socket.socket) -> list[str] | None:
                 return list(words)
             for descriptor in descriptors:
                 os.close(descriptor)
+            in_front, *_ = struct.unpack("3i", asked.getsockopt(*PEER, struct.calcsize("3i")))
+            Path(listener.getsockname()).with_name(str(in_front)).write_text(str(pid))
             _tell(asked, pid)
             selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asked))
 

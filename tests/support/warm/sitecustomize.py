@@ -4,6 +4,7 @@ Every Python that has this folder on its PYTHONPATH runs this file before its ow
 """
 
 import os
+import re
 import sys
 
 
@@ -31,7 +32,8 @@ def hand_over(address: str) -> None:
     told = warm.recv(4)
     code = int.from_bytes(told, "big", signed=True) if told else 1
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
@@ -39,7 +41,7 @@ def hand_over(address: str) -> None:
 _warm = os.environ.get("ROLEMESH_TEST_WARM")
 _words = sys.orig_argv[1:3]
 if _warm and (
-    (_words[:1] == ["-m"] and _words[-1].startswith("rolemesh.services."))
-    or (_words and _words[0].endswith("/tests/support/services.py"))
+    (_words[:1] == ["-m"] and re.fullmatch(r"rolemesh\.services\.\w+", _words[-1]))
+    or (_words and os.path.dirname(_words[0]).endswith("/tests/support"))
 ):
     hand_over(_warm)
