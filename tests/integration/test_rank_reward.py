@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import warm_services
+from support import warm_processes
 from support.reward_calls import NUM_PAIRS, RewardClient, trained, write_pairs
 from support.services import wait_for_announcement
 from support.tiny_models import write_tiny_llama
@@ -39,7 +39,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
                 *(sys.executable, "-m", f"rolemesh.services.{role}"),
                 *("--layout", layout, "--announce", str(announce)),
             ],
-            env={**os.environ, **warm_services.environment(), "PYTHONSAFEPATH": "1"},
+            env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
             stderr=subprocess.DEVNULL,
         )
         processes.append(process)

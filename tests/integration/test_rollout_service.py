@@ -21,7 +21,7 @@ from support.mesh_runs import tiny_model
 from support.rollout_checks import load_trainer_model, trained_copy
 from support.rollout_services import Caller, process_of, rows_of, shards_of
 from support.services import assert_same, segments_of, serving
-from support.warm_services import forked
+from support.warm_processes import forked
 
 from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.families import DecoderShape

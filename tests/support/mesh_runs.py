@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import yaml
-from support import warm_services
+from support import warm_processes
 from support.tiny_models import write_tiny_llama
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -100,7 +100,7 @@ class CliRun:
             stderr=self._stderr,
             env={
                 **os.environ,
-                **(warm_services.environment() if is_warm else {}),
+                **(warm_processes.services() if is_warm else {}),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONSAFEPATH": "1",
             },

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import grpc
 import torch
-from support import warm_services
+from support import warm_processes
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout
@@ -212,7 +212,7 @@ async def serving(role: Role | None = None, **settings: Any) -> AsyncIterator[Se
 
 @dataclass
 class ServiceProcess:
-    """A service in a process of its own, or behind one; see support.warm_services."""
+    """A service in a process of its own, or behind one; see support.warm_processes."""
 
     process: subprocess.Popen[bytes]
     address: str
@@ -243,11 +243,11 @@ def spawn_service(directory: Path, *flags: str, script: Path = TOY_SCRIPT) -> Se
         service_command(
             *("--announce", str(announce), "--log-directory", str(directory), *flags), script=script
         ),
-        env={**os.environ, **warm_services.environment()},
+        env={**os.environ, **warm_processes.services()},
         stderr=subprocess.DEVNULL,
     )
     announced = wait_for_announcement(process, announce)
-    pid = warm_services.forked(process.pid)
+    pid = warm_processes.forked(process.pid)
     return ServiceProcess(process, announced["address"], directory / "toy.log", pid)
 
 

@@ -191,6 +191,8 @@ def main() -> None:
         return
     if words[0] == "-m":
         sys.argv = words[1:]
+        # Imported by another module; to run it anew is what `python -m` does.
+        sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words

@@ -1,4 +1,4 @@
-"""Hands the start of a service to the warm process, where one is named; see support.warm_services.
+"""Hands the start of a process to a warm one, where one is named; see support.warm_processes.
 
 Every Python that has this folder on its PYTHONPATH runs this file before its own work.
 """
@@ -9,7 +9,7 @@ import sys
 
 
 def hand_over(address: str) -> None:
-    """Lets the warm process fork the service, and ends as that one ends. Does not return."""
+    """Lets the warm process fork, and ends as that one ends. Does not return."""
     import contextlib
     import json
     import signal
@@ -38,10 +38,14 @@ def hand_over(address: str) -> None:
     os._exit(code)
 
 
-_warm = os.environ.get("ROLEMESH_TEST_WARM")
 _words = sys.orig_argv[1:3]
-if _warm and (
-    (_words[:1] == ["-m"] and re.fullmatch(r"rolemesh\.services\.\w+", _words[-1]))
-    or (_words and os.path.dirname(_words[0]).endswith("/tests/support"))
+if (_words[:1] == ["-m"] and re.fullmatch(r"rolemesh\.services\.\w+", _words[-1])) or (
+    _words and os.path.dirname(_words[0]).endswith("/tests/support")
 ):
+    _kind = "SERVICES"
+elif _words == ["-m", "rolemesh.coordinator.commands.cli"]:
+    _kind = "COMMANDS"
+else:
+    _kind = "NONE"
+if _warm := os.environ.get(f"ROLEMESH_TEST_WARM_{_kind}"):
     hand_over(_warm)
