@@ -26,7 +26,7 @@ from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import WeightTransfer
 
 Weights = dict[str, torch.Tensor]
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def random_weights(manifest: Manifest, seed: int = 0) -> Weights:
