@@ -68,6 +68,7 @@ PRELOADED = [
     "rolemesh.engine.weights.transfer",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
+    "vllm.entrypoints.llm",
 ]
 """Modules of which none starts a thread."""
 
