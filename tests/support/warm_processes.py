@@ -48,17 +48,21 @@ MODULES = {
 }
 """Imported once, by the warm process. None may start a thread: a fork has only one."""
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Tests start several services at once, from threads."""
 PEER = (socket.SOL_SOCKET, socket.SO_PEERCRED)
 
 
 def services() -> dict[str, str]:
     """Variables for whatever starts services."""
-    return _environment("SERVICES")
+    with _ONE_AT_A_TIME:
+        return _environment("SERVICES")
 
 
 def commands() -> dict[str, str]:
     """Variables for what starts `rolemesh`; it must not import torch, and imports none here."""
-    return _environment("COMMANDS")
+    with _ONE_AT_A_TIME:
+        return _environment("COMMANDS")
 
 
 def forked(pid: int) -> int:
