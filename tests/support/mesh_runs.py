@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,8 @@ class CliRun:
         recipe_file.write_text(yaml.safe_dump(recipe))
         self._stdout = (folder / "stdout.log").open("wb")
         self._stderr = (folder / "stderr.log").open("wb")
+        # A child inherits what is ignored, e.g. when the tests run in a shell's background.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [
                 *(
@@ -106,6 +109,7 @@ class CliRun:
             },
             cwd=folder,
         )
+        signal.signal(signal.SIGINT, before)
         self._folder = folder
         self._family = psutil.Process(self.process.pid)
 
