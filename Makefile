@@ -33,6 +33,9 @@ TRACKERS_INSTALLED := $(TRACKERS)/.installed-$(shell (cat pyproject.toml; pwd) |
 # The machine's own Python where there is no .venv: machines with a GPU bring their own torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
+# Processes that run the tests, each with the services that its tests start; 0 is this one alone.
+WORKERS ?= 2
+
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -79,8 +82,12 @@ quickstart: model ## train a real 135M model with PPO and vLLM; ARGS='--set run.
 system-packages:
 	requirements/system_packages.sh test
 
-test: system-packages tools ## everything that needs no GPU and is not slow; ARGS='-k name'
-	$(BIN)/python -m pytest -m "not slow and not gpu and not containers" $(ARGS)
+# Files go to the workers in the order of their folders: the small ones of tests/unit come last and
+# fill up what is uneven. One thread a process, since there are more of them than cores.
+test: system-packages tools ## everything that needs no GPU and is not slow; ARGS='-k name' WORKERS=0
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m "not slow and not gpu and not containers" $(ARGS)
 
 test-slow: system-packages tools ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not containers" $(ARGS) || [ $$? -eq 5 ]

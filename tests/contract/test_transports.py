@@ -18,7 +18,9 @@ from support.transport_ranks import (
 
 from rolemesh.engine.transport.base import Message, TransferFailedError, Transport
 
-WAIT_S = 60.0
+WAIT_S = 240.0
+"""What is right ends long before, also where forty others want the same two cores."""
+PROMPT_S = 30.0
 SHORT_S = 0.5
 LARGE = 5 * SLOT_BYTES + 3
 SIZES = (1, 7, SLOT_BYTES, SLOT_BYTES + 1, LARGE)
@@ -175,7 +177,7 @@ def test_a_peer_that_gives_up_ends_the_wait_at_once(kind: str) -> None:
         ranks.transports[1].abort()
         with pytest.raises(TransferFailedError, match=r"with rank 1 .*gave up") as caught:
             exchange.wait(WAIT_S)
-        assert caught.value.seconds < WAIT_S / 2
+        assert caught.value.seconds < PROMPT_S
 
 
 @pytest.mark.parametrize("kind", ["local", "shm", "cuda_ipc"])
@@ -212,7 +214,7 @@ def lose_a_rank(context: RankContext, kind: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(TransferFailedError) as caught:
             megabytes_to_all(transport, 20)
-        assert caught.value.seconds < WAIT_S / 2
+        assert caught.value.seconds < PROMPT_S
         return f"{caught.value.peer} {caught.value}"
 
 

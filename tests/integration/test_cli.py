@@ -8,11 +8,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import yaml
+from support import warm_processes
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
@@ -47,6 +49,7 @@ async def start(
     folder: Path,
     output: int = asyncio.subprocess.PIPE,
     before: Sequence[str] = (),
+    added: Mapping[str, str] = MappingProxyType({}),
 ) -> asyncio.subprocess.Process:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
     return await asyncio.create_subprocess_exec(
@@ -54,7 +57,7 @@ async def start(
         *ROLEMESH,
         *map(str, arguments),
         cwd=folder,
-        env={**environment, "COLUMNS": "200"},
+        env={**environment, "COLUMNS": "200", **added},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=output,
         stderr=asyncio.subprocess.PIPE,
@@ -63,7 +66,7 @@ async def start(
 
 async def rolemesh(*arguments: str | Path, folder: Path) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
-    process = await start(*arguments, folder=folder)
+    process = await start(*arguments, folder=folder, added=warm_processes.commands())
     output, errors = await process.communicate()
     assert process.returncode is not None
     return process.returncode, output.decode(), errors.decode()

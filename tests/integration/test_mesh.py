@@ -35,10 +35,10 @@ def start(tmp_path):
     """Starts runs and sees to it that nothing of them is left."""
     runs = []
 
-    def begin(recipe, *flags):
+    def begin(recipe, *flags, is_warm=True):
         folder = tmp_path / f"run-{len(runs)}"
         folder.mkdir()
-        runs.append(CliRun(recipe, folder, *flags))
+        runs.append(CliRun(recipe, folder, *flags, is_warm=is_warm))
         return runs[-1]
 
     yield begin
@@ -50,7 +50,8 @@ def start(tmp_path):
 def finished(model, tmp_path_factory):
     """One run to its end, with what was seen of its processes on the way."""
     folder = tmp_path_factory.mktemp("finished")
-    run = CliRun(tiny_recipe(model, run__steps=3, run__checkpoint__every_steps=1), folder)
+    recipe = tiny_recipe(model, run__steps=3, run__checkpoint__every_steps=1)
+    run = CliRun(recipe, folder, is_warm=False)
     try:
         run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
         family = [psutil.Process(run.process.pid), *run.descendants()]
@@ -185,7 +186,7 @@ def test_far_longer_completions_leave_the_coordinator_s_bytes_alone(start, model
 
 @pytest.mark.parametrize("role", ROLES)
 def test_a_killed_service_ends_the_run_with_role_rank_and_cause(start, model, role):
-    run = start(tiny_recipe(model, run__steps=100000))
+    run = start(tiny_recipe(model, run__steps=100000), is_warm=role != "actor")
     run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
     family = run.descendants()
     victim = run.role_process(role)
@@ -203,7 +204,7 @@ def test_a_killed_service_ends_the_run_with_role_rank_and_cause(start, model, ro
 
 
 def test_a_killed_coordinator_leaves_no_process(start, model):
-    run = start(tiny_recipe(model, run__steps=100000))
+    run = start(tiny_recipe(model, run__steps=100000), is_warm=False)
     run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
     family = run.descendants()
     assert len(family) == 5

@@ -61,9 +61,9 @@ def shape(tmp_path_factory):
     }
 
 
-def begin(folder: Path, shape: dict, **changes) -> CliRun:
+def begin(folder: Path, shape: dict, *, is_warm: bool = True, **changes) -> CliRun:
     parts = {name: value for name, value in shape.items() if name != "model"}
-    return CliRun(tiny_recipe(shape["model"], **(parts | changes)), folder)
+    return CliRun(tiny_recipe(shape["model"], **(parts | changes)), folder, is_warm=is_warm)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_the_summary_is_that_of_a_run_like_any_other(runs):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(shape, tmp_path):
-    run = begin(tmp_path, shape, **(SPREAD | {"run__steps": 200}))
+    run = begin(tmp_path, shape, is_warm=False, **(SPREAD | {"run__steps": 200}))
     try:
         run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
         family = run.descendants()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format, struct_pb2
+from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.services import operation_key, wait_for_announcement
 from support.tiny_models import VOCAB_SIZE, tiny_tokenizer, write_tiny_classifier, write_tiny_llama
@@ -41,7 +42,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
                 *(sys.executable, "-m", f"rolemesh.services.{role}"),
                 *("--layout", layout, "--announce", str(announce)),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
             stderr=subprocess.DEVNULL,
         )
         processes.append(process)

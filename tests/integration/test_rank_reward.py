@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import warm_processes
 from support.reward_calls import NUM_PAIRS, RewardClient, trained, write_pairs
 from support.services import wait_for_announcement
 from support.tiny_models import write_tiny_llama
@@ -38,7 +39,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
                 *(sys.executable, "-m", f"rolemesh.services.{role}"),
                 *("--layout", layout, "--announce", str(announce)),
             ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
             stderr=subprocess.DEVNULL,
         )
         processes.append(process)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import json_format, struct_pb2
+from support import warm_processes
 from support.services import operation_key, wait_for_announcement
 from support.tiny_models import write_tiny_llama
 
@@ -34,7 +35,7 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             *(sys.executable, "-m", "rolemesh.services.critic"),
             *("--layout", "tp=2", "--announce", str(announce)),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
         stderr=subprocess.DEVNULL,
     )
     try:

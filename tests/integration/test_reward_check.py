@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_processes
 from support.example_servers import EXAMPLES, OUTSIDER, ROOT, compile_protos, script
 
 LYING = Path(__file__).parents[1] / "support" / "lying_rewards.py"
 HOSTILE = LYING.with_name("hostile_rewards.py")
-ROLEMESH = Path(sys.executable).with_name("rolemesh")
+ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(ROLEMESH), "reward", "check", *arguments],
+        [*ROLEMESH, "reward", "check", *arguments],
         capture_output=True,
         text=True,
         timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **warm_processes.commands()},
     )
 
 

@@ -21,6 +21,7 @@ from support.mesh_runs import tiny_model
 from support.rollout_checks import load_trainer_model, trained_copy
 from support.rollout_services import Caller, process_of, rows_of, shards_of
 from support.services import assert_same, segments_of, serving
+from support.warm_processes import forked
 
 from rolemesh.engine.layout.boxes import generate_layout
 from rolemesh.engine.layout.families import DecoderShape
@@ -365,6 +366,7 @@ async def test_a_publisher_that_dies_mid_fetch_is_named_and_nothing_is_sampled(
     model: Path, tmp_path: Path
 ) -> None:
     with process_of("actor", tmp_path, "--no-shared-memory") as (address, process):
+        pid = forked(process.pid)
         actor = Caller(address)
         async with serving(RolloutRole(), shared_memory=False) as server:
             rollout = Caller(server.runtime.address)
@@ -373,10 +375,10 @@ async def test_a_publisher_that_dies_mid_fetch_is_named_and_nothing_is_sampled(
             published = await actor.publish()
             await rollout.take(published.weights)
             # Stopped, it neither sends nor says that it is gone; killed, its connection breaks.
-            process.send_signal(signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             taking = asyncio.create_task(rollout.take(published.weights))
             await asyncio.sleep(0.2)
-            process.kill()
+            os.kill(pid, signal.SIGKILL)
             with pytest.raises(UnavailableError, match=f"rank 0 at {address}"):
                 await taking
             with pytest.raises(PreconditionError, match="update to policy_version 0 failed"):
@@ -384,7 +386,7 @@ async def test_a_publisher_that_dies_mid_fetch_is_named_and_nothing_is_sampled(
             assert server.runtime.role.policy_version() == 0
             await rollout.channel.close()
         await actor.channel.close()
-    assert not list(SHM_DIRECTORY.glob(f"rolemesh-{process.pid}-*"))
+    assert not list(SHM_DIRECTORY.glob(f"rolemesh-{pid}-*"))
 
 
 @pytest.mark.slow

@@ -117,8 +117,7 @@ async def test_a_producer_killed_in_the_middle_of_a_fetch_is_named(
         nonlocal num_chunks
         num_chunks += 1
         if num_chunks == 1:
-            service.process.kill()
-            service.process.wait(END_TIMEOUT_S)
+            service.end()
         return decode(message, stream)
 
     # The header is read by `pull`, which has its own name for the function.
@@ -143,8 +142,7 @@ async def test_shared_memory_of_a_killed_service_is_removed_by_the_next_one(
     async with open_channel(service.address) as channel:
         await initialize(channel, num_rows=2000)
         await produce(channel)
-    service.process.kill()
-    service.process.wait(END_TIMEOUT_S)
+    service.end()
     left = segments_of(service.pid)
     assert len(left) == 1
     following = spawn_service(tmp_path)

@@ -28,7 +28,7 @@ from rolemesh.rpc.errors import PreconditionError
 ROLES = (*PPO_ROLES, "rollout")
 STEPS = 5
 UPDATES_A_STEP = 2  # 6 rows in mini-batches of 4: the version grows by 2 a step
-EXAMPLES = 60  # a run takes about 50 ms
+EXAMPLES = 25  # a run takes about 50 ms
 
 Delay = Callable[[str, str], float]
 

@@ -26,6 +26,7 @@ from support.weight_ranks import (
     missing_bytes,
     model_bytes,
     random_weights,
+    thinned,
     transfer_once,
 )
 
@@ -67,7 +68,7 @@ def move(kind: str, source: WeightLayout, target: WeightLayout) -> tuple[Plan, l
 # --- bytes, counted at the transport (arXiv 2409.19256, Table 2) ------------------------------
 
 
-@pytest.mark.parametrize("layout", ALL_CONFIGURATIONS, ids=label)
+@pytest.mark.parametrize("layout", thinned(ALL_CONFIGURATIONS))
 def test_received_bytes_equal_table_2(layout: HybridLayout) -> None:
     size = model_bytes(even_manifest(layout))
     parts = layout.train.pp * layout.train.tp
@@ -76,7 +77,7 @@ def test_received_bytes_equal_table_2(layout: HybridLayout) -> None:
         assert transport.received_bytes == Fraction(layout.micro_dp - 1, parts) * size
 
 
-@pytest.mark.parametrize("layout", ALL_CONFIGURATIONS, ids=label)
+@pytest.mark.parametrize("layout", thinned(ALL_CONFIGURATIONS))
 def test_fused_and_tied_weights_of_a_decoder_receive_only_what_is_missing(
     layout: HybridLayout,
 ) -> None:
@@ -88,7 +89,7 @@ def test_fused_and_tied_weights_of_a_decoder_receive_only_what_is_missing(
         assert transport.received_bytes == missing_bytes(plan, transport.rank)
 
 
-@pytest.mark.parametrize("layout", VANILLA, ids=label)
+@pytest.mark.parametrize("layout", thinned(VANILLA))
 def test_the_vanilla_grouping_receives_what_its_shards_lack(layout: HybridLayout) -> None:
     plan, transports = move("local", even_train(layout), even_generate(layout))
     interval = HybridLayout(
@@ -114,7 +115,7 @@ def test_the_vanilla_grouping_moves_more_than_the_interval_one_in_the_papers_fig
     assert received["consecutive"] == [Fraction(quarters, 4) for quarters in (1, 2, 2, 1)] * 2
 
 
-@pytest.mark.parametrize("layout", [at for at in hybrids(8) if at.micro_dp > 1], ids=label)
+@pytest.mark.parametrize("layout", thinned(at for at in hybrids(8) if at.micro_dp > 1))
 def test_gathering_whole_models_receives_table_2s_other_columns(layout: HybridLayout) -> None:
     manifest = even_manifest(layout)
     size, world_size = model_bytes(manifest), layout.world_size

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support import warm_processes
 from support.services import wait_for_announcement
 
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -63,7 +64,7 @@ def service_processes(
                     *("--announce", str(directory / f"{role}.json")),
                     *("--log-directory", str(directory), "--parent-pid", str(os.getpid())),
                 ],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+                env={**os.environ, **warm_processes.services(), "OMP_WAIT_POLICY": "PASSIVE"},
                 stderr=subprocess.DEVNULL,
             )
         addresses = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import yaml
+from support import warm_processes
 from support.tiny_models import write_tiny_llama
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -70,14 +72,21 @@ def tiny_model(directory: Path) -> Path:
 
 
 class CliRun:
-    """`rolemesh train` as a process of its own. Ends everything it started when closed."""
+    """`rolemesh train` as a process of its own. Ends everything it started when closed.
 
-    def __init__(self, recipe: dict[str, Any], folder: Path, *flags: str) -> None:
+    Its services are forked from a warm process, but for those of a run that is about processes.
+    """
+
+    def __init__(
+        self, recipe: dict[str, Any], folder: Path, *flags: str, is_warm: bool = True
+    ) -> None:
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
         recipe_file.write_text(yaml.safe_dump(recipe))
         self._stdout = (folder / "stdout.log").open("wb")
         self._stderr = (folder / "stderr.log").open("wb")
+        # A child inherits what is ignored, e.g. when the tests run in a shell's background.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [
                 *(
@@ -92,9 +101,15 @@ class CliRun:
             stdin=subprocess.DEVNULL,
             stdout=self._stdout,
             stderr=self._stderr,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            env={
+                **os.environ,
+                **(warm_processes.services() if is_warm else {}),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONSAFEPATH": "1",
+            },
             cwd=folder,
         )
+        signal.signal(signal.SIGINT, before)
         self._folder = folder
         self._family = psutil.Process(self.process.pid)
 

@@ -1,6 +1,6 @@
 """Real processes as ranks: they meet over loopback, run functions of tests and hand back values.
 
-Usage, with processes of its own (a start imports torch, which costs seconds a process)::
+Usage, with processes of its own::
 
     def gather(at: RankContext, scale: float) -> list[float]:
         with at.connect(HybridLayout(TrainLayout(tp=2))) as mesh:
@@ -61,6 +61,16 @@ CHILD_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+PRELOADED = [
+    "rolemesh.engine.train.trainer",
+    "rolemesh.engine.weights.transfer",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "vllm.entrypoints.llm",
+]
+"""Modules of which none starts a thread."""
 
 
 class RankFailedError(AssertionError):
@@ -145,7 +155,10 @@ class RankPool:
 
     def __init__(self, max_ranks: int) -> None:
         self.max_ranks = max_ranks
-        self._context = multiprocessing.get_context("spawn")
+        # Forked from one process that has imported what most of them need: a start of its own
+        # costs each of them five seconds of computing.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._children: list[_Child] = []
         self._store: dist.TCPStore | None = None
         self._num_calls = 0
@@ -297,7 +310,7 @@ class RankPool:
     def _spawn(self) -> _Child:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-        # A spawned process takes the environment of this moment.
+        # The server of forks starts with the first one and takes the environment of this moment.
         before = {name: os.environ.get(name) for name in CHILD_ENVIRONMENT}
         os.environ.update(CHILD_ENVIRONMENT)
         try:

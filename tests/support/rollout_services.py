@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
+from support import warm_processes
 from support.services import operation_key, wait_for_announcement
 
 from rolemesh.engine.experience import Experience
@@ -167,7 +168,7 @@ def process_of(
             *(sys.executable, "-m", f"rolemesh.services.{role}"),
             *("--announce", str(announce), "--threads", "1", *flags),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+        env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
         stderr=log,
     )
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 
 import grpc
 import torch
+from support import warm_processes
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout
@@ -210,20 +212,18 @@ async def serving(role: Role | None = None, **settings: Any) -> AsyncIterator[Se
 
 @dataclass
 class ServiceProcess:
-    """A service in a process of its own."""
+    """A service in a process of its own, or behind one; see support.warm_processes."""
 
     process: subprocess.Popen[bytes]
     address: str
     log: Path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    pid: int
+    """Of the service itself."""
 
     def end(self) -> int:
         """Kills it if it still runs; returns the exit code."""
         if self.process.poll() is None:
-            self.process.kill()
+            os.kill(self.pid, signal.SIGKILL)
         return self.process.wait(30)
 
 
@@ -236,18 +236,19 @@ def service_command(*flags: str, script: Path = TOY_SCRIPT) -> list[str]:
 
 
 def spawn_service(directory: Path, *flags: str, script: Path = TOY_SCRIPT) -> ServiceProcess:
-    """Starts a toy service and waits until it announces itself."""
+    """Starts a toy service from the warm process and waits until it announces itself."""
     announce = directory / "announce.json"
     announce.unlink(missing_ok=True)
     process = subprocess.Popen(
         service_command(
             *("--announce", str(announce), "--log-directory", str(directory), *flags), script=script
         ),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **warm_processes.services()},
         stderr=subprocess.DEVNULL,
     )
     announced = wait_for_announcement(process, announce)
-    return ServiceProcess(process, announced["address"], directory / "toy.log")
+    pid = warm_processes.forked(process.pid)
+    return ServiceProcess(process, announced["address"], directory / "toy.log", pid)
 
 
 def wait_for_announcement(

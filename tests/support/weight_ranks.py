@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import pytest
 import torch
 
 from rolemesh.engine.layout.families import DecoderShape
@@ -24,7 +26,7 @@ from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
 from rolemesh.engine.weights.transfer import WeightTransfer
 
 Weights = dict[str, torch.Tensor]
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def random_weights(manifest: Manifest, seed: int = 0) -> Weights:
@@ -97,6 +99,14 @@ def hybrids(most_ranks: int, grouping: Grouping = "interval") -> Iterator[Hybrid
                     for tp_g in divisors(tp):
                         generate = GenerateLayout(pp=pp_g, tp=tp_g, grouping=grouping)
                         yield HybridLayout(TrainLayout(pp=pp, tp=tp, dp=dp), generate)
+
+
+def thinned(layouts: Iterable[HybridLayout]) -> list[Any]:
+    """Parameters of a test: every fourth layout, and as slow tests the others."""
+    return [
+        pytest.param(layout, id=label(layout), marks=[pytest.mark.slow] if number % 4 else [])
+        for number, layout in enumerate(layouts)
+    ]
 
 
 def label(layout: HybridLayout) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,13 @@ OWN_WIRE_FORM = "rolemesh.rpc.errors"
 """Classes of this module carry their status themselves."""
 
 
-def exception_classes() -> Iterator[str]:
+@functools.cache
+def exception_classes() -> tuple[str, ...]:
     """Dotted names of all exception classes, read from the sources without importing them."""
+    return tuple(_exception_classes())
+
+
+def _exception_classes() -> Iterator[str]:
     for package, folder in SOURCES.items():
         for path in sorted(folder.rglob("*.py")):
             relative = path.relative_to(folder).with_suffix("")
@@ -50,7 +56,7 @@ def test_every_exception_class_is_in_the_catalogue(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if name.startswith("rolemesh.")])
 def test_every_row_of_ours_names_a_class_that_exists(name: str) -> None:
-    assert name in set(exception_classes())
+    assert name in exception_classes()
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if not name.startswith("rolemesh.")])

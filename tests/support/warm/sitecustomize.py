@@ -1,0 +1,51 @@
+"""Hands the start of a process to a warm one, where one is named; see support.warm_processes.
+
+Every Python that has this folder on its PYTHONPATH runs this file before its own work.
+"""
+
+import os
+import re
+import sys
+
+
+def hand_over(address: str) -> None:
+    """Lets the warm process fork, and ends as that one ends. Does not return."""
+    import contextlib
+    import json
+    import signal
+    import socket
+
+    warm = socket.socket(socket.AF_UNIX)
+    warm.connect(address)
+    start = json.dumps([sys.orig_argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(warm, [len(start).to_bytes(4, "big")], [0, 1, 2])
+    warm.sendall(start)
+    pid = int.from_bytes(warm.recv(4), "big")
+
+    def pass_on(number: int, frame: object) -> None:
+        # An end that this process has not been told of yet is told next.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    told = warm.recv(4)
+    code = int.from_bytes(told, "big", signed=True) if told else 1
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+_words = sys.orig_argv[1:3]
+if (_words[:1] == ["-m"] and re.fullmatch(r"rolemesh\.services\.\w+", _words[-1])) or (
+    _words and os.path.dirname(_words[0]).endswith("/tests/support")
+):
+    _kind = "SERVICES"
+elif _words == ["-m", "rolemesh.coordinator.commands.cli"]:
+    _kind = "COMMANDS"
+else:
+    _kind = "NONE"
+if _warm := os.environ.get(f"ROLEMESH_TEST_WARM_{_kind}"):
+    hand_over(_warm)

@@ -1,0 +1,207 @@
+"""Processes that have imported what services or commands import, and fork them in no time.
+
+A service that starts by itself imports torch and transformers first, five seconds of computing, and
+a command of `rolemesh` computes for a second. A test of something else than that start gives
+`services()` or `commands()` to what starts them, be it the test or a coordinator. The process that
+is started is then a small one in front of the fork: it has the command line, the parent and the
+exit code of the fork, passes signals on to it (but for SIGSTOP), and takes it along when it is
+killed. The fork itself has another process id and the warm process as its parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+MODULES = {
+    "SERVICES": (
+        *(
+            f"rolemesh.services.{role}.servicers"
+            for role in ("actor", "cost", "critic", "reference", "reward", "rollout")
+        ),
+        "rolemesh.services.runtime.process",
+        "rolemesh.services.runtime.ranks.agent",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+    ),
+    "COMMANDS": (
+        "rolemesh.coordinator.commands.cli",
+        "rolemesh.coordinator.commands.train",
+        "rolemesh.coordinator.api.http.app",
+        "rolemesh.coordinator.api.http.server",
+    ),
+}
+"""Imported once, by the warm process. None may start a thread: a fork has only one."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Tests start several services at once, from threads."""
+PEER = (socket.SOL_SOCKET, socket.SO_PEERCRED)
+
+
+def services() -> dict[str, str]:
+    """Variables for whatever starts services."""
+    with _ONE_AT_A_TIME:
+        return _environment("SERVICES")
+
+
+def commands() -> dict[str, str]:
+    """Variables for what starts `rolemesh`; it must not import torch, and imports none here."""
+    with _ONE_AT_A_TIME:
+        return _environment("COMMANDS")
+
+
+def forked(pid: int) -> int:
+    """The process id of a fork, by that of the process in front of it.
+
+    That one itself where there is no fork.
+    """
+    told = _folder() / str(pid)
+    return int(told.read_text()) if told.exists() else pid
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@functools.cache
+def _environment(kind: str) -> dict[str, str]:
+    """Begins a warm process, which ends with this one."""
+    address = str(_folder() / kind)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    added = [str(Path(__file__).with_name("warm")), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, added)), "OMP_NUM_THREADS": "1"}
+    # Reads its standard input, which ends with this process.
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(Path(__file__).resolve()), kind, str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        env={
+            **os.environ,
+            **variables,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "0",
+        },
+    )
+    listener.close()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    atexit.register(end)
+    return {**variables, f"ROLEMESH_TEST_WARM_{kind}": address}
+
+
+# --- in the warm process ------------------------------------------------------------------
+
+
+def serve(kind: str, listener: socket.socket) -> list[str] | None:
+    """Forks for each process that asks, until standard input ends.
+
+    Returns:
+        In a fork: the arguments of Python that say what to run. In the warm process: None.
+    """
+    for module in MODULES[kind]:
+        importlib.import_module(module)
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj == sys.stdin.fileno():
+                return None
+            if key.fileobj is not listener:
+                # The end of a fork.
+                pid, asked = key.data
+                _, status = os.waitpid(pid, 0)
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                _tell(asked, os.waitstatus_to_exitcode(status))
+                asked.close()
+                continue
+            asked, _ = listener.accept()
+            size, descriptors, _, _ = socket.recv_fds(asked, 4, 3)
+            with asked.makefile("rb") as reader:
+                words, directory, variables = json.loads(reader.read(int.from_bytes(size, "big")))
+            pid = os.fork()
+            if pid == 0:
+                for other in list(selector.get_map().values()):
+                    if other.data is not None:
+                        other.data[1].close()
+                selector.close()
+                listener.close()
+                _become(descriptors, words, directory, variables)
+                threading.Thread(target=_end_with, args=(asked,), daemon=True).start()
+                return list(words)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            in_front, *_ = struct.unpack("3i", asked.getsockopt(*PEER, struct.calcsize("3i")))
+            Path(listener.getsockname()).with_name(str(in_front)).write_text(str(pid))
+            _tell(asked, pid)
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asked))
+
+
+def _tell(asked: socket.socket, number: int) -> None:
+    # Who asked may have been killed.
+    with contextlib.suppress(OSError):
+        asked.sendall(number.to_bytes(4, "big", signed=True))
+
+
+def _become(
+    descriptors: list[int], words: list[str], directory: str, variables: dict[str, str]
+) -> None:
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.orig_argv[:] = [sys.executable, *words]
+    if variables.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+
+
+def _end_with(asked: socket.socket) -> None:
+    """Ends this fork when the process in front of it is gone."""
+    asked.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[2])) as listener:
+        words = serve(sys.argv[1], listener)
+    if words is None:
+        return
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        # Imported by another module; to run it anew is what `python -m` does.
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
