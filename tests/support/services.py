@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import grpc
 import torch
-from support import warm_processes
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout
@@ -237,6 +236,9 @@ def service_command(*flags: str, script: Path = TOY_SCRIPT) -> list[str]:
 
 def spawn_service(directory: Path, *flags: str, script: Path = TOY_SCRIPT) -> ServiceProcess:
     """Starts a toy service from the warm process and waits until it announces itself."""
+    # Imported here: as a script this file finds nothing of the tests.
+    from support import warm_processes
+
     announce = directory / "announce.json"
     announce.unlink(missing_ok=True)
     process = subprocess.Popen(
