@@ -280,7 +280,7 @@ def test_bad_input_is_told_with_exit_code_2() -> None:
         (["compliance", "--role", "judge", "x:1"], "--role is 'judge'"),
         (["compliance"], "URL is missing"),
         (["compliance", "nowhere"], "address is 'nowhere'"),
-        (["compliance", "127.0.0.1:1", "--timeout", "0.2"], "nobody answers"),
+        (["compliance", "127.0.0.1:1", "--timeout", "0.2"], "no server answers"),
         (["compliance", "127.0.0.1:1", "--spec", "/no/such.yaml"], "cannot be read"),
     ):
         done = runner.invoke(app, arguments)
