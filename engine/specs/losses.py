@@ -147,12 +147,6 @@ class PpoValueLossSpec(AggregatedLossSpec):
         return ("values", "returns", "loss_mask")
 
 
-PolicyLossSpec = Annotated[
-    PpoPolicyLossSpec | GspoPolicyLossSpec | CispoPolicyLossSpec | ReinforcePolicyLossSpec,
-    Field(discriminator="type"),
-]
-"""Losses that train a policy on sampled experience: they read logprobs and advantages."""
-
 LossSpec = Annotated[
     PpoPolicyLossSpec
     | GspoPolicyLossSpec

@@ -428,7 +428,14 @@ MiB. A leaked task and its answer are some 10 KiB a call, which would be 100 MiB
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_ten_thousand_calls_leak_nothing(server):
-    reward = made(server.url + "/get_reward", batch_size=1, concurrency=16, cache_rows=100)
+    # Under the policy `fail` the first failure would end the asking for all rows.
+    reward = made(
+        server.url + "/get_reward",
+        batch_size=1,
+        concurrency=16,
+        cache_rows=100,
+        on_failure={"type": "drop_group"},
+    )
     reward._replicas[0].breaker._allowed = NUM_CALLS
     process = psutil.Process()
     rows = [row(f"{number:x}") for number in range(500)]

@@ -24,7 +24,7 @@ def score(completion: str) -> float:
 
 
 class RewardServer:
-    """All four forms under one roof, each call counted; `faults` come first, None being none.
+    """A server that speaks every protocol, each call counted; `faults` come first, None being none.
 
     Example: `faults=[503, "nan"]` answers the first call with 503 and the second with NaN.
     """

@@ -30,7 +30,7 @@ from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
 
 
 class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """The part of TrainerService that changes no weights; `TrainerServicer` adds the rest.
+    """ComputeAdvantages and SelectGroups of TrainerService; `TrainerServicer` adds the rest.
 
     Invariant: the estimator's controllers (weight of the KL, Lagrange multiplier) move once per
     ComputeAdvantages, and are part of the trainer's checkpoint.
