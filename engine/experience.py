@@ -142,8 +142,8 @@ class Column:
         """The column of that name, of the kind and dtype that `specs.columns.COLUMNS` states.
 
         Args:
-            name: one of that table.
-            rows: for each row a number, a list of numbers or a text, as the kind of the column is.
+            name: One of that table.
+            rows: For each row a number, a list of numbers or a text, as the kind of the column is.
         """
         kind, dtype = ColumnKind(COLUMNS[name].kind), getattr(torch, COLUMNS[name].dtype)
         if kind is ColumnKind.TEXT:
@@ -294,7 +294,7 @@ def payload_layout(batch: Experience) -> PayloadLayout:
     """Lays the columns out one after another, each array on a 64-byte boundary.
 
     Raises:
-        ValueError: a dtype that may not travel; names the column.
+        ValueError: A dtype that may not travel; names the column.
     """
     return plan_payload(
         batch.num_rows,
@@ -331,11 +331,11 @@ def read_payload(layout: PayloadLayout, payload: torch.Tensor) -> Experience:
     """Views a payload as a batch, without a copy.
 
     Args:
-        layout: where the columns lie.
+        layout: Where the columns lie.
         payload: uint8 [layout.num_bytes]; the batch keeps it alive.
 
     Raises:
-        ValueError: the payload is of another size, or its offsets do not fit its values.
+        ValueError: The payload is of another size, or its offsets do not fit its values.
     """
     if payload.numel() != layout.num_bytes:
         raise ValueError(

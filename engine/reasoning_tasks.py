@@ -35,7 +35,7 @@ def reasoning_gym() -> ModuleType:
     """The library.
 
     Raises:
-        ValueError: it is not installed; the text says how to get it.
+        ValueError: It is not installed; the text says how to get it.
     """
     try:
         return _imported()
@@ -52,7 +52,7 @@ def check_task(task: str) -> None:
     """Refuses a task that cannot make prompts here.
 
     Raises:
-        ValueError: the task needs pycosat, which is not installed.
+        ValueError: The task needs pycosat, which is not installed.
     """
     if task in TASKS_OF_PYCOSAT and not _has_pycosat():
         raise ValueError(f"data.task is {task!r}, which needs pycosat: {_REMEDY}")

@@ -9,7 +9,7 @@ def derive_seed(*parts: int | str) -> int:
     """Mixes the parts into a seed.
 
     Args:
-        parts: what is drawn, e.g. (run seed, step, prompt id, sample index). Order counts.
+        parts: What is drawn, e.g. (run seed, step, prompt id, sample index). Order counts.
 
     Returns:
         A number n with 0 <= n < 2**63. Equal parts give equal seeds on every machine.

@@ -59,12 +59,12 @@ def register_protocol(name: str, distribute: Distribute, collect: Collect) -> Tr
     Both functions must be pure: every rank calls them for itself and all must agree.
 
     Args:
-        name: not taken yet.
-        distribute: rows to ranks; may leave ranks without rows.
-        collect: ranks to rows.
+        name: Not taken yet.
+        distribute: Rows to ranks; may leave ranks without rows.
+        collect: Ranks to rows.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is taken.
     """
     if name in _protocols:
         raise ValueError(f"transfer protocol {name!r} is registered already: give another name")

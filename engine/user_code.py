@@ -22,11 +22,11 @@ def load_named(name: str, field: str) -> Any:
     """The object that a name leads to, e.g. "games/guess.py:Guess" or "mypackage.games:Guess".
 
     Args:
-        name: path from the process's working directory, or an importable module; a colon; a name.
-        field: of the recipe, for messages.
+        name: Path from the process's working directory, or an importable module; a colon; a name.
+        field: Of the recipe, for messages.
 
     Raises:
-        UserCodeError: there is no such file, module or name, or importing it fails.
+        UserCodeError: There is no such file, module or name, or importing it fails.
     """
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):

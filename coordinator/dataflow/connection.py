@@ -65,7 +65,7 @@ class RoleConnection:
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
         self._channel = open_channel(address, traffic=traffic)
-        self.client = ServiceClient(self._channel)
+        self.client = ServiceClient(self._channel, name=service)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def close(self) -> None:

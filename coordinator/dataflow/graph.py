@@ -91,7 +91,8 @@ class StepGraph:
             reads: Experience that must exist before.
             produces: Columns that come to be.
             block: The block of `reads` that it works on; None: all rows.
-            after: Parts that must exist before, beside what it reads; also of other steps.
+            after: Calls that must have been answered before, beside what it reads; some may be of
+                other steps.
             is_leased: Whether it waits for its pool; else it runs beside whoever holds it.
         """
         after, columns = tuple(after), frozenset(produces)
@@ -139,7 +140,7 @@ class StepGraph:
             work: Makes the call; the node's service says with whom.
             num_blocks: Blocks that it gives.
             produces: Columns that come to be.
-            after: Parts that must exist before.
+            after: Calls that must have been answered before.
             others: Who may do it instead, when they are free before `service` is.
 
         Raises in the node:

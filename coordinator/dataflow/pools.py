@@ -146,7 +146,7 @@ class Pools:
         """The service's pool, or ValueError."""
         if service not in self._by_service:
             raise ValueError(
-                f"pools: role {service!r} stands in no pool; add it to the roles of one of them"
+                f"pools: service {service!r} stands in no pool; add its role to the roles of one"
             )
         return self._by_service[service]
 

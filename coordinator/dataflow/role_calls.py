@@ -26,7 +26,7 @@ from rolemesh.coordinator.recipe.algorithms import AlgorithmParts, AlgorithmSect
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
-from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2
+from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, trainer_pb2
 
 
 class PromptCursor:
@@ -183,7 +183,7 @@ class ServiceNodes:
             call: Makes it.
             reads: Experience that it reads; it may be worked on block by block.
             produces: Columns that it gives. A call that gives none takes all rows at once.
-            after: Parts that must exist before, beside what it reads.
+            after: Calls that must have been answered before, beside what it reads.
             is_leased: Whether it waits for its pool.
         """
         produces, after = tuple(produces), tuple(after)
@@ -278,7 +278,7 @@ class ServiceNodes:
         context = self.context
 
         def note(result: Message) -> dict[str, Any]:
-            outcome = _outcome_of(result)
+            outcome = outcome_of(result)
             if outcome.policy_version is not None:
                 self.connection.policy_version = outcome.policy_version
             return _summarize(outcome)
@@ -286,7 +286,7 @@ class ServiceNodes:
         result = await self.connection.make(
             key, method, call, note, journal=context.journal, on_phase=context.on_phase
         )
-        return _outcome_of(result)
+        return outcome_of(result)
 
 
 class RoleHandle(ServiceNodes):
@@ -298,10 +298,14 @@ class RoleHandle(ServiceNodes):
         super().__init__(context, self.role)
 
 
-def _outcome_of(result: Any) -> Outcome:
+def outcome_of(result: Any) -> Outcome:
     """What a result message says; each has a report, and experience or a version besides."""
     fields = result.DESCRIPTOR.fields_by_name
-    has_experience = "experience" in fields and result.HasField("experience")
+    has_experience = "experience" in fields
+    if isinstance(result, trainer_pb2.SelectGroupsResult):
+        # The only result that may come without: no group was selected. Another one that lacks its
+        # experience has no rows, which the step refuses by the name of its role.
+        has_experience = result.HasField("experience")
     return Outcome(
         report=result.report,
         experience=result.experience if has_experience else None,

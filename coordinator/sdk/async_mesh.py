@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.experience import Experience
@@ -63,7 +64,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         self.epoch = time.time_ns() // 1_000_000 if epoch is None else epoch
         self.step = step
         """The step that calls belong to, which services give experience and draws by."""
-        self.deadline_s = deadline_s
+        self.deadline_s: Final = deadline_s
         """Longest time of one call; None: that of its method."""
         self._retry = RetryPolicy() if retry is None else retry
         self._numbers = itertools.count()

@@ -25,7 +25,11 @@ class CallingMesh(Protocol):
     run_id: str
     epoch: int
     step: int
-    deadline_s: float | None
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Longest time of one call in seconds; None: that of its method."""
+        ...
 
     def new_key(self, operation: str) -> operation_pb2.OperationKey:
         """A key that was never used, for an operation of the current step."""
@@ -55,7 +59,7 @@ class ServiceCalls:
         """Version of its weights as last heard; None before."""
         self._mesh = mesh
         self._call = mesh.call
-        self._client = ServiceClient(channel, mesh.deadline_s)
+        self._client = ServiceClient(channel, mesh.deadline_s, name=name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r} at {self.address})"

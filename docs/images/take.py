@@ -83,14 +83,24 @@ def main() -> None:
         try:
             log = out / "logs" / "coordinator.log"
             told = wait_for(
-                lambda: log.exists() and re.search(r"dashboard and REST: (\S+)", log.read_text()),
+                lambda: (
+                    _is_going(run)
+                    and log.exists()
+                    and re.search(r"dashboard and REST: (\S+)", log.read_text())
+                ),
                 "the dashboard is served",
                 WAIT_S,
             )
             take_all(told.group(1))
         finally:
             run.send_signal(signal.SIGINT)
-            run.wait()
+            run.wait(WAIT_S)
+
+
+def _is_going(run: subprocess.Popen[bytes]) -> bool:
+    if run.poll() is not None:
+        raise SystemExit(f"the run ended with {run.returncode} before its dashboard was served")
+    return True
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def gae(
         values_N: float [N]; what a masked token holds is not read.
         loss_mask_N: bool [N], 1 = sampled token that counts.
         offsets: int64 [B + 1], row b owns tokens offsets[b]..offsets[b + 1] - 1.
-        gamma: discount a token, 0 to 1.
-        lam: trace decay a token, 0 to 1.
+        gamma: Discount a token, 0 to 1.
+        lam: Trace decay a token, 0 to 1.
 
     Returns:
         advantages and returns, float [N], both 0 at masked tokens.

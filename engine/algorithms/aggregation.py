@@ -104,11 +104,11 @@ def token_weights(
         seq_sum_norm         1 / (R norm_length)   (arXiv 2503.20783)
 
     Args:
-        batch: a micro-batch with the column loss_mask.
-        scale: counts over the whole mini-batch.
-        aggregation: the mode.
-        norm_length: divisor of seq_sum_norm, in tokens; None for the other modes.
-        like: a tensor with the type and device of the losses.
+        batch: A micro-batch with the column loss_mask.
+        scale: Counts over the whole mini-batch.
+        aggregation: The mode.
+        norm_length: Divisor of seq_sum_norm, in tokens; None for the other modes.
+        like: A tensor with the type and device of the losses.
 
     Returns:
         float [M], in the order of the unmasked tokens.

@@ -126,11 +126,11 @@ def estimate_advantages(
     Rows that the column is_judged, where present, has False for are as if they were not there.
 
     Args:
-        experience: with `spec.columns()`. The columns logprobs and reference_logprobs, where
+        experience: With `spec.columns()`. The columns logprobs and reference_logprobs, where
             present, also give KL metrics without a penalty.
-        spec: the estimator.
-        controllers: of this spec; None where it needs none.
-        baseline: the batch to compare with, with `spec.baseline_columns()`; None exactly if there
+        spec: The estimator.
+        controllers: Of this spec; None where it needs none.
+        baseline: The batch to compare with, with `spec.baseline_columns()`; None exactly if there
             are none of these.
 
     Returns:
@@ -140,8 +140,8 @@ def estimate_advantages(
         and the explained variance of returns that do not vary, are 0.
 
     Raises:
-        ColumnMissingError: a column is missing; names it.
-        ValueError: a number that counts is NaN or infinite (names column and row); no row is
+        ColumnMissingError: A column is missing; names it.
+        ValueError: A number that counts is NaN or infinite (names column and row); no row is
             judged; controllers or baseline do not fit the spec; or nothing is registered for the
             spec.
     """

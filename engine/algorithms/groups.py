@@ -45,7 +45,7 @@ class Groups:
         """Groups the rows of a batch with the column prompt_ids.
 
         Args:
-            experience: the batch.
+            experience: The batch.
             takes_part_B: bool [B]; None: all rows take part.
         """
         ids_B = prompt_ids_of(experience)

@@ -18,7 +18,7 @@ def judged_rows(batch: Experience) -> torch.Tensor | None:
     """int64 [J], the rows that have a reward; None: all.
 
     Raises:
-        ValueError: the column holds something else.
+        ValueError: The column holds something else.
     """
     if IS_JUDGED not in batch:
         return None
@@ -38,9 +38,9 @@ def with_absent_rows(columns: Experience, rows_J: torch.Tensor, batch: Experienc
     """Columns over some rows of a batch as columns over all: 0 in the others (pair_ids: -1).
 
     Args:
-        columns: row and completion columns over the rows `rows_J`.
+        columns: Row and completion columns over the rows `rows_J`.
         rows_J: int64 [J], row numbers, ascending.
-        batch: all rows, with the column loss_mask.
+        batch: All rows, with the column loss_mask.
 
     Example: advantages ((0.5), (-0.5, -0.5)) of the rows (0, 2) become ((0.5), (0, 0, 0),
     (-0.5, -0.5)) where row 1 has 3 completion tokens.

@@ -41,7 +41,7 @@ def kl_penalty(
     Args:
         logprobs_N: float [N], log-probs of the policy.
         reference_logprobs_N: float [N], log-probs of the reference.
-        form: the estimator.
+        form: The estimator.
 
     Returns:
         float [N]. Its gradient is the plain derivative of the formula: for a loss use `kl_loss`.
@@ -76,7 +76,7 @@ def kl_loss(
     Args:
         logprobs_N: float [N], log-probs of the policy, with gradient.
         reference_logprobs_N: float [N], log-probs of the reference; no gradient reaches it.
-        form: the estimator.
+        form: The estimator.
 
     Returns:
         float [N].
@@ -112,7 +112,7 @@ class KlController(ABC):
 
         Args:
             mean_kl_per_row: KL summed over the tokens of a row, averaged over rows, in nats.
-            num_rows: rows that were averaged.
+            num_rows: Rows that were averaged.
         """
 
     @abstractmethod

@@ -32,16 +32,16 @@ def reference_point(batch: Experience, spec: KtoPointSpec) -> tuple[Experience, 
     variance; in exchange it does not follow the policy within the batch.
 
     Args:
-        batch: with `spec.columns()`; at least one row of preference 0.
-        spec: of the estimator.
+        batch: With `spec.columns()`; at least one row of preference 0.
+        spec: Of the estimator.
 
     Returns:
         Column kl_reference_point (float32, row, nats), the same number in each row; and metrics:
         kl_reference_point, and kl_reference_point_raw before it is held at 0.
 
     Raises:
-        ValueError: no row has preference 0, or the log-probs are not finite.
-        ColumnMissingError: the batch lacks a column.
+        ValueError: No row has preference 0, or the log-probs are not finite.
+        ColumnMissingError: The batch lacks a column.
     """
     preference_B = preference_of(batch)
     rows = (preference_B == 0).nonzero().flatten()

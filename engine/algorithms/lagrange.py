@@ -47,7 +47,7 @@ class LagrangeMultiplier:
         """Restores it; limit, rate and bound stay those of the recipe.
 
         Raises:
-            ValueError: the state is not one of a Lagrange multiplier.
+            ValueError: The state is not one of a Lagrange multiplier.
         """
         log_value = state.get("log_multiplier")
         if set(state) != {"log_multiplier"} or not isinstance(log_value, int | float):

@@ -66,9 +66,9 @@ class Loss(Protocol):
         """Computes this micro-batch's share of the mini-batch loss.
 
         Args:
-            outputs: of this micro-batch.
-            batch: the same rows, with `columns`.
-            scale: counts over the whole mini-batch.
+            outputs: Of this micro-batch.
+            batch: The same rows, with `columns`.
+            scale: Counts over the whole mini-batch.
 
         Returns:
             The scalar to run backward on, and metrics to combine with `add_metrics`. Without
@@ -146,8 +146,8 @@ def token_share(numbers_M: torch.Tensor, scale: LossScale) -> torch.Tensor:
     """This micro-batch's share of a mean over the tokens of a mini-batch.
 
     Args:
-        numbers_M: floating [M], of the unmasked tokens of the micro-batch.
-        scale: says how many tokens the whole mini-batch has.
+        numbers_M: Floating [M], of the unmasked tokens of the micro-batch.
+        scale: Says how many tokens the whole mini-batch has.
 
     Returns:
         float64 []: the sum, divided by the tokens of the whole mini-batch.

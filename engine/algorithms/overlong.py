@@ -16,7 +16,7 @@ def overlong_punishments(lengths_B: torch.Tensor, spec: OverlongSpec) -> torch.T
 
     Args:
         lengths_B: int64, completion tokens.
-        spec: where it begins and ends.
+        spec: Where it begins and ends.
 
     Returns:
         float64 [B].

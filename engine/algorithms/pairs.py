@@ -38,8 +38,8 @@ class Pairs:
         chosen rows 4 and 0, rejected rows 3 and 1.
 
         Raises:
-            PairIncompleteError: a pair lacks a row, has two of a kind, or has more than two.
-            ValueError: a column is of another kind or has a number that means nothing.
+            PairIncompleteError: A pair lacks a row, has two of a kind, or has more than two.
+            ValueError: A column is of another kind or has a number that means nothing.
         """
         pair_ids_B = _row_values(batch, "pair_ids")
         preference_B = preference_of(batch)
@@ -70,7 +70,7 @@ def preference_of(batch: Experience) -> torch.Tensor:
     """Column preference, float [B]: 1 chosen or wanted, -1 rejected or unwanted, 0 neither.
 
     Raises:
-        ValueError: another kind of column, or another number in it.
+        ValueError: Another kind of column, or another number in it.
     """
     preference_B = _row_values(batch, "preference")
     bad = ((preference_B != 0) & (preference_B.abs() != 1)).nonzero().flatten()
@@ -88,7 +88,7 @@ def row_sums(numbers_M: torch.Tensor, batch: Experience) -> torch.Tensor:
 
     Args:
         numbers_M: float [M].
-        batch: with the column loss_mask.
+        batch: With the column loss_mask.
 
     Returns:
         float [B], 0 for a row without unmasked tokens; on the device of `numbers_M`.
@@ -102,7 +102,7 @@ def log_ratios(logprobs_N: torch.Tensor, batch: Experience) -> torch.Tensor:
 
     Args:
         logprobs_N: float [N], of the policy.
-        batch: with the columns reference_logprobs and loss_mask.
+        batch: With the columns reference_logprobs and loss_mask.
 
     Returns:
         float [B], with the type, device and gradient of `logprobs_N`.

@@ -118,7 +118,7 @@ def decayed_sums(values_N: torch.Tensor, lengths: torch.Tensor, decay: float) ->
     Args:
         values_N: float64 [N].
         lengths: int64 [B], tokens in each row; their sum is N.
-        decay: between 0 and 1; 0^0 is 1.
+        decay: Between 0 and 1; 0^0 is 1.
 
     Returns:
         float64 [N].

@@ -60,7 +60,7 @@ def remax_advantages(given: EstimatorInput, spec: RemaxSpec) -> tuple[Experience
     prompts that the batch does not have are ignored.
 
     Raises:
-        ValueError: a prompt of the batch has no row in the baseline; names it.
+        ValueError: A prompt of the batch has no row in the baseline; names it.
     """
     assert given.baseline is not None  # estimate_advantages refuses a missing one
     tokens = BatchTokens.of(given.experience)

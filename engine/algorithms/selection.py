@@ -28,9 +28,9 @@ def select_groups(
     "paired" keeps the rows of pairs, by ascending pair id and the chosen one first.
 
     Args:
-        experience: with `spec.columns()`.
-        spec: the rule.
-        max_groups: most groups to keep, those that begin first in the batch (of pairs: those with
+        experience: With `spec.columns()`.
+        spec: The rule.
+        max_groups: Most groups to keep, those that begin first in the batch (of pairs: those with
             the lowest ids); 0: no bound.
 
     Returns:
@@ -39,8 +39,8 @@ def select_groups(
         the rule, "/kept" within the bound, and "/rows".
 
     Raises:
-        ColumnMissingError: a column is missing; names it.
-        ValueError: a number makes no sense (a reward that is not finite, a pair that is
+        ColumnMissingError: A column is missing; names it.
+        ValueError: A number makes no sense (a reward that is not finite, a pair that is
             incomplete), or max_groups is negative.
 
     Example: prompt_ids (5, 5, 6, 6, 5) with rewards (0, 0, 1, 0, 1) keep all rows of both groups;

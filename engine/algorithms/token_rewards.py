@@ -138,9 +138,9 @@ def token_rewards(
     """Puts each row's reward on its last unmasked token and takes the KL penalty off.
 
     Args:
-        given: logprobs and reference_logprobs are read with a penalty, and where present.
-        spec: the KL's form.
-        tokens: of the batch.
+        given: Logprobs and reference_logprobs are read with a penalty, and where present.
+        spec: The KL's form.
+        tokens: Of the batch.
         rewards_B: float64 [B].
     """
     rewards_N = torch.zeros(len(tokens.mask_N), dtype=torch.float64, device=tokens.mask_N.device)

@@ -54,16 +54,16 @@ def train_layout(
     piece.
 
     Args:
-        shape: the model.
-        layout: ranks.
-        dtype: element type of the tensors and of the manifest.
+        shape: The model.
+        layout: Ranks.
+        dtype: Element type of the tensors and of the manifest.
 
     Returns:
         Rank r of it is the layout's rank r; tensors have Hugging Face names (a tied projection on
         another stage than the embedding: "lm_head.weight").
 
     Raises:
-        LayoutError: the model cannot be cut so.
+        LayoutError: The model cannot be cut so.
     """
     check_layout(shape, layout)
     shards: dict[tuple[int, int, int], RankShard] = {}
@@ -83,7 +83,7 @@ def generate_layers(shape: DecoderShape, layout: HybridLayout, *, pp: int) -> ra
     Example: 6 layers over 4 training stages are 2, 2, 1, 1; two generation stages have 4 and 2.
 
     Raises:
-        LayoutError: no such stage, or more training stages than layers.
+        LayoutError: No such stage, or more training stages than layers.
     """
     check_rank(pp, layout.generate.pp)
     ratio, size = layout.stage_ratio, layout.train.pp
@@ -100,12 +100,12 @@ def generate_layout(shape: DecoderShape, layout: HybridLayout, dtype: DtypeName)
     there). A tied projection is the embedding, which then also lies on the last stage.
 
     Args:
-        shape: the model.
-        layout: ranks; rank r of the result is the layout's rank r.
-        dtype: element type in which vLLM holds them.
+        shape: The model.
+        layout: Ranks; rank r of the result is the layout's rank r.
+        dtype: Element type in which vLLM holds them.
 
     Raises:
-        LayoutError: the model cannot be cut so.
+        LayoutError: The model cannot be cut so.
         UnsupportedFamilyError: vLLM has no such model.
     """
     check_layout(shape, layout)
@@ -132,7 +132,7 @@ def whole_layout(manifest: Manifest, ranks: int = 1) -> WeightLayout:
     """Every parameter whole on each of `ranks` ranks, in a tensor of its own name.
 
     Raises:
-        ManifestError: no ranks.
+        ManifestError: No ranks.
     """
     if ranks < 1:
         raise ManifestError(f"ranks is {ranks}: give at least 1")

@@ -117,15 +117,15 @@ class DecoderShape:
         Args:
             config: config.json as a dict, or `PretrainedConfig.to_dict()`; num_hidden_layers
                 already cut.
-            head: what stands on top. A score head is never tied.
-            num_labels: rows of a score head.
-            has_head_bias: the score head has a bias. In transformers 5.19 token classifiers have
+            head: What stands on top. A score head is never tied.
+            num_labels: Rows of a score head.
+            has_head_bias: The score head has a bias. In transformers 5.19 token classifiers have
                 one (unless the config says token_classification_bias false), sequence classifiers
                 none.
 
         Raises:
-            UnsupportedFamilyError: a family without a plan, or quantized weights.
-            ValueError: a size is missing or impossible.
+            UnsupportedFamilyError: A family without a plan, or quantized weights.
+            ValueError: A size is missing or impossible.
         """
         family = str(config.get("model_type"))
         if family not in _KV_HEADS:
@@ -233,7 +233,7 @@ def cut_of(name: str) -> Cut:
     """How tensor slices cut the parameter of that Hugging Face name.
 
     Raises:
-        UnsupportedFamilyError: no family here has such a parameter.
+        UnsupportedFamilyError: No family here has such a parameter.
     """
     match = _LAYER.fullmatch(name)
     cut = _LAYER_CUTS.get(match[2]) if match else _OUTER_CUTS.get(name)
@@ -309,7 +309,7 @@ def stage_layers(shape: DecoderShape, *, pp: int, size: int) -> range:
     """Layers of stage `pp` of `size`: numbers differ by at most one, the first stages have more.
 
     Raises:
-        LayoutError: more stages than layers, or no such stage.
+        LayoutError: More stages than layers, or no such stage.
     """
     if size > shape.num_layers:
         raise LayoutError(

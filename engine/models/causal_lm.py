@@ -45,16 +45,16 @@ class CausalLm(Decoder):
         """Loads the model.
 
         Args:
-            spec: which folder, and how to compute.
-            device: where the weights live.
+            spec: Which folder, and how to compute.
+            device: Where the weights live.
             trainable: False for a frozen reference.
-            mesh: the rank's place; None for a rank that is alone.
+            mesh: The rank's place; None for a rank that is alone.
 
         Raises:
-            ModelFolderError: the folder is missing or not whole.
-            ValueError: the model needs something that the scoring here does not do.
-            LayoutError: the model cannot be cut so.
-            UnsupportedFamilyError: more than one rank, and the family has no plan.
+            ModelFolderError: The folder is missing or not whole.
+            ValueError: The model needs something that the scoring here does not do.
+            LayoutError: The model cannot be cut so.
+            UnsupportedFamilyError: More than one rank, and the family has no plan.
         """
         super().__init__(
             AutoModelForCausalLM,
@@ -109,16 +109,16 @@ class CausalLm(Decoder):
         """Scores the completion tokens from the last stage's result; equal on all its slices.
 
         Args:
-            hidden_BTD: from `stage_forward`, float [B, T, D].
-            rows: the rows it was computed from.
-            temperature: of the softmax, > 0.
-            with_entropy: whether the entropy is wanted too.
+            hidden_BTD: From `stage_forward`, float [B, T, D].
+            rows: The rows it was computed from.
+            temperature: Of the softmax, > 0.
+            with_entropy: Whether the entropy is wanted too.
 
         Returns:
             Log-probs, float32 [N], natural log; entropy, float32 [N], in nats, or None.
 
         Raises:
-            ValueError: this is not the last stage.
+            ValueError: This is not the last stage.
         """
         self._check_last_stage()
         hidden_ND = rows.states(hidden_BTD)

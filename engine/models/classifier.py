@@ -45,18 +45,18 @@ class Classifier:
         """Loads model and tokenizer.
 
         Args:
-            spec: which folder, and how to compute.
-            label: index of the logit that is the score.
-            device: where the weights live.
-            mesh: the rank's place; None for a rank that is alone.
-            trained: a reward model of the folder, with the same label, device and mesh, to score
+            spec: Which folder, and how to compute.
+            label: Index of the logit that is the score.
+            device: Where the weights live.
+            mesh: The rank's place; None for a rank that is alone.
+            trained: A reward model of the folder, with the same label, device and mesh, to score
                 with; None loads the folder.
 
         Raises:
-            ModelFolderError: the folder is missing or not whole.
-            ValueError: the head has no such label.
-            LayoutError: the model cannot be cut so.
-            UnsupportedFamilyError: more than one rank, and the family has no plan.
+            ModelFolderError: The folder is missing or not whole.
+            ValueError: The head has no such label.
+            LayoutError: The model cannot be cut so.
+            UnsupportedFamilyError: More than one rank, and the family has no plan.
         """
         self.spec = spec
         self._rank_model: RankModel | None
@@ -98,15 +98,15 @@ class Classifier:
         replicas with rows of their own (there may be none).
 
         Args:
-            token_rows: at least one token each.
-            progress: called with ("score", rows done, rows).
+            token_rows: At least one token each.
+            progress: Called with ("score", rows done, rows).
 
         Returns:
             float32 [B], on the CPU: on the last pipeline stage, equal on all its slices. Other
             stages return no scores.
 
         Raises:
-            ValueError: a row is empty, longer than the model can see, or has a token that is not
+            ValueError: A row is empty, longer than the model can see, or has a token that is not
                 in its vocabulary.
         """
         mesh = self._model.mesh
@@ -171,7 +171,7 @@ def pad_token_rows(
 
     Args:
         token_rows: B rows of at least one token each.
-        device: where the result lies.
+        device: Where the result lies.
 
     Returns:
         Rows with int64 [B, T] tokens, padded on the right.

@@ -58,17 +58,17 @@ class Decoder(nn.Module):
         """Loads the rank's part, float32.
 
         Args:
-            auto_class: of transformers; says what head the model has.
-            spec: which folder, and how to compute.
-            config: from `read_config`, possibly with another number of labels.
-            device: where the weights live.
-            mesh: the rank's place.
-            may_miss: prefixes of parameters that the folder may lack.
+            auto_class: Of transformers; says what head the model has.
+            spec: Which folder, and how to compute.
+            config: From `read_config`, possibly with another number of labels.
+            device: Where the weights live.
+            mesh: The rank's place.
+            may_miss: Prefixes of parameters that the folder may lack.
 
         Raises:
-            ModelFolderError: the folder is not whole.
-            LayoutError: the model cannot be cut so.
-            UnsupportedFamilyError: more than one rank, and the family has no plan.
+            ModelFolderError: The folder is not whole.
+            LayoutError: The model cannot be cut so.
+            UnsupportedFamilyError: More than one rank, and the family has no plan.
         """
         super().__init__()
         self.spec = spec
@@ -137,13 +137,13 @@ class Decoder(nn.Module):
 
         Args:
             rows: B rows, the same on all ranks of the model group.
-            hidden_BTD: what the stage before returned, float32 [B, T, D]; None on the first stage.
+            hidden_BTD: What the stage before returned, float32 [B, T, D]; None on the first stage.
 
         Returns:
             float32 [B, T, D]: the residual stream, on the last stage normed.
 
         Raises:
-            ValueError: hidden states on the first stage, or none on a later one.
+            ValueError: Hidden states on the first stage, or none on a later one.
         """
         if (hidden_BTD is None) != self.mesh.pp.is_first:
             raise ValueError(
@@ -212,11 +212,11 @@ def backbone_states(
     No attention mask is needed: attention is causal, so a pad can only influence later pads.
 
     Args:
-        model: a transformers model with a decoder-only backbone.
+        model: A transformers model with a decoder-only backbone.
         tokens_BT: int64 [B, T], right-padded.
-        autocasts: whether products are made bfloat16.
+        autocasts: Whether products are made bfloat16.
         hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
-        prefixes: where prompts are shared; for models with `SHARING_ATTENTION`.
+        prefixes: Where prompts are shared; for models with `SHARING_ATTENTION`.
 
     Returns:
         Hidden states, float [B, T, D].

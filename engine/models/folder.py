@@ -48,7 +48,7 @@ def read_config(spec: ModelSpec) -> Any:
     """The folder's transformers config, cut to spec.num_layers.
 
     Raises:
-        ModelFolderError: the folder is missing or not whole.
+        ModelFolderError: The folder is missing or not whole.
         ValueError: num_layers exceeds the model's layers.
     """
     check_model_folder(spec.path)
@@ -73,16 +73,16 @@ def load_model(
 
     Args:
         auto_class: e.g. transformers.AutoModelForCausalLM.
-        spec: which folder.
-        config: from `read_config`, possibly with another number of labels.
-        may_miss: prefixes of parameters that the folder may lack.
+        spec: Which folder.
+        config: From `read_config`, possibly with another number of labels.
+        may_miss: Prefixes of parameters that the folder may lack.
 
     Returns:
         The model in evaluation mode (dropout would make the log-probs of sampler and trainer
         differ), and the parameters that the folder lacked.
 
     Raises:
-        ModelFolderError: a parameter is missing from the files.
+        ModelFolderError: A parameter is missing from the files.
     """
     # Bars are drawn with carriage returns, which make a role's log unreadable.
     transformers_logging.disable_progress_bar()

@@ -43,12 +43,12 @@ def token_logprobs(
         vocabulary_VD: float32 (or float64) [V, D], the output embedding, or this rank's rows of it
             (there may be none).
         targets_N: int64 [N], token ids.
-        temperature: divides the logits, > 0.
-        chunk_tokens: most rows of logits that exist at a time.
-        compute_dtype: type of matrix products; float32 leaves float64 inputs as they are.
-        with_entropy: whether the entropy is wanted too.
-        group: ranks that cut the vocabulary among them; None where it is whole.
-        first_row: token id of the first row of vocabulary_VD.
+        temperature: Divides the logits, > 0.
+        chunk_tokens: Most rows of logits that exist at a time.
+        compute_dtype: Type of matrix products; float32 leaves float64 inputs as they are.
+        with_entropy: Whether the entropy is wanted too.
+        group: Ranks that cut the vocabulary among them; None where it is whole.
+        first_row: Token id of the first row of vocabulary_VD.
 
     Returns:
         Log-probs, float [N], natural log; and the entropy, float [N], in nats, or None; equal on

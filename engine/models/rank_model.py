@@ -85,9 +85,9 @@ class RankModel(nn.Module):
         """Runs this rank's layers.
 
         Args:
-            rows: of a micro-batch.
+            rows: Of a micro-batch.
             hidden_BTD: float32, from the stage before; None on the first stage.
-            arguments: of the model's `finish`.
+            arguments: Of the model's `finish`.
 
         Returns:
             On the last stage what `finish` gives, elsewhere hidden states [B, T, D].
@@ -104,11 +104,11 @@ class RankModel(nn.Module):
         all other rows are grouped by `batching.micro_batches`.
 
         Args:
-            batch: with the columns tokens and prompt_lengths.
-            rows_per_unit: neighbouring rows that share a micro-batch; 1: each row for itself.
+            batch: With the columns tokens and prompt_lengths.
+            rows_per_unit: Neighbouring rows that share a micro-batch; 1: each row for itself.
 
         Raises:
-            ValueError: rows cannot be laid out or are no whole units, or a token is not in the
+            ValueError: Rows cannot be laid out or are no whole units, or a token is not in the
                 vocabulary.
         """
         check_in_vocabulary(batch["tokens"].values, self.model.config)
@@ -147,11 +147,11 @@ class RankModel(nn.Module):
         """Makes a pass over micro-batches.
 
         Args:
-            passes: the micro-batches.
-            at_the_end: called on the last stage, for each.
-            trains: whether gradients are added to the parameters.
-            arguments: of the model's `finish`.
-            done: called with a micro-batch's number when this rank is done with it.
+            passes: The micro-batches.
+            at_the_end: Called on the last stage, for each.
+            trains: Whether gradients are added to the parameters.
+            arguments: Of the model's `finish`.
+            done: Called with a micro-batch's number when this rank is done with it.
         """
         has_begun = False
 
@@ -197,7 +197,7 @@ def check_in_vocabulary(tokens_S: torch.Tensor, config: Any) -> None:
     and computes on; of stages, the first alone would notice, and leave the others waiting.
 
     Args:
-        tokens_S: integers [S].
+        tokens_S: Integers [S].
         config: transformers config of the whole model.
     """
     if not len(tokens_S):

@@ -19,12 +19,12 @@ def apply_recompute(model: PreTrainedModel, mode: Literal["none", "selective", "
     """Wraps the decoder layers of a model in place.
 
     Args:
-        model: a transformers model.
+        model: A transformers model.
         mode: "none"; "selective", attention only (large activations, few operations: arXiv
             2205.05198, section 5); or "full", whole layers.
 
     Raises:
-        ValueError: the model has no layers, or (selective) no attention that can be told apart.
+        ValueError: The model has no layers, or (selective) no attention that can be told apart.
     """
     if mode == "none":
         return

@@ -36,11 +36,11 @@ def compute_logprobs(
     replicas with rows of their own (there may be none).
 
     Args:
-        model: the policy or reference; a RankModel where there are many ranks.
-        batch: this rank's rows, with the columns tokens and prompt_lengths.
-        temperature: of the softmax, > 0.
-        with_entropy: whether the entropy is wanted too.
-        progress: called after each micro-batch.
+        model: The policy or reference; a RankModel where there are many ranks.
+        batch: This rank's rows, with the columns tokens and prompt_lengths.
+        temperature: Of the softmax, > 0.
+        with_entropy: Whether the entropy is wanted too.
+        progress: Called after each micro-batch.
 
     Returns:
         On the CPU: column logprobs (float32, completion, natural log), and column entropy
@@ -48,7 +48,7 @@ def compute_logprobs(
         slices; other stages return no rows.
 
     Raises:
-        ValueError: the temperature is not above 0, or the rows of this rank, or of another one,
+        ValueError: The temperature is not above 0, or the rows of this rank, or of another one,
             cannot be used.
     """
     if temperature <= 0:
@@ -75,15 +75,15 @@ def compute_values(
     With many ranks all of them call it; see `compute_logprobs`.
 
     Args:
-        model: the critic; a RankModel where there are many ranks.
-        batch: this rank's rows, with the columns tokens and prompt_lengths.
-        progress: called after each micro-batch.
+        model: The critic; a RankModel where there are many ranks.
+        batch: This rank's rows, with the columns tokens and prompt_lengths.
+        progress: Called after each micro-batch.
 
     Returns:
         On the CPU, float32, completion; without rows on all stages but the last.
 
     Raises:
-        ValueError: the rows of this rank, or of another one, cannot be used.
+        ValueError: The rows of this rank, or of another one, cannot be used.
     """
     return _in_micro_batches(
         model, batch, lambda values_N: {"values": values_N}, ("values",), progress, {}

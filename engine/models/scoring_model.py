@@ -82,19 +82,19 @@ class ScoringModel(Decoder):
         """Loads backbone and head, or a backbone to put a new head on.
 
         Args:
-            spec: which folder, and how to compute.
-            head: what is scored, and where the head comes from.
-            device: where the weights live.
+            spec: Which folder, and how to compute.
+            head: What is scored, and where the head comes from.
+            device: Where the weights live.
             trainable: False for a frozen judge, which may be an encoder.
-            mesh: the rank's place; None for a rank that is alone.
+            mesh: The rank's place; None for a rank that is alone.
 
         Raises:
-            ModelFolderError: the folder is missing or not whole, or has a head already where a
+            ModelFolderError: The folder is missing or not whole, or has a head already where a
                 new one is asked for.
-            ValueError: the head has no such label, transformers has no such classifier of this
+            ValueError: The head has no such label, transformers has no such classifier of this
                 family, or a model to train is no decoder.
-            LayoutError: the model cannot be cut so.
-            UnsupportedFamilyError: more than one rank, and the family has no plan.
+            LayoutError: The model cannot be cut so.
+            UnsupportedFamilyError: More than one rank, and the family has no plan.
         """
         config = read_config(spec)
         if head.origin == "new":
@@ -170,15 +170,15 @@ class ScoringModel(Decoder):
         not the pad id: chat models end their text with exactly that id.
 
         Args:
-            hidden_BTD: from `stage_forward`, float [B, T, D].
-            rows: the rows it was computed from.
+            hidden_BTD: From `stage_forward`, float [B, T, D].
+            rows: The rows it was computed from.
 
         Returns:
             float32 [N], values of the states before the completion tokens, or float32 [B], scores
             of the rows.
 
         Raises:
-            ValueError: this is not the last stage.
+            ValueError: This is not the last stage.
         """
         head = self.head
         # In the weights' float32: scores are compared by small differences, and the product is

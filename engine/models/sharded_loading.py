@@ -93,11 +93,11 @@ def load_shard(
 
     Args:
         auto_class: e.g. transformers.AutoModelForCausalLM.
-        folder: with safetensors.
-        config: of the whole model.
-        shape: sizes of the whole model; `check_layout` has passed.
-        mesh: the rank's place.
-        may_miss: prefixes of parameters that the folder may lack; they become zeros.
+        folder: With safetensors.
+        config: Of the whole model.
+        shape: Sizes of the whole model; `check_layout` has passed.
+        mesh: The rank's place.
+        may_miss: Prefixes of parameters that the folder may lack; they become zeros.
 
     Returns:
         The model, float32, with layers numbered from 0 (see `stages.global_name`), and the
@@ -105,7 +105,7 @@ def load_shard(
         stay on the meta device until that is done and `read_parts` fills what is left of them.
 
     Raises:
-        ModelFolderError: a parameter is missing from the files, or has another shape.
+        ModelFolderError: A parameter is missing from the files, or has another shape.
     """
     with torch.device("meta"):
         lm = auto_class.from_config(
@@ -156,11 +156,11 @@ def read_parts(
     """Fills what this rank holds of each parameter after the data axis has cut them, in place.
 
     Args:
-        parts: this rank's, by Hugging Face name, float32, shaped as `layout.boxes.train_layout`
+        parts: This rank's, by Hugging Face name, float32, shaped as `layout.boxes.train_layout`
             says; some may be empty.
-        folder: from which `load_shard` made the model.
-        shape: sizes of the whole model.
-        mesh: the rank's place.
+        folder: From which `load_shard` made the model.
+        shape: Sizes of the whole model.
+        mesh: The rank's place.
     """
     shard = train_layout(shape, mesh.layout.train).ranks[mesh.rank]
     with FolderTensors(folder) as tensors:

@@ -38,15 +38,15 @@ def sharing_attention(
     """An attention function of transformers: its own "sdpa", unless prompts are shared.
 
     Args:
-        module: the attention layer.
+        module: The attention layer.
         query: float [B, H, T, E], rotated.
         key: float [B, J, T, E], rotated.
         value: float [B, J, T, E].
-        attention_mask: for "sdpa"; see `inputs_of`.
-        prefixes: how packed rows stand; B is 1 then, and T is S.
-        dropout: for "sdpa"; models here have none.
-        scaling: of the products.
-        **kwargs: for "sdpa".
+        attention_mask: For "sdpa"; see `inputs_of`.
+        prefixes: How packed rows stand; B is 1 then, and T is S.
+        dropout: For "sdpa"; models here have none.
+        scaling: Of the products.
+        **kwargs: For "sdpa".
 
     Returns:
         float [B, T, H, E]; and None for the weights, which are never whole.

@@ -17,15 +17,15 @@ def balanced_partition(lengths: Sequence[int], num_parts: int) -> list[list[int]
     settled last: in ascending order, part by part. So equal rows give contiguous parts.
 
     Args:
-        lengths: of each row, 0 or more.
-        num_parts: k, at least 1.
+        lengths: Of each row, 0 or more.
+        num_parts: K, at least 1.
 
     Returns:
         Rows of each part, ascending; each row in exactly one part, heavier parts first. With fewer
         rows than parts the last parts are empty, otherwise none is.
 
     Raises:
-        ValueError: a length is negative, or num_parts is below 1.
+        ValueError: A length is negative, or num_parts is below 1.
 
     Example: lengths (8, 7, 6, 5, 4) in 2 parts give [[1, 3, 4], [0, 2]], sums 16 and 14; the method
     is a heuristic, the best would be 15 and 15.

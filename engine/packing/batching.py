@@ -39,9 +39,9 @@ def check_units(num_rows: int, rows_per_unit: int, *, what: str = "the batch") -
     """Raises ValueError unless rows can be cut into units.
 
     Args:
-        num_rows: rows, in order.
-        rows_per_unit: neighbouring rows that stay together, at least 1.
-        what: has the rows; for the message.
+        num_rows: Rows, in order.
+        rows_per_unit: Neighbouring rows that stay together, at least 1.
+        what: Has the rows; for the message.
     """
     if rows_per_unit < 1:
         raise ValueError(f"rows_per_unit is {rows_per_unit}: give at least 1")
@@ -56,11 +56,11 @@ def unit_lengths(lengths: Sequence[int], rows_per_unit: int) -> list[int]:
     """Tokens in each unit.
 
     Args:
-        lengths: tokens in each row.
-        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
+        lengths: Tokens in each row.
+        rows_per_unit: Neighbouring rows that stay together; 1: each row for itself.
 
     Raises:
-        ValueError: the rows are no multiple of rows_per_unit.
+        ValueError: The rows are no multiple of rows_per_unit.
     """
     check_units(len(lengths), rows_per_unit)
     return [
@@ -83,15 +83,15 @@ def balanced_units(
     """Cuts rows into parts as `balanced_partition` does, but no unit apart.
 
     Args:
-        lengths: tokens in each row.
-        num_parts: at least 1.
-        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
+        lengths: Tokens in each row.
+        num_parts: At least 1.
+        rows_per_unit: Neighbouring rows that stay together; 1: each row for itself.
 
     Returns:
         Rows of each part, ascending.
 
     Raises:
-        ValueError: a number is out of range, or the rows are no multiple of rows_per_unit.
+        ValueError: A number is out of range, or the rows are no multiple of rows_per_unit.
     """
     parts = balanced_partition(unit_lengths(lengths, rows_per_unit), num_parts)
     return [unit_rows(units, rows_per_unit) for units in parts]
@@ -108,9 +108,9 @@ def micro_batches(
     stands alone.
 
     Args:
-        lengths: tokens in each row.
-        max_tokens: budget of a group, padding included; at least 1.
-        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
+        lengths: Tokens in each row.
+        max_tokens: Budget of a group, padding included; at least 1.
+        rows_per_unit: Neighbouring rows that stay together; 1: each row for itself.
 
     Returns:
         Row indexes, each exactly once.
@@ -150,13 +150,13 @@ def update_assignment(
     mini-batch is then cut by `balanced_partition`.
 
     Args:
-        lengths: tokens in each row.
-        epochs: passes over the rows, at least 1.
-        mini_batch_rows: rows of one optimizer step over all ranks, at least 1; the last one of an
+        lengths: Tokens in each row.
+        epochs: Passes over the rows, at least 1.
+        mini_batch_rows: Rows of one optimizer step over all ranks, at least 1; the last one of an
             epoch may have fewer.
-        seed: of the shuffles.
-        num_parts: data-parallel ranks.
-        rows_per_unit: neighbouring rows that stay together; 1: each row for itself. Divides the
+        seed: Of the shuffles.
+        num_parts: Data-parallel ranks.
+        rows_per_unit: Neighbouring rows that stay together; 1: each row for itself. Divides the
             rows and mini_batch_rows.
 
     Returns:
@@ -218,11 +218,11 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
     """Lays the rows of a batch out for a forward pass.
 
     Args:
-        batch: with the columns tokens and prompt_lengths.
-        device: where the model is.
+        batch: With the columns tokens and prompt_lengths.
+        device: Where the model is.
 
     Raises:
-        ValueError: a prompt is empty (no state precedes its first completion token) or longer
+        ValueError: A prompt is empty (no state precedes its first completion token) or longer
             than its row.
     """
     prompt_lengths_B = _prompt_lengths(batch)
@@ -248,10 +248,10 @@ def prompts_of(batch: Experience) -> list[torch.Tensor]:
     """The prompt of each row.
 
     Args:
-        batch: with the columns tokens and prompt_lengths.
+        batch: With the columns tokens and prompt_lengths.
 
     Raises:
-        ValueError: see `pad_rows`.
+        ValueError: See `pad_rows`.
     """
     lengths = _prompt_lengths(batch).tolist()
     return [row[:length] for row, length in zip(batch["tokens"].rows(), lengths, strict=True)]

@@ -51,8 +51,8 @@ class SharingCost:
         """From the sizes of a layer.
 
         Args:
-            layer_weights: elements of its matrices; each is one multiplication a token.
-            attention_width: heads times their width; twice as many multiplications a pair.
+            layer_weights: Elements of its matrices; each is one multiplication a token.
+            attention_width: Heads times their width; twice as many multiplications a pair.
         """
         return cls(layer_weights / (2 * attention_width * ATTENTION_SLOWNESS))
 
@@ -90,7 +90,7 @@ def prompt_numbers(batch: Experience) -> list[int]:
     """A number for each row's prompt; equal prompts, token for token, have equal numbers.
 
     Args:
-        batch: with the columns tokens and prompt_lengths.
+        batch: With the columns tokens and prompt_lengths.
     """
     numbers: dict[bytes, int] = {}
     return [
@@ -115,12 +115,12 @@ def plan_passes(
     rows have the same prompt, so are all.
 
     Args:
-        lengths: tokens in each row.
-        prompt_lengths: prompt tokens in each row.
-        prompts: from `prompt_numbers`.
-        max_tokens: of a pass; packed tokens count once, padding counts. At least 1.
-        cost: of the model.
-        rows_per_unit: neighbouring rows that stay together; 1: each row for itself.
+        lengths: Tokens in each row.
+        prompt_lengths: Prompt tokens in each row.
+        prompts: From `prompt_numbers`.
+        max_tokens: Of a pass; packed tokens count once, padding counts. At least 1.
+        cost: Of the model.
+        rows_per_unit: Neighbouring rows that stay together; 1: each row for itself.
 
     Returns:
         Each row exactly once. Passes that share come first, then those that do not, either from
@@ -207,8 +207,8 @@ def pack_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
     """Lays rows out for a forward pass in which equal prompts stand once.
 
     Args:
-        batch: with the columns tokens and prompt_lengths.
-        device: where the model is.
+        batch: With the columns tokens and prompt_lengths.
+        device: Where the model is.
 
     Returns:
         One row of S tokens without padding. Completion tokens are in the order of `batch`, as those

@@ -27,8 +27,8 @@ def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any
 
     Args:
         facts: JSON-able; numbers arrive bit by bit (NaN and infinities too).
-        group: who takes part.
-        device: where the group's messages lie.
+        group: Who takes part.
+        device: Where the group's messages lie.
 
     Returns:
         The facts of all ranks, in the group's order.
@@ -57,8 +57,8 @@ def try_together(
     becomes on the others is the caller's decision.
 
     Args:
-        work: uses no collective; gives what this rank needs, and facts for all ranks (JSON-able).
-        gather: hands each rank's facts to every rank.
+        work: Uses no collective; gives what this rank needs, and facts for all ranks (JSON-able).
+        gather: Hands each rank's facts to every rank.
 
     Returns:
         What this rank's work gave (nothing after an error), its error, and the answers of all
@@ -78,15 +78,15 @@ def prepare_together(
     """Prepares on every rank, and goes on only if all ranks can.
 
     Args:
-        prepare: uses no collective; gives what this rank needs and the facts that others need.
-        group: who takes part.
-        device: where the group's messages lie.
+        prepare: Uses no collective; gives what this rank needs and the facts that others need.
+        group: Who takes part.
+        device: Where the group's messages lie.
 
     Returns:
         What this rank prepared, and the facts of all ranks in the group's order.
 
     Raises:
-        ValueError: another rank could not prepare. (This rank's own failure is raised as it is.)
+        ValueError: Another rank could not prepare. (This rank's own failure is raised as it is.)
     """
     gather = partial(gather_facts, group=group, device=device)
     prepared, failure, answers = try_together(prepare, gather)
@@ -138,14 +138,14 @@ class Peers:
         """Does work on every rank; all go on, or all raise the same.
 
         Args:
-            work: calls no peer; gives what this rank needs, and facts for all ranks (JSON-able).
-            errors: classes that arrive on other ranks as what they are, special ones first.
+            work: Calls no peer; gives what this rank needs, and facts for all ranks (JSON-able).
+            errors: Classes that arrive on other ranks as what they are, special ones first.
 
         Returns:
             What this rank's work gave, and the facts of all ranks.
 
         Raises:
-            Exception: what failed on the lowest rank of those that failed: there as it was; on
+            Exception: What failed on the lowest rank of those that failed: there as it was; on
                 others of the same class and with the same message if it is one of `errors`, else a
                 RuntimeError that names rank and cause.
         """

@@ -40,9 +40,9 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh, device: torch.device) -> Non
     model, are given memory for the parts; the caller fills them.
 
     Args:
-        stage: what runs one micro-batch through this rank's layers.
-        mesh: this rank's groups.
-        device: where parameters are to be.
+        stage: What runs one micro-batch through this rank's layers.
+        mesh: This rank's groups.
+        device: Where parameters are to be.
     """
     group = mesh.fsdp
     if group.process_group is None:
@@ -89,7 +89,7 @@ def forget_pass(stage: nn.Module, *, drops_gradients: bool) -> None:
     Its first forward must have begun: torch sets up what is reset here with it.
 
     Args:
-        stage: what `cut_over_data` cut.
+        stage: What `cut_over_data` cut.
         drops_gradients: True for a pass with backward: a layer in which that stopped half way
             still has whole weights, with gradients that the next one would add to. A pass that
             only scored has touched no gradient of an earlier one.
@@ -113,8 +113,8 @@ def sum_over(tensors: Iterable[torch.Tensor], group: RankGroup) -> None:
     """Adds up tensors over the ranks of a group, in place, in buckets.
 
     Args:
-        tensors: of any shapes, but the same ones in the same order on all ranks, of one dtype.
-        group: who takes part.
+        tensors: Of any shapes, but the same ones in the same order on all ranks, of one dtype.
+        group: Who takes part.
     """
     if group.process_group is None:
         return

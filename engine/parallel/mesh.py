@@ -101,15 +101,15 @@ class RankMesh:
         """Joins torch's world and makes the groups. Every rank calls it.
 
         Args:
-            layout: of all ranks.
-            rank: this one.
+            layout: Of all ranks.
+            rank: This one.
             store: torch.distributed.Store where the ranks meet; fresh, or under a new prefix.
             backend: e.g. "gloo" or "cpu:gloo,cuda:nccl".
-            timeout_s: of each collective operation.
+            timeout_s: Of each collective operation.
 
         Raises:
-            LayoutError: there is no such rank.
-            RuntimeError: torch's world exists already: `close` the mesh that made it.
+            LayoutError: There is no such rank.
+            RuntimeError: Torch's world exists already: `close` the mesh that made it.
         """
         check_rank(rank, layout.world_size)
         if layout.world_size == 1:

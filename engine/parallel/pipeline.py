@@ -123,9 +123,9 @@ class Pipeline:
         """Opens the connections; every rank of the pipeline calls it.
 
         Args:
-            mesh: this rank's groups.
+            mesh: This rank's groups.
             width: D, of the hidden states that travel.
-            device: where they are.
+            device: Where they are.
         """
         self._group = mesh.pp
         # Torch's numbers of the stages' ranks.
@@ -159,11 +159,11 @@ class Pipeline:
 
         Args:
             shapes: [B, T] of each micro-batch, equal on all stages.
-            forward: runs a micro-batch through this stage.
-            done: called with a micro-batch's number when this stage is done with it.
+            forward: Runs a micro-batch through this stage.
+            done: Called with a micro-batch's number when this stage is done with it.
 
         Raises:
-            RuntimeError: an earlier pass over several stages was broken off.
+            RuntimeError: An earlier pass over several stages was broken off.
         """
         actions = one_forward_one_backward(self._group.index, self._group.size, len(shapes))
         self._run(actions, shapes, forward, done, trains=True)

@@ -32,9 +32,9 @@ def keep_stage(lm: Any, shape: DecoderShape, group: RankGroup) -> None:
     """Drops what other stages compute, in place: embedding, last norm, head.
 
     Args:
-        lm: a transformers model made of `stage_config`.
-        shape: sizes of the whole model.
-        group: the stages; this rank's is `group.index`.
+        lm: A transformers model made of `stage_config`.
+        shape: Sizes of the whole model.
+        group: The stages; this rank's is `group.index`.
     """
     if not group.is_first:
         # Only the module goes: a tied head, on the last stage, keeps the weight.

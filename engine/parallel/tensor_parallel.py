@@ -144,12 +144,12 @@ def cut_tensors(lm: Any, shape: DecoderShape, group: RankGroup) -> None:
     A group of one rank changes nothing.
 
     Args:
-        lm: a transformers model of a known family; embedding, layers or head may be absent.
-        shape: sizes of the whole model.
-        group: the slices; this rank's is `group.index`.
+        lm: A transformers model of a known family; embedding, layers or head may be absent.
+        shape: Sizes of the whole model.
+        group: The slices; this rank's is `group.index`.
 
     Raises:
-        LayoutError: the model cannot be cut into so many slices.
+        LayoutError: The model cannot be cut into so many slices.
     """
     if group.size == 1:
         return
@@ -205,8 +205,8 @@ def partial_gradients(
 
     Args:
         names: Hugging Face names of the rank's parameters.
-        shape: sizes of the whole model.
-        group: the slices.
+        shape: Sizes of the whole model.
+        group: The slices.
 
     Returns:
         By name, how many neighbouring slices the gradient must be summed over: `group.size` for
@@ -237,8 +237,8 @@ def sum_partial_gradients(
         weights: (name, parameter of any shape) of the rank. Gradients may be DTensors that are cut
             over other ranks (FSDP): the local parts correspond, since slices that share a tensor
             cut it alike.
-        shares: from `partial_gradients`.
-        group: the slices.
+        shares: From `partial_gradients`.
+        group: The slices.
     """
     gradients = [
         (_local(weight.grad), shares[name])

@@ -54,9 +54,9 @@ class RolloutBackend(ABC):
         """Samples one completion a request, yielding each as it finishes.
 
         Raises:
-            PromptTooLongError: a prompt leaves no room for one token within max_model_len;
+            PromptTooLongError: A prompt leaves no room for one token within max_model_len;
                 raised before anything is sampled.
-            WeightsStaleError: the back end holds no whole set of weights.
+            WeightsStaleError: The back end holds no whole set of weights.
         """
 
     @abstractmethod
@@ -78,11 +78,11 @@ class RolloutBackend(ABC):
         Args:
             tensors: (name of the sampler's own parameter, floating [shape on this rank]), as the
                 sampler's weight layout says. Read once, and one held at a time.
-            policy_version: of the new weights.
+            policy_version: Of the new weights.
 
         Raises:
-            NotImplementedError: the back end takes whole weights only.
-            WeightsStaleError: a parameter is missing or does not fit.
+            NotImplementedError: The back end takes whole weights only.
+            WeightsStaleError: A parameter is missing or does not fit.
         """
         raise NotImplementedError(
             f"{type(self).__name__} takes no parts of weights: call update_weights with whole ones"
@@ -101,7 +101,7 @@ class RolloutBackend(ABC):
         """Reads what there is to know of the model before it has weights.
 
         Raises:
-            ValueError: the folder is missing or does not fit the spec.
+            ValueError: The folder is missing or does not fit the spec.
         """
         self._spec = spec
         self._folder = read_model_folder(model_path, spec.max_model_len)
@@ -128,7 +128,7 @@ class RolloutBackend(ABC):
         """Refuses generations while weights come, and after a failure until a whole update.
 
         Raises:
-            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
         if policy_version < 0:
@@ -168,7 +168,7 @@ class RolloutBackend(ABC):
         """Lets the owner of the back end act between two steps; True when it brought weights.
 
         Raises:
-            WeightsStaleError: it tried, and the back end holds no whole set of weights now.
+            WeightsStaleError: It tried, and the back end holds no whole set of weights now.
         """
         if self.between_steps is None:
             return False

@@ -17,7 +17,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     as 0.0: a weight read back from a packed matrix has lost that sign.
 
     Args:
-        tensor: floating [any shape].
+        tensor: Floating [any shape].
     """
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
     flat = tensor.detach().contiguous().view(-1)

@@ -18,8 +18,8 @@ def sampling_logprobs(logits_BV: torch.Tensor, sampling: SamplingSpec) -> torch.
     model's own distribution: nothing is cut.
 
     Args:
-        logits_BV: floating [B, V].
-        sampling: how to draw.
+        logits_BV: Floating [B, V].
+        sampling: How to draw.
 
     Returns:
         float32 [B, V], natural log; -inf where a token was cut.

@@ -129,14 +129,14 @@ class EpisodeRunner:
         """Loads the environment's class.
 
         Args:
-            spec: which environment, and its bounds.
-            tokenizer: of the policy.
-            max_model_len: longest sequence of the sampler, in tokens.
-            group: ranks of this generation replica; None where the rank is alone.
-            device: where the group's messages lie.
+            spec: Which environment, and its bounds.
+            tokenizer: Of the policy.
+            max_model_len: Longest sequence of the sampler, in tokens.
+            group: Ranks of this generation replica; None where the rank is alone.
+            device: Where the group's messages lie.
 
         Raises:
-            UserCodeError: a user's class cannot be loaded.
+            UserCodeError: A user's class cannot be loaded.
         """
         self._group = group if group is not None and group.size > 1 else None
         self._device = device
@@ -155,14 +155,14 @@ class EpisodeRunner:
         """Plays one episode a request, yielding each as it ends.
 
         Args:
-            backend: draws the tokens.
-            prompts: of the requests, in their order.
-            requests: first turns.
-            sampling: how to draw.
+            backend: Draws the tokens.
+            prompts: Of the requests, in their order.
+            requests: First turns.
+            sampling: How to draw.
 
         Raises:
-            EnvironmentFailedError: names prompt and turn.
-            PromptTooLongError: as the back end raises it, before anything is sampled.
+            EnvironmentFailedError: Names prompt and turn.
+            PromptTooLongError: As the back end raises it, before anything is sampled.
         """
         running = [
             self._begin(request, prompt, sampling, backend.policy_version)

@@ -18,14 +18,14 @@ def make_backend(
     call it together.
 
     Args:
-        spec: which back end, and its limits.
-        model_path: local Hugging Face folder of the policy; its config is read, not its weights.
-        mesh: groups of this rank, whose generation layout the back end takes; None means that the
+        spec: Which back end, and its limits.
+        model_path: Local Hugging Face folder of the policy; its config is read, not its weights.
+        mesh: Groups of this rank, whose generation layout the back end takes; None means that the
             rank is alone.
 
     Raises:
-        LayoutError: the back end cannot generate in that layout.
-        ValueError: the folder is missing or does not fit the spec.
+        LayoutError: The back end cannot generate in that layout.
+        ValueError: The folder is missing or does not fit the spec.
     """
     if isinstance(spec, VllmSpec):
         from rolemesh.engine.rollout.vllm import VllmBackend

@@ -69,14 +69,14 @@ class HfBackend(RolloutBackend):
         """Makes a model without the folder's weights.
 
         Args:
-            spec: limits of the back end.
-            model_path: local Hugging Face folder.
-            mesh: groups of this rank. Each rank generates with a whole model.
+            spec: Limits of the back end.
+            model_path: Local Hugging Face folder.
+            mesh: Groups of this rank. Each rank generates with a whole model.
             device: None takes the GPU if there is one.
 
         Raises:
-            LayoutError: the layout spreads generation over ranks.
-            ValueError: the folder is missing or does not fit the spec.
+            LayoutError: The layout spreads generation over ranks.
+            ValueError: The folder is missing or does not fit the spec.
         """
         from transformers import AutoModelForCausalLM
 
@@ -105,10 +105,10 @@ class HfBackend(RolloutBackend):
         """Samples one completion a request, yielding each as it finishes within its wave.
 
         Raises:
-            PromptTooLongError: a prompt leaves no room for one token; raised by this call,
+            PromptTooLongError: A prompt leaves no room for one token; raised by this call,
                 before anything is sampled.
-            WeightsStaleError: no whole set of weights is held.
-            ValueError: a request is out of range.
+            WeightsStaleError: No whole set of weights is held.
+            ValueError: A request is out of range.
         """
         self._check_asked(requests)
         return self._alone(self._generate(requests, sampling))
@@ -205,12 +205,12 @@ class HfBackend(RolloutBackend):
 
         Args:
             weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
-            policy_version: of the new weights.
+            policy_version: Of the new weights.
 
         Raises:
-            WeightsStaleError: the set is not whole or does not fit. The back end then refuses to
+            WeightsStaleError: The set is not whole or does not fit. The back end then refuses to
                 generate until a whole update.
-            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
         with self._update(policy_version):
@@ -236,12 +236,12 @@ class HfBackend(RolloutBackend):
         Args:
             tensors: (name, floating [global shape]), tied ones once. Read once. Their owner
                 calls `drop_weights` before writing to any of them.
-            policy_version: of the new weights.
+            policy_version: Of the new weights.
 
         Raises:
-            WeightsStaleError: the set is not whole or does not fit. As after any other failure on
+            WeightsStaleError: The set is not whole or does not fit. As after any other failure on
                 the way, the back end then holds no weights, and refuses to generate.
-            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
         with self._update(policy_version):
@@ -259,10 +259,10 @@ class HfBackend(RolloutBackend):
         """Lets go of all weights; nothing is sampled until the next whole update.
 
         Args:
-            reason: why, for the error of a generation that comes before the update.
+            reason: Why, for the error of a generation that comes before the update.
 
         Raises:
-            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
         """
         self._check_idle("weights were taken away")
         self._hold_nothing(reason)
@@ -272,7 +272,7 @@ class HfBackend(RolloutBackend):
         """SHA-256 (hex) of each parameter, by Hugging Face name; tied ones under both names.
 
         Raises:
-            WeightsStaleError: no whole set of weights is held.
+            WeightsStaleError: No whole set of weights is held.
         """
         self._check_whole()
         return {
@@ -336,9 +336,9 @@ def _draw(
     """Draws a token for each row, each with its own generator, and notes it there.
 
     Args:
-        logits_BV: floating [B, V].
+        logits_BV: Floating [B, V].
         wave: B rows.
-        sampling: how to draw.
+        sampling: How to draw.
 
     Returns:
         int64 [B] on the CPU.

@@ -36,11 +36,11 @@ def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
     """Reads and checks a model folder.
 
     Args:
-        path: folder with config.json, and generation_config.json if the model has one.
-        max_model_len: longest prompt and completion together that will be asked for, in tokens.
+        path: Folder with config.json, and generation_config.json if the model has one.
+        max_model_len: Longest prompt and completion together that will be asked for, in tokens.
 
     Raises:
-        ValueError: the folder is missing or not a causal language model's, names no stop token,
+        ValueError: The folder is missing or not a causal language model's, names no stop token,
             or its model cannot see max_model_len tokens.
     """
     from transformers import AutoConfig
@@ -109,7 +109,7 @@ class ExpectedWeights:
         """Hands the weights on, one at a time and detached.
 
         Raises:
-            WeightsStaleError: at a parameter that is unknown, repeated or of another shape, and
+            WeightsStaleError: At a parameter that is unknown, repeated or of another shape, and
                 at the end when one is missing.
         """
         missing = dict.fromkeys(self.shapes)

@@ -51,8 +51,8 @@ def check_requests(
     """Refuses requests that cannot be sampled.
 
     Raises:
-        PromptTooLongError: a prompt leaves no room for one token.
-        ValueError: a prompt is empty or holds a token outside the vocabulary, a seed or
+        PromptTooLongError: A prompt leaves no room for one token.
+        ValueError: A prompt is empty or holds a token outside the vocabulary, a seed or
             max_new_tokens is out of range, or two requests name one row.
     """
     rows: set[int] = set()

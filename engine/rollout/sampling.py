@@ -54,22 +54,22 @@ def sample_experience(
     and 5). With only=(1, 2) the part of block 0 that is handed over is rows 2 and 3.
 
     Args:
-        backend: draws the tokens.
-        prompts: of the batch, or of a slice of it.
-        sampling: how to draw.
-        run_seed: seed of the run.
-        step: of the run.
-        tokenizer: makes texts of completions.
-        progress: called after each completion.
-        only: places of the prompts to sample, ascending; None means all. A row has the same seed
+        backend: Draws the tokens.
+        prompts: Of the batch, or of a slice of it.
+        sampling: How to draw.
+        run_seed: Seed of the run.
+        step: Of the run.
+        tokenizer: Makes texts of completions.
+        progress: Called after each completion.
+        only: Places of the prompts to sample, ascending; None means all. A row has the same seed
             whether the others are sampled here or elsewhere.
-        earlier: ids of the prompts that stand in the batch before this slice of it.
-        block_rows: rows of a block of the whole batch, a multiple of samples_per_prompt; block i is
+        earlier: Ids of the prompts that stand in the batch before this slice of it.
+        block_rows: Rows of a block of the whole batch, a multiple of samples_per_prompt; block i is
             rows i * block_rows to (i + 1) * block_rows - 1. 0 means that there are no blocks.
-        on_block: with block_rows, is handed each block (the part of it that is sampled here) as
+        on_block: With block_rows, is handed each block (the part of it that is sampled here) as
             soon as all its rows are finished, before the next completion is waited for. Blocks come
             in the order in which they are whole; what is in them does not depend on it.
-        episodes: plays each row with an environment; None: a completion is one turn.
+        episodes: Plays each row with an environment; None: a completion is one turn.
 
     Returns:
         The columns that RolloutService.Generate promises, B = prompts * samples_per_prompt rows.
@@ -149,7 +149,7 @@ def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:
     """Refuses blocks that cut the samples of a prompt apart.
 
     Raises:
-        ValueError: names block_rows.
+        ValueError: Names block_rows.
     """
     samples = sampling.samples_per_prompt
     if block_rows < 0 or block_rows % samples:

@@ -76,15 +76,15 @@ class VllmBackend(RolloutBackend):
         """Loads the engine; with several ranks all of the mesh call it together.
 
         Args:
-            spec: limits of the engine.
-            model_path: local Hugging Face folder; weights are read only with folder_version.
-            mesh: groups of this rank; None means that it is alone.
+            spec: Limits of the engine.
+            model_path: Local Hugging Face folder; weights are read only with folder_version.
+            mesh: Groups of this rank; None means that it is alone.
             folder_version: policy_version of the folder's own weights, which vLLM then loads in
                 its own way (on a CPU without rounding them); None starts without weights.
 
         Raises:
-            LayoutError: generation has pipeline stages.
-            ValueError: the folder is missing or does not fit the spec.
+            LayoutError: Generation has pipeline stages.
+            ValueError: The folder is missing or does not fit the spec.
         """
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
@@ -115,10 +115,10 @@ class VllmBackend(RolloutBackend):
         Closing the iterator early aborts what is left. The next call then starts from nothing.
 
         Raises:
-            PromptTooLongError: a prompt leaves no room for one token; raised by this call,
+            PromptTooLongError: A prompt leaves no room for one token; raised by this call,
                 before anything is sampled.
-            WeightsStaleError: the engine holds no whole set of weights.
-            ValueError: a request or the temperature is out of range.
+            WeightsStaleError: The engine holds no whole set of weights.
+            ValueError: A request or the temperature is out of range.
         """
         self._check_asked(requests)
         if not sampling.greedy and sampling.temperature < _MIN_TEMPERATURE:
@@ -215,12 +215,12 @@ class VllmBackend(RolloutBackend):
 
         Args:
             weights: (Hugging Face name, floating [global shape]), tied ones once. Read once.
-            policy_version: of the new weights.
+            policy_version: Of the new weights.
 
         Raises:
-            WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
+            WeightsStaleError: The set is not whole or does not fit. The engine then refuses to
                 generate until a whole update.
-            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
         """
         loaded: set[str] = set()
@@ -241,14 +241,14 @@ class VllmBackend(RolloutBackend):
 
         Args:
             tensors: (name of vLLM's parameter, floating [shape on this rank]). Read once.
-            policy_version: of the new weights.
+            policy_version: Of the new weights.
 
         Raises:
-            WeightsStaleError: the set is not whole or does not fit. The engine then refuses to
+            WeightsStaleError: The set is not whole or does not fit. The engine then refuses to
                 generate until a whole update; other ranks are not told.
-            RuntimeError: a generation is under way, and `between_steps` is not the caller.
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
             ValueError: policy_version is negative.
-            Exception: what `tensors` raises; the engine then refuses in the same way.
+            Exception: What `tensors` raises; the engine then refuses in the same way.
         """
         try:
             with self._update(policy_version):

@@ -24,12 +24,12 @@ def drawn_from(output: Any, row: int, so_far: Drawn | None) -> Drawn:
     """Adds what vLLM says of a request, all of it or what is new, to what was drawn before.
 
     Args:
-        output: vLLM's RequestOutput.
-        row: of the batch.
-        so_far: extended in place; None when the output has everything.
+        output: VLLM's RequestOutput.
+        row: Of the batch.
+        so_far: Extended in place; None when the output has everything.
 
     Raises:
-        RuntimeError: log-probs are not those of the tokens, or not finite.
+        RuntimeError: Log-probs are not those of the tokens, or not finite.
     """
     (completion,) = output.outputs
     tokens, logprobs = list(completion.token_ids), completion.logprobs
@@ -49,12 +49,12 @@ def trajectory_of(drawn: Drawn, row: int, versions: Sequence[tuple[int, int]]) -
     """What a finished request brought.
 
     Args:
-        drawn: all of it.
-        row: of the batch.
+        drawn: All of it.
+        row: Of the batch.
         versions: (first token, policy_version from there on), ascending, from token 0.
 
     Raises:
-        RuntimeError: it was not finished.
+        RuntimeError: It was not finished.
     """
     if drawn.reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended the completion of row {row} with {drawn.reason!r}")

@@ -86,8 +86,8 @@ def end_engine(engine: Any, *, world_is_ours: bool) -> None:
     """Shuts an engine down and destroys its process groups.
 
     Args:
-        engine: vLLM's LLMEngine.
-        world_is_ours: see `leave_groups`.
+        engine: VLLM's LLMEngine.
+        world_is_ours: See `leave_groups`.
     """
     from vllm.v1.engine import core
 
@@ -126,8 +126,8 @@ def launched_rank(torch_rank: int, world_size: int) -> Iterator[None]:
     """Tells vLLM's external launcher which rank this is, and takes it back after the block.
 
     Args:
-        torch_rank: number of this rank in torch's world.
-        world_size: ranks in it.
+        torch_rank: Number of this rank in torch's world.
+        world_size: Ranks in it.
     """
     # On a GPU the number of the device; the rank has chosen one before.
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else torch_rank

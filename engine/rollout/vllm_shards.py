@@ -43,12 +43,12 @@ def place_shards(
     anything; they become zeros. A head that is tied to the embedding is not packed here.
 
     Args:
-        model: vLLM's.
+        model: VLLM's.
         tensors: (name of vLLM's parameter, floating [shape on this rank]), read once.
-        dtype: of the model.
+        dtype: Of the model.
 
     Raises:
-        WeightsStaleError: at a tensor that is unknown, repeated or of another shape, and at the
+        WeightsStaleError: At a tensor that is unknown, repeated or of another shape, and at the
             end when one is missing. What came before it has been placed.
     """
     places = _places(model, dtype)

@@ -43,8 +43,8 @@ def shared_memory_name(group: RankGroup, first: int) -> Iterator[str]:
     ranks of the group enter together. Leaving removes the files: those who opened them keep them.
 
     Args:
-        group: ranks of one generation replica, more than one.
-        first: torch's number of the group's first rank.
+        group: Ranks of one generation replica, more than one.
+        first: Torch's number of the group's first rank.
     """
     remove_dead_files()
     remove_leftovers()

@@ -292,7 +292,7 @@ def outside_source(text: str) -> dict[str, Any]:
     Example: "http://h:5000/get_reward" is {"type": "openrlhf", "urls": ["http://h:5000/get_reward"]}.
 
     Raises:
-        ValueError: it is none of the forms.
+        ValueError: It is none of the forms.
     """
     python = _PYTHON.fullmatch(text)
     if python is not None:

@@ -37,7 +37,7 @@ class AuxiliaryLoss:
         """The plan for an update of so many optimizer steps.
 
         Raises:
-            ValueError: batch, plan and number of steps do not fit together.
+            ValueError: Batch, plan and number of steps do not fit together.
         """
         plan = self.plan
         if plan is None:

@@ -29,14 +29,14 @@ def export_policy(
     Reads one parameter after another, whatever layout wrote them: it takes the memory of one file.
 
     Args:
-        checkpoint: folder that the actor wrote.
-        model: folder of the model that the run started from: config and tokenizer come from it.
-        directory: the folder to write.
-        dtype: type of the saved weights.
+        checkpoint: Folder that the actor wrote.
+        model: Folder of the model that the run started from: config and tokenizer come from it.
+        directory: The folder to write.
+        dtype: Type of the saved weights.
 
     Raises:
-        ValueError: a folder cannot be used, or they do not belong together.
-        CheckpointCorruptError: a file of the checkpoint is missing, cut or changed.
+        ValueError: A folder cannot be used, or they do not belong together.
+        CheckpointCorruptError: A file of the checkpoint is missing, cut or changed.
     """
     reader = open_checkpoint(checkpoint)
     config = read_config(ModelSpec(path=model))

@@ -44,14 +44,14 @@ def accumulate(
     the mini-batch that share no row (some may be empty).
 
     Args:
-        rank_model: the model.
-        batch: with the columns that the loss names.
-        places: rows of `batch` that are this replica's part.
-        loss: what to minimise.
-        temperature: of a policy's softmax.
-        progress: called after each micro-batch.
-        rows_per_unit: neighbouring places that share a micro-batch; 1: each row for itself.
-        weight: of the gradients; metrics are not weighted.
+        rank_model: The model.
+        batch: With the columns that the loss names.
+        places: Rows of `batch` that are this replica's part.
+        loss: What to minimise.
+        temperature: Of a policy's softmax.
+        progress: Called after each micro-batch.
+        rows_per_unit: Neighbouring places that share a micro-batch; 1: each row for itself.
+        weight: Of the gradients; metrics are not weighted.
 
     Returns:
         Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
@@ -59,11 +59,11 @@ def accumulate(
         `places`.
 
     Raises:
-        LossNotFiniteError: the loss of the whole mini-batch is NaN or infinite; on all ranks.
-        ColumnMissingError: the batch lacks a column.
-        ValueError: the rows of this rank, or of another one, cannot be used, or the loss refuses
+        LossNotFiniteError: The loss of the whole mini-batch is NaN or infinite; on all ranks.
+        ColumnMissingError: The batch lacks a column.
+        ValueError: The rows of this rank, or of another one, cannot be used, or the loss refuses
             a column.
-        PairIncompleteError: a pair's rows do not share a micro-batch.
+        PairIncompleteError: A pair's rows do not share a micro-batch.
     """
     mesh, device = rank_model.mesh, rank_model.device
 

@@ -72,8 +72,8 @@ class ModelInTraining:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights by Hugging Face name, float32, detached, tied ones once. They are not copies.
 
-        With many ranks: this rank's parts, which are those of `layouts.train_layout` (some may be
-        empty).
+        With many ranks: this rank's parts, which are those of `layout.boxes.train_layout`. Some
+        may be empty.
         """
         for name, weight in self.model.named_weights():
             yield name, local_part(weight.detach())
@@ -92,7 +92,7 @@ class ModelInTraining:
             Bytes that changed places; 0 when they were there already.
 
         Raises:
-            GradientPendingError: gradients are accumulated, which would stay behind.
+            GradientPendingError: Gradients are accumulated, which would stay behind.
         """
         if self._has_gradient:
             raise GradientPendingError(
@@ -110,14 +110,14 @@ class ModelInTraining:
         With many ranks all of them call it, each writes its part, and any layout can load it.
 
         Args:
-            directory: must not exist; on a disk that all ranks see. It is on disk and whole when
+            directory: Must not exist; on a disk that all ranks see. It is on disk and whole when
                 this returns.
             extra: JSON-able state of the caller, returned by `load`; rank 0's is kept.
 
         Raises:
-            GradientPendingError: gradients are accumulated, which a checkpoint does not hold.
-            FolderExistsError: the directory exists.
-            RuntimeError: another rank failed (its number and cause); nothing has the name.
+            GradientPendingError: Gradients are accumulated, which a checkpoint does not hold.
+            FolderExistsError: The directory exists.
+            RuntimeError: Another rank failed (its number and cause); nothing has the name.
         """
         if self._has_gradient:
             raise GradientPendingError(
@@ -141,9 +141,9 @@ class ModelInTraining:
             The extra state given to `save`.
 
         Raises:
-            ValueError: there is no checkpoint, or it belongs to another model or role. As the
+            ValueError: There is no checkpoint, or it belongs to another model or role. As the
                 next, on all ranks alike.
-            CheckpointCorruptError: a file is missing, cut or changed; names it.
+            CheckpointCorruptError: A file is missing, cut or changed; names it.
         """
         self.drop_gradients()
         self.policy_version, extra = trainer_state.load(
@@ -162,8 +162,8 @@ class ModelInTraining:
         depend on the layout.
 
         Args:
-            directory: the folder, on a disk that all ranks see.
-            dtype: type of the saved weights; None: bfloat16, but float32 for a reward model, whose
+            directory: The folder, on a disk that all ranks see.
+            dtype: Type of the saved weights; None: bfloat16, but float32 for a reward model, whose
                 scores are then those that it gives here.
         """
         if dtype is None:

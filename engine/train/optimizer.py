@@ -72,13 +72,13 @@ class Optimizer:
         """Sums gradients over the ranks, clips, steps, and drops the gradients.
 
         Args:
-            learning_rate: for this step alone; None takes the schedule's.
+            learning_rate: For this step alone; None takes the schedule's.
 
         Returns:
             grad_norm (before clipping) and learning_rate, equal on all ranks.
 
         Raises:
-            LossNotFiniteError: the gradient is not finite on some rank; it is dropped and no
+            LossNotFiniteError: The gradient is not finite on some rank; it is dropped and no
                 weight moves on any.
         """
         rate = self.learning_rate if learning_rate is None else learning_rate

@@ -51,18 +51,18 @@ class UpdatePlan:
         Which rows a mini-batch has does not depend on the ranks.
 
         Args:
-            lengths: tokens in each row of the whole batch.
-            dp: the ranks that divide each mini-batch among them, and which of them this one is.
-            epochs: passes over the batch.
-            mini_batch_rows: rows of one optimizer step, over all ranks; the last one of an epoch
+            lengths: Tokens in each row of the whole batch.
+            dp: The ranks that divide each mini-batch among them, and which of them this one is.
+            epochs: Passes over the batch.
+            mini_batch_rows: Rows of one optimizer step, over all ranks; the last one of an epoch
                 may have fewer.
-            seed: of the shuffles.
-            rows_per_unit: neighbouring rows that go to the same mini-batch, rank and forward pass;
+            seed: Of the shuffles.
+            rows_per_unit: Neighbouring rows that go to the same mini-batch, rank and forward pass;
                 divides mini_batch_rows.
-            judged: the rows that take part, ascending; None: all.
+            judged: The rows that take part, ascending; None: all.
 
         Raises:
-            ValueError: a number is out of range.
+            ValueError: A number is out of range.
         """
         rows = range(len(lengths)) if judged is None else judged
         _check_rows("judged", rows, lengths)
@@ -82,10 +82,10 @@ class UpdatePlan:
         """Plans to deal rows out over optimizer steps, in order; each row is in one step.
 
         Args:
-            lengths: tokens in each row of the whole batch. With fewer rows than steps, some steps
+            lengths: Tokens in each row of the whole batch. With fewer rows than steps, some steps
                 have none.
-            dp: the ranks that divide the rows of a step among them, and which of them this one is.
-            num_steps: optimizer steps of the update.
+            dp: The ranks that divide the rows of a step among them, and which of them this one is.
+            num_steps: Optimizer steps of the update.
         """
         parts = []
         for step in range(num_steps):
@@ -101,13 +101,13 @@ class UpdatePlan:
         """Plans one step, in which this rank takes all that it holds.
 
         Args:
-            lengths: tokens in each row of the whole mini-batch.
-            rows: this rank's part of them, e.g. one of `balanced_units`; other ranks have the rest.
-            rows_per_unit: neighbouring rows of the mini-batch that are in the same part, and share
+            lengths: Tokens in each row of the whole mini-batch.
+            rows: This rank's part of them, e.g. one of `balanced_units`; other ranks have the rest.
+            rows_per_unit: Neighbouring rows of the mini-batch that are in the same part, and share
                 a forward pass.
 
         Raises:
-            ValueError: the mini-batch has no rows, or `rows` has one that is not in it.
+            ValueError: The mini-batch has no rows, or `rows` has one that is not in it.
         """
         if not lengths:
             raise ValueError("the batch has 0 rows: give at least one")
@@ -129,8 +129,8 @@ class UpdatePlan:
         """Raises ValueError unless the plan is of this batch and of so many optimizer steps.
 
         Args:
-            batch: what the rank holds, with the column tokens.
-            num_steps: optimizer steps that are to be made.
+            batch: What the rank holds, with the column tokens.
+            num_steps: Optimizer steps that are to be made.
         """
         if len(self.steps) != num_steps:
             raise ValueError(

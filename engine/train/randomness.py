@@ -59,7 +59,7 @@ def seed_random_state(*parts: int | str) -> None:
     """Seeds every generator of the process: for a rank of which nothing was captured.
 
     Args:
-        parts: what the seed is derived from; equal parts give equal generators.
+        parts: What the seed is derived from; equal parts give equal generators.
     """
     torch.manual_seed(derive_seed("torch", *parts))  # CUDA devices too
     random.seed(derive_seed("python", *parts))

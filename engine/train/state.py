@@ -59,10 +59,10 @@ class TrainedWeights:
         """Works out the layout.
 
         Args:
-            tensors: this rank's weights; with one rank alone, all of them, of any model.
-            shape: of the model; needed with more than one rank.
-            mesh: the rank's place.
-            device: where messages to other ranks lie.
+            tensors: This rank's weights; with one rank alone, all of them, of any model.
+            shape: Of the model; needed with more than one rank.
+            mesh: The rank's place.
+            device: Where messages to other ranks lie.
         """
         if mesh.world.size == 1:
             return cls(tensors, whole_layout(tensors_manifest(tensors)), Peers.alone())
@@ -90,11 +90,11 @@ def save(
     """Writes a trainer's checkpoint. All ranks call it; see `write_checkpoint`.
 
     Args:
-        directory: must not exist.
+        directory: Must not exist.
         kind: "policy" or "critic".
-        weights: this rank's.
-        optimizer: its moments, step counts and schedule.
-        policy_version: version of the weights.
+        weights: This rank's.
+        optimizer: Its moments, step counts and schedule.
+        policy_version: Version of the weights.
         extra: JSON-able state of the caller; rank 0's is kept.
     """
     groups = {"weights": ShardedTensors(weights.layout, weights.tensors)}
@@ -136,17 +136,17 @@ def load(
     rank.
 
     Args:
-        directory: that `save` wrote.
+        directory: That `save` wrote.
         kind: "policy" or "critic", which must be the checkpoint's.
-        weights: the model's own, written in place.
-        optimizer: gets moments and counts. Its spec stays: a run may go on with another rate.
+        weights: The model's own, written in place.
+        optimizer: Gets moments and counts. Its spec stays: a run may go on with another rate.
 
     Returns:
         policy_version and extra.
 
     Raises:
-        ValueError: no checkpoint, or another model's. As the next: on all ranks alike.
-        CheckpointCorruptError: a file is missing, cut or changed.
+        ValueError: No checkpoint, or another model's. As the next: on all ranks alike.
+        CheckpointCorruptError: A file is missing, cut or changed.
     """
     checked, digests = weights.peers.agree(
         lambda: _check(directory, kind, weights), (*SHARED_ERRORS, ValueError)
@@ -170,9 +170,9 @@ def check_fits(checkpoint: CheckpointReader, kind: str, own: Manifest) -> None:
     """Raises CheckpointMismatchError unless the checkpoint is of this role and this model.
 
     Args:
-        checkpoint: the one to load.
+        checkpoint: The one to load.
         kind: "policy" or "critic".
-        own: the model's parameters.
+        own: The model's parameters.
     """
     directory, state = str(checkpoint.directory), checkpoint.state
     if state["kind"] != kind:

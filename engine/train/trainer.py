@@ -136,7 +136,7 @@ class Trainer(ModelInTraining):
         """Plans an update of a batch that every rank holds as a whole; see `UpdatePlan.of_update`.
 
         Raises:
-            ValueError: a number is out of range.
+            ValueError: A number is out of range.
         """
         return UpdatePlan.of_update(
             batch["tokens"].lengths().tolist(),
@@ -153,7 +153,7 @@ class Trainer(ModelInTraining):
         Each data-parallel replica takes its part of `balanced_units`.
 
         Raises:
-            ValueError: there are no rows, or they are no multiple of rows_per_unit.
+            ValueError: There are no rows, or they are no multiple of rows_per_unit.
         """
         lengths = batch["tokens"].lengths().tolist()
         own = balanced_units(lengths, self.mesh.dp.size, rows_per_unit)[self.mesh.dp.index]
@@ -170,19 +170,19 @@ class Trainer(ModelInTraining):
         """Adds the gradients of a loss over a mini-batch to those already accumulated.
 
         Args:
-            batch: with tokens, prompt_lengths and the columns that the loss names.
-            loss_spec: the loss.
-            progress: called after each micro-batch.
-            plan: of one step, which says what part of the mini-batch `batch` is and which rows of
+            batch: With tokens, prompt_lengths and the columns that the loss names.
+            loss_spec: The loss.
+            progress: Called after each micro-batch.
+            plan: Of one step, which says what part of the mini-batch `batch` is and which rows of
                 it this replica takes. None: `plan_mini_batch(batch)`.
 
         Returns:
             The loss's metrics, "loss" among them, over the whole mini-batch.
 
         Raises:
-            LossNotFiniteError: the loss is NaN or infinite; all gradients were dropped.
-            ColumnMissingError: the batch lacks a column.
-            ValueError: batch and plan do not fit together, on this rank or another one.
+            LossNotFiniteError: The loss is NaN or infinite; all gradients were dropped.
+            ColumnMissingError: The batch lacks a column.
+            ValueError: Batch and plan do not fit together, on this rank or another one.
         """
         metrics, _ = self.forward_backward_with_outputs(batch, loss_spec, progress, plan=plan)
         return metrics
@@ -252,14 +252,14 @@ class Trainer(ModelInTraining):
         """Applies the accumulated gradients and raises policy_version by one.
 
         Args:
-            learning_rate: for this step alone; None takes the spec's schedule.
+            learning_rate: For this step alone; None takes the spec's schedule.
 
         Returns:
             grad_norm (before clipping) and learning_rate.
 
         Raises:
-            NoGradientError: nothing was accumulated.
-            LossNotFiniteError: the gradient is not finite; it is dropped and no weight moves.
+            NoGradientError: Nothing was accumulated.
+            LossNotFiniteError: The gradient is not finite; it is dropped and no weight moves.
         """
         if not self._has_gradient:
             raise NoGradientError("no gradient was accumulated: call forward_backward first")
@@ -283,12 +283,12 @@ class Trainer(ModelInTraining):
         the steps of those before it remain, and policy_version says how many they were.
 
         Args:
-            batch: the rows of the plan, with the columns that the loss names.
-            loss_spec: the loss.
-            plan: which rows this rank trains on in each step; the plans of all ranks are made of
+            batch: The rows of the plan, with the columns that the loss names.
+            loss_spec: The loss.
+            plan: Which rows this rank trains on in each step; the plans of all ranks are made of
                 the same numbers.
-            progress: called after each micro-batch with rows done over all epochs (this rank's).
-            auxiliary: further losses over rows of their own.
+            progress: Called after each micro-batch with rows done over all epochs (this rank's).
+            auxiliary: Further losses over rows of their own.
 
         Returns:
             Means over mini-batches (maxima for names ending in "_max") of the loss's metrics,
@@ -297,8 +297,8 @@ class Trainer(ModelInTraining):
             losses, "auxiliary/<type>/" before each name, over the steps that had rows of theirs.
 
         Raises:
-            LossNotFiniteError: see `forward_backward` and `optim_step`.
-            ValueError: a number is out of range, batch and plan do not fit together on this rank
+            LossNotFiniteError: See `forward_backward` and `optim_step`.
+            ValueError: A number is out of range, batch and plan do not fit together on this rank
                 or another one, or a loss needs another output than this model has.
         """
         self.drop_gradients()

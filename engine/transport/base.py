@@ -67,10 +67,10 @@ class Exchange(ABC):
         """Returns once all of the round's buffers are filled and free.
 
         Args:
-            timeout_s: seconds from now; afterwards the transport is aborted.
+            timeout_s: Seconds from now; afterwards the transport is aborted.
 
         Raises:
-            TransferFailedError: a peer vanished, disagrees, or the time is over.
+            TransferFailedError: A peer vanished, disagrees, or the time is over.
         """
 
 
@@ -123,14 +123,14 @@ class Transport(ABC):
         """Starts one round and returns; without messages there is nothing to wait for.
 
         Args:
-            sends: what goes out; several messages to a peer arrive in this order.
-            receives: where what comes in goes, with exactly the sizes that the peers send.
-            label: what the round carries, for errors ("bucket 3 of 7").
-            is_control: the round is about a transfer and no part of it: its bytes are no payload.
+            sends: What goes out; several messages to a peer arrive in this order.
+            receives: Where what comes in goes, with exactly the sizes that the peers send.
+            label: What the round carries, for errors ("bucket 3 of 7").
+            is_control: The round is about a transfer and no part of it: its bytes are no payload.
 
         Raises:
-            ValueError: a message to this rank itself, to no rank, or a buffer of another kind.
-            TransferFailedError: the transport failed before.
+            ValueError: A message to this rank itself, to no rank, or a buffer of another kind.
+            TransferFailedError: The transport failed before.
         """
         for message in (*sends, *receives):
             self._check(message)

@@ -30,7 +30,7 @@ def load_runtime() -> Any:
     """The module `cupy.cuda.runtime`.
 
     Raises:
-        OSError: cupy is not installed.
+        OSError: Cupy is not installed.
     """
     try:
         return importlib.import_module("cupy.cuda.runtime")
@@ -53,16 +53,16 @@ def cuda_ipc_transport(
     """A rank's end; `connect` it with the offers of all ranks.
 
     Args:
-        rank: this rank.
-        world_size: ranks in all, at least 2, all on this device.
-        queue: where the copies are queued.
-        device_uuid: tells devices apart: `torch.cuda.get_device_properties(device).uuid`.
+        rank: This rank.
+        world_size: Ranks in all, at least 2, all on this device.
+        queue: Where the copies are queued.
+        device_uuid: Tells devices apart: `torch.cuda.get_device_properties(device).uuid`.
         slot_bytes: bytes of one slot, the same on all ranks. Device memory: 2 slots a peer.
-        runtime: a stand-in for `cupy.cuda.runtime`.
+        runtime: A stand-in for `cupy.cuda.runtime`.
 
     Raises:
-        ValueError: fewer than 2 ranks, or a slot of no bytes.
-        OSError: cupy is not installed, or shared memory is not available.
+        ValueError: Fewer than 2 ranks, or a slot of no bytes.
+        OSError: Cupy is not installed, or shared memory is not available.
     """
     if world_size < 2 or slot_bytes < 1:
         raise ValueError(

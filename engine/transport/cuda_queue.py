@@ -43,7 +43,7 @@ class CudaQueue:
         """Makes a stream.
 
         Raises:
-            ValueError: not a CUDA device with an index.
+            ValueError: Not a CUDA device with an index.
         """
         if device.type != "cuda" or device.index is None:
             raise ValueError(f"device is {device}: give a CUDA device with an index, as cuda:0")

@@ -35,12 +35,12 @@ class GlooTransport(Transport):
         """Makes the process group; every rank of the mesh calls it.
 
         Args:
-            mesh: of this rank.
-            timeout_s: seconds for all ranks to come. Torch's own limit is half an hour.
+            mesh: Of this rank.
+            timeout_s: Seconds for all ranks to come. Torch's own limit is half an hour.
 
         Raises:
-            RuntimeError: a rank did not come.
-            ValueError: the mesh has one rank only.
+            RuntimeError: A rank did not come.
+            ValueError: The mesh has one rank only.
         """
         if mesh.world.process_group is None:
             raise ValueError("the mesh has one rank: it has no peer to exchange with")

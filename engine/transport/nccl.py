@@ -38,7 +38,7 @@ def load_nccl() -> Any:
     """The module `cupy.cuda.nccl`.
 
     Raises:
-        OSError: cupy, or NCCL in it, is not installed.
+        OSError: Cupy, or NCCL in it, is not installed.
     """
     try:
         return importlib.import_module("cupy.cuda.nccl")
@@ -53,7 +53,7 @@ def encode_unique_id(unique_id: bytes | tuple[int, ...]) -> str:
     """A unique id as hex; cupy gives bytes since 14.0 and a tuple of (signed) ints before.
 
     Raises:
-        OfferInvalidError: it has not 128 bytes.
+        OfferInvalidError: It has not 128 bytes.
     """
     raw = (
         unique_id if isinstance(unique_id, bytes) else bytes(number & 0xFF for number in unique_id)
@@ -67,7 +67,7 @@ def decode_unique_id(text: str, *, as_tuple: bool) -> bytes | tuple[int, ...]:
     """The unique id of a peer, in the form that this rank's cupy takes.
 
     Raises:
-        OfferInvalidError: it is no hex of 128 bytes.
+        OfferInvalidError: It is no hex of 128 bytes.
     """
     try:
         raw = bytes.fromhex(text)
@@ -108,15 +108,15 @@ class NcclTransport(Transport):
         """Loads NCCL; `connect` makes the communicator.
 
         Args:
-            rank: this rank, with one device.
-            world_size: ranks in all.
-            queue: the device, and where the transfers are queued.
-            launch_timeout_s: bound of the call that starts a round. It blocks while NCCL connects
+            rank: This rank, with one device.
+            world_size: Ranks in all.
+            queue: The device, and where the transfers are queued.
+            launch_timeout_s: Bound of the call that starts a round. It blocks while NCCL connects
                 two ranks for the first time, until both are there.
-            nccl: a stand-in for `cupy.cuda.nccl`.
+            nccl: A stand-in for `cupy.cuda.nccl`.
 
         Raises:
-            OSError: cupy is not installed.
+            OSError: Cupy is not installed.
         """
         super().__init__(rank, world_size)
         self._nccl = load_nccl() if nccl is None else nccl
@@ -138,8 +138,8 @@ class NcclTransport(Transport):
         """Makes the communicator. Every rank calls it.
 
         Args:
-            offers: of all ranks, by rank.
-            timeout_s: seconds within which all must have come.
+            offers: Of all ranks, by rank.
+            timeout_s: Seconds within which all must have come.
 
         Raises:
             OfferInvalidError: NCCL's version differs between ranks, or an offer is unusable.

@@ -29,7 +29,7 @@ def decode_offer(
     """The fields of one rank's offer.
 
     Raises:
-        OfferInvalidError: too long, no JSON object, of another kind, or other fields.
+        OfferInvalidError: Too long, no JSON object, of another kind, or other fields.
     """
     if len(blob) > MAX_OFFER_BYTES:
         raise OfferInvalidError(

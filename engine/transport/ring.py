@@ -148,13 +148,13 @@ class RingTransport(Transport):
         """Opens the others' memory and waits until they have opened this rank's.
 
         Args:
-            offers: of all ranks, by rank.
-            timeout_s: seconds within which all must have come.
+            offers: Of all ranks, by rank.
+            timeout_s: Seconds within which all must have come.
 
         Raises:
-            OfferInvalidError: ranks cannot reach each other's memory, or offers do not fit.
-            SegmentInvalidError: an offer names no memory of ours.
-            TransferFailedError: a rank did not come in time.
+            OfferInvalidError: Ranks cannot reach each other's memory, or offers do not fit.
+            SegmentInvalidError: An offer names no memory of ours.
+            TransferFailedError: A rank did not come in time.
         """
         check_offers(offers, self.world_size)
         deadline = Deadline(timeout_s)

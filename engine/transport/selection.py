@@ -88,10 +88,10 @@ def possible_ways(ranks: Sequence[Surroundings]) -> tuple[Way, ...]:
     """What ranks in such surroundings can try, best first; the same on every rank.
 
     Args:
-        ranks: at least two, by rank.
+        ranks: At least two, by rank.
 
     Raises:
-        TransportUnavailableError: there is nothing to try.
+        TransportUnavailableError: There is nothing to try.
     """
     kinds = [rank.device for rank in ranks]
     if len(set(kinds)) > 1 or kinds[0] not in ("cpu", "cuda"):
@@ -130,16 +130,16 @@ def make_transport(
     (a full /dev/shm, say) is left by all ranks for the next in that order.
 
     Args:
-        mesh: its process groups take tensors in host memory ("gloo", "cpu:gloo,cuda:nccl").
-        device: on which this rank's weights lie.
-        timeout_s: seconds for all ranks to connect by one transport.
+        mesh: Its process groups take tensors in host memory ("gloo", "cpu:gloo,cuda:nccl").
+        device: On which this rank's weights lie.
+        timeout_s: Seconds for all ranks to connect by one transport.
 
     Returns:
         A connected transport. `close` it before the mesh.
 
     Raises:
-        TransportUnavailableError: no transport can be used; the same ones on all ranks.
-        RuntimeError: a rank vanished while they spoke.
+        TransportUnavailableError: No transport can be used; the same ones on all ranks.
+        RuntimeError: A rank vanished while they spoke.
     """
     if mesh.world.size == 1:
         return LocalTransport.alone()

@@ -63,7 +63,7 @@ class Segment:
         """Makes a segment whose pages are all reserved.
 
         Raises:
-            OSError: shared memory is full (ENOSPC) or not available.
+            OSError: Shared memory is full (ENOSPC) or not available.
         """
         name = f"rolemesh-{os.getpid()}-{uuid.uuid4().hex}"
         path = SHM_DIRECTORY / name
@@ -120,8 +120,8 @@ class PeerSegment:
         """Maps it, read-only.
 
         Raises:
-            SegmentInvalidError: the name is not a segment's name, or the file does not fit.
-            FileNotFoundError: the owner has removed it.
+            SegmentInvalidError: The name is not a segment's name, or the file does not fit.
+            FileNotFoundError: The owner has removed it.
         """
         self._descriptor = _open_checked(name, num_bytes)
         try:
@@ -161,8 +161,8 @@ def open_segment(name: str, num_bytes: int) -> torch.Tensor:
         uint8 [num_bytes]. The mapping is private: writing to it changes no other process's memory.
 
     Raises:
-        SegmentInvalidError: the name is not a segment's name, or the file does not fit.
-        FileNotFoundError: the producer has removed it.
+        SegmentInvalidError: The name is not a segment's name, or the file does not fit.
+        FileNotFoundError: The producer has removed it.
     """
     descriptor = _open_checked(name, num_bytes)
     try:

@@ -18,13 +18,13 @@ def shm_ring_transport(
     """A rank's end; `connect` it with the offers of all ranks.
 
     Args:
-        rank: this rank.
-        world_size: ranks in all, at least 2.
+        rank: This rank.
+        world_size: Ranks in all, at least 2.
         slot_bytes: bytes of one slot, the same on all ranks. Memory: 2 slots a peer.
 
     Raises:
-        ValueError: fewer than 2 ranks, or a slot of no bytes.
-        OSError: shared memory is full or not available.
+        ValueError: Fewer than 2 ranks, or a slot of no bytes.
+        OSError: Shared memory is full or not available.
     """
     if world_size < 2 or slot_bytes < 1:
         raise ValueError(

@@ -47,15 +47,15 @@ class Assembly:
         """Counts what has to arrive. Tensors for which nothing has to arrive are whole at once.
 
         Args:
-            layout: of the tensors to make.
-            rank: whose part of it.
-            device: on which the tensors are made.
-            own: copies of boxes that the rank holds already; they are made when a tensor is begun.
-            tensors: the sources of `own`, floating, by name.
-            duplicates: copies between two tensors of this assembly, as `Plan.duplicates`.
+            layout: Of the tensors to make.
+            rank: Whose part of it.
+            device: On which the tensors are made.
+            own: Copies of boxes that the rank holds already; they are made when a tensor is begun.
+            tensors: The sources of `own`, floating, by name.
+            duplicates: Copies between two tensors of this assembly, as `Plan.duplicates`.
 
         Raises:
-            ManifestError: a tensor would hold two element types.
+            ManifestError: A tensor would hold two element types.
         """
         shard = layout.shard(rank)
         self._shapes = shard.shapes
@@ -97,9 +97,9 @@ class Assembly:
         """Writes a box that arrived to its place.
 
         Args:
-            piece: which box, and where it belongs.
-            values: floating, shaped as the box, on any device.
-            is_lasting: whether the memory of `values` stays as it is. A tensor that is one box then
+            piece: Which box, and where it belongs.
+            values: Floating, shaped as the box, on any device.
+            is_lasting: Whether the memory of `values` stays as it is. A tensor that is one box then
                 is `values` itself, without a copy.
         """
         name = piece.tensor

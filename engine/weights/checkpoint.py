@@ -85,18 +85,18 @@ def write_checkpoint(
     files are written, the checkpoint may be there, whole.)
 
     Args:
-        directory: must not exist; on a disk that all ranks see.
-        groups: by group, what the ranks hold: floating, shaped as the layout says, on any device.
+        directory: Must not exist; on a disk that all ranks see.
+        groups: By group, what the ranks hold: floating, shaped as the layout says, on any device.
             Layouts are the same on all ranks.
-        state: what json can hold; rank 0's is written.
-        random: this rank's generators: uint8 [bytes] tensors, and what json can hold.
-        peers: the ranks; None for one alone.
+        state: What json can hold; rank 0's is written.
+        random: This rank's generators: uint8 [bytes] tensors, and what json can hold.
+        peers: The ranks; None for one alone.
 
     Raises:
-        FolderExistsError: the directory exists.
-        ManifestError: tensors are not those of their layout, or parts of one are missing.
-        ValueError: the state holds something that JSON has no form for (NaN included).
-        RuntimeError: another rank failed (its number and cause).
+        FolderExistsError: The directory exists.
+        ManifestError: Tensors are not those of their layout, or parts of one are missing.
+        ValueError: The state holds something that JSON has no form for (NaN included).
+        RuntimeError: Another rank failed (its number and cause).
     """
     ranks = peers or Peers.alone()
 
@@ -220,7 +220,7 @@ class CheckpointReader:
         """What lies where: files as ranks.
 
         Raises:
-            CheckpointMismatchError: there is no such group.
+            CheckpointMismatchError: There is no such group.
         """
         if group not in self._layouts:
             raise CheckpointMismatchError(
@@ -244,7 +244,7 @@ class CheckpointReader:
         """What to read for a rank's tensors; see `read_copies`.
 
         Raises:
-            CheckpointCorruptError: the files lack an element.
+            CheckpointCorruptError: The files lack an element.
         """
         try:
             return read_copies(self.layout(group), shard, 0, tensors)
@@ -269,9 +269,9 @@ class CheckpointReader:
         """Reads slices of the files into tensors, in place, one slice at a time.
 
         Args:
-            group: of the files.
-            copies: from `copies`.
-            tensors: floating, shaped as the shard says, on any device, by name.
+            group: Of the files.
+            copies: From `copies`.
+            tensors: Floating, shaped as the shard says, on any device, by name.
         """
         for piece, values in self._boxes(group, copies):
             place(tensors[piece.tensor], piece, values)
@@ -316,9 +316,9 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
     """Checks the manifest, the presence and size of every file, and the state.
 
     Raises:
-        ValueError: there is no checkpoint.
-        CheckpointCorruptError: a file is missing, cut or changed; names it.
-        CheckpointMismatchError: it has another format.
+        ValueError: There is no checkpoint.
+        CheckpointCorruptError: A file is missing, cut or changed; names it.
+        CheckpointMismatchError: It has another format.
     """
     directory = Path(directory)
     manifest_path = directory / MANIFEST_FILE

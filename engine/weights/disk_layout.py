@@ -29,10 +29,10 @@ def written_pieces(
     """What a rank writes: what it holds and no lower rank does. No element is written twice.
 
     Args:
-        layout: of all ranks.
-        rank: this one.
-        tensors: those of its tensors that are to be written.
-        max_bytes: of a piece; a larger one comes in parts.
+        layout: Of all ranks.
+        rank: This one.
+        tensors: Those of its tensors that are to be written.
+        max_bytes: Of a piece; a larger one comes in parts.
 
     Returns:
         Parts of the rank's pieces, in their order.
@@ -71,10 +71,10 @@ def written_files(
     """A rank's `written_pieces`, by file.
 
     Args:
-        layout: of all ranks.
-        rank: this one.
-        tensors: those of its tensors that are to be written.
-        file_bytes: no file gets more bytes of tensors than this.
+        layout: Of all ranks.
+        rank: This one.
+        tensors: Those of its tensors that are to be written.
+        file_bytes: No file gets more bytes of tensors than this.
 
     Returns:
         For each file, copies from the rank's tensors into it. Their target_tensor is a key that no
@@ -100,16 +100,16 @@ def read_copies(
     """What a rank reads of the files to fill its tensors: each element once, and nothing else.
 
     Args:
-        disk: files as ranks.
-        shard: what the rank holds.
-        rank: its number, for the copies.
-        tensors: those of its tensors that are to be filled; None for all.
+        disk: Files as ranks.
+        shard: What the rank holds.
+        rank: Its number, for the copies.
+        tensors: Those of its tensors that are to be filled; None for all.
 
     Returns:
         Copies whose source is the number of a file.
 
     Raises:
-        ManifestError: the files lack an element.
+        ManifestError: The files lack an element.
     """
     wanted = None if tensors is None else set(tensors)
     pieces = [piece for piece in shard.pieces if wanted is None or piece.tensor in wanted]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rolemesh.engine.layout.boxes import whole_layout
-from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, Piece
+from rolemesh.engine.layout.manifest import ITEM_BYTES, Manifest, ManifestError, Piece
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
@@ -62,19 +62,19 @@ def write_model_folder(
     weights alone.
 
     Args:
-        directory: the folder to write.
+        directory: The folder to write.
         config: transformers config of the whole model.
-        architecture: name of the transformers class.
-        manifest: the model's parameters by Hugging Face name, tied ones once.
-        parameters: names and whole tensors, floating [global shape], in the manifest's order, as
+        architecture: Name of the transformers class.
+        manifest: The model's parameters by Hugging Face name, tied ones once.
+        parameters: Names and whole tensors, floating [global shape], in the manifest's order, as
             `gathered` yields them. All ranks go through it; rank 0 alone gets something.
-        source: folder that the model came from; tokenizer and generation config are copied.
-        dtype: type of the saved weights.
-        peers: the ranks; None for one alone.
+        source: Folder that the model came from; tokenizer and generation config are copied.
+        dtype: Type of the saved weights.
+        peers: The ranks; None for one alone.
 
     Raises:
-        FolderExistsError: something is there that is not an older export.
-        RuntimeError: another rank failed (its number and cause).
+        FolderExistsError: Something is there that is not an older export.
+        RuntimeError: Another rank failed (its number and cause).
     """
     ranks = peers or Peers.alone()
 
@@ -115,9 +115,9 @@ def gathered(
     rank 0 holds one parameter at a time, unless its caller keeps them.
 
     Args:
-        weights: what each rank holds: floating, shaped as its layout says.
-        dtype: type that the weights are cast to before they travel.
-        mesh: this rank's place.
+        weights: What each rank holds: floating, shaped as its layout says.
+        dtype: Type that the weights are cast to before they travel.
+        mesh: This rank's place.
     """
     weights.check(mesh.rank)
     layout = weights.layout
@@ -143,7 +143,13 @@ def gathered(
                 dist.recv(message, mesh.torch_rank(rank), group=mesh.world.process_group)
             assembly.put(part_of(target.ranks[0].pieces[0], piece.box), message)
         if mesh.rank == 0:
-            yield from assembly.whole()
+            whole = dict(assembly.whole())
+            if name not in whole:
+                raise ManifestError(
+                    f"the ranks hold boxes of {name!r} that do not make up all of it: the layout "
+                    "must give each element to a rank"
+                )
+            yield name, whole[name]
 
 
 class _WeightFiles:

@@ -63,14 +63,14 @@ def whole_folder(
     settles its files itself, since rank 0 can force only what its own machine holds.
 
     Args:
-        target: the folder to make; parents are made if absent.
-        replace: put the new folder in the place of an old one. The old one is moved aside first
+        target: The folder to make; parents are made if absent.
+        replace: Put the new folder in the place of an old one. The old one is moved aside first
             and removed last, so for a moment no folder has the name, but none is ever half.
-        peers: the ranks; None for one alone.
+        peers: The ranks; None for one alone.
 
     Raises:
-        FolderExistsError: the target exists and replace is False.
-        ValueError: a rank does not see the folder that rank 0 made.
+        FolderExistsError: The target exists and replace is False.
+        ValueError: A rank does not see the folder that rank 0 made.
     """
     target = Path(target).absolute()
     ranks = peers or Peers.alone()

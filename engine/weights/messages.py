@@ -73,8 +73,8 @@ def make_parcels(plan: Plan, copies_by_peer: Mapping[int, Sequence[Copy]]) -> tu
     Both ends come to the same layout of a message from the plan alone.
 
     Args:
-        plan: says in which element type a parameter travels.
-        copies_by_peer: of one round, in the plan's order.
+        plan: Says in which element type a parameter travels.
+        copies_by_peer: Of one round, in the plan's order.
     """
     parcels = []
     start = 0
@@ -105,9 +105,9 @@ def pack(
     """Puts parts into messages, in the element type of the way.
 
     Args:
-        parcels: of one round.
+        parcels: Of one round.
         outgoing: uint8 [bytes], the round's buffer.
-        tensors: of this rank by name, floating, shaped as the source layout says.
+        tensors: Of this rank by name, floating, shaped as the source layout says.
     """
     for parcel in parcels:
         message = parcel.of(outgoing)

@@ -141,13 +141,13 @@ def make_plan(
     block of 2, 4, 8, ... ranks (so within a node first), of those the one that has sent least.
 
     Args:
-        source: layout before; its ranks hold every element that the target's need.
-        target: layout after, of the same parameters; element types may differ.
-        bucket_bytes: what a rank sends, and what it receives, in one round at most: larger copies
+        source: Layout before; its ranks hold every element that the target's need.
+        target: Layout after, of the same parameters; element types may differ.
+        bucket_bytes: What a rank sends, and what it receives, in one round at most: larger copies
             are cut. It bounds the memory for packed messages.
 
     Raises:
-        ManifestError: other parameters or shapes on the two sides, a piece outside its parameter,
+        ManifestError: Other parameters or shapes on the two sides, a piece outside its parameter,
             or an element that no rank holds.
         ValueError: bucket_bytes cannot hold one element.
     """

@@ -64,8 +64,8 @@ def places(layout: WeightLayout, rank: int) -> tuple[dict[str, Place], int]:
     """Where each tensor of a rank lies in its publication.
 
     Args:
-        layout: of training, in the element type of the publication.
-        rank: the publisher.
+        layout: Of training, in the element type of the publication.
+        rank: The publisher.
 
     Returns:
         Places by tensor name, and the bytes in all.
@@ -105,15 +105,15 @@ class Publication:
         """Copies the weights, rounded to the layout's element type.
 
         Args:
-            layout: of training, in the element type to publish.
-            rank: this one.
-            weights: this rank's parts by name, floating, shaped as the layout says, on any device.
-            policy_version: of the weights.
-            shares_memory: in a segment that peers of this host can map, or in plain memory.
+            layout: Of training, in the element type to publish.
+            rank: This one.
+            weights: This rank's parts by name, floating, shaped as the layout says, on any device.
+            policy_version: Of the weights.
+            shares_memory: In a segment that peers of this host can map, or in plain memory.
 
         Raises:
-            ManifestError: the weights are not those of the layout.
-            OSError: shared memory is full.
+            ManifestError: The weights are not those of the layout.
+            OSError: Shared memory is full.
         """
         self.layout = layout
         self.rank = rank
@@ -148,7 +148,7 @@ class Publication:
         """The piece of this rank that a box lies in.
 
         Raises:
-            ManifestError: no such parameter, or the box is empty or not this rank's.
+            ManifestError: No such parameter, or the box is empty or not this rank's.
         """
         known = self.layout.manifest.get(parameter)
         if known is None or len(box) != len(known.shape):
@@ -168,7 +168,7 @@ class Publication:
         """A box that this rank holds, without a copy; strided where it is cut out of columns.
 
         Raises:
-            ManifestError: as `holder`.
+            ManifestError: As `holder`.
         """
         piece = part_of(self.holder(parameter, box), box)
         return part(self.places[piece.tensor].view(self._memory), piece.origin, box)
@@ -185,14 +185,14 @@ def source_layout(
     """What each publishing rank holds, as the taking service works it out.
 
     Args:
-        manifest: of the publication.
-        train: layout of the publishing service.
-        dtype: element type of the publication.
-        shape: of the model, as the taker knows it; needed where the publisher has several ranks.
+        manifest: Of the publication.
+        train: Layout of the publishing service.
+        dtype: Element type of the publication.
+        shape: Of the model, as the taker knows it; needed where the publisher has several ranks.
 
     Raises:
-        ManifestError: another model's parameters, or a model without a plan.
-        LayoutError: the model cannot be cut so.
+        ManifestError: Another model's parameters, or a model without a plan.
+        LayoutError: The model cannot be cut so.
     """
     if train.world_size == 1:
         return whole_layout(manifest).in_dtype(dtype)
@@ -251,7 +251,7 @@ class Taking:
         A tensor that is one box is that box itself, without a copy.
 
         Args:
-            boxes: by publishing rank, in the order of `copies`; shaped, in the target's type.
+            boxes: By publishing rank, in the order of `copies`; shaped, in the target's type.
         """
         arrived: defaultdict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for source, copies in self.copies.items():
@@ -271,12 +271,12 @@ def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking
     All publishers are equally near, so replicas are asked in turn, by the bytes that they give.
 
     Args:
-        source: what the publishers hold.
-        target: what the takers hold; of the same parameters in the same element type.
-        rank: the taker.
+        source: What the publishers hold.
+        target: What the takers hold; of the same parameters in the same element type.
+        rank: The taker.
 
     Raises:
-        ManifestError: other parameters, or an element that no rank publishes.
+        ManifestError: Other parameters, or an element that no rank publishes.
     """
     if _dtype(source) != _dtype(target):
         raise ManifestError(

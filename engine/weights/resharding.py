@@ -63,15 +63,15 @@ class Resharder:
         """Plans, and connects the ranks.
 
         Args:
-            model: the policy as it trains, ready for passes; its mesh has more than one rank.
-            dtype: in which the sampler holds weights.
-            keeper: the sampler, if it generates with whole parameters on each rank and keeps the
+            model: The policy as it trains, ready for passes; its mesh has more than one rank.
+            dtype: In which the sampler holds weights.
+            keeper: The sampler, if it generates with whole parameters on each rank and keeps the
                 tensors that it is handed. None for vLLM, which has names and slices of its own.
-            timeout_s: longest wait for one bucket.
+            timeout_s: Longest wait for one bucket.
 
         Raises:
-            UnsupportedFamilyError: the model's family has no plan.
-            TransportUnavailableError: the ranks have no way to each other; says what is missing.
+            UnsupportedFamilyError: The model's family has no plan.
+            TransportUnavailableError: The ranks have no way to each other; says what is missing.
         """
         if model.shape is None:
             raise RuntimeError("a model of several ranks has a shape: its loader sees to it")
@@ -125,12 +125,12 @@ class Resharder:
         goes on with weights that the others do not have.
 
         Args:
-            weights: the trainer's of this rank by name, float32, shaped as its training shard.
-            policy_version: of the weights, the same on all ranks.
+            weights: The trainer's of this rank by name, float32, shaped as its training shard.
+            policy_version: Of the weights, the same on all ranks.
 
         Raises:
-            TransferMismatchError: ranks have different policy versions.
-            TransferFailedError: a rank vanished, gave up, or was late; names it and the seconds.
+            TransferMismatchError: Ranks have different policy versions.
+            TransferFailedError: A rank vanished, gave up, or was late; names it and the seconds.
         """
         self._before = (self.transport.received_bytes, self.transport.sent_bytes)
         if self._shared is None or has_gradients(self._parameters.values()):
@@ -147,7 +147,7 @@ class Resharder:
         """Frees shared generation weights; the parameters have memory of their own again.
 
         Raises:
-            RuntimeError: the sampler generates with them right now.
+            RuntimeError: The sampler generates with them right now.
         """
         if self._shared is None or self._keeper is None or not self._shared.is_entered:
             return

@@ -50,14 +50,14 @@ class SharedWeights:
         """Finds out which parameters can move.
 
         Args:
-            plan: from training to generation.
-            rank: this rank.
-            parameters: the training tensors themselves, by their names in the source layout and
-                of its shapes. Give the same mapping to `WeightTransfer.run`: their old storage is
+            plan: From training to generation.
+            rank: This rank.
+            parameters: The training tensors themselves, by their names in the source layout and
+                of its shapes. Give the same mapping to `WeightTransfer.run`: Their old storage is
                 freed only when no other tensor refers to it.
 
         Raises:
-            ManifestError: a parameter of the layout is missing.
+            ManifestError: A parameter of the layout is missing.
         """
         self._parameters = parameters
         self._homes = _homes(plan.local[rank], parameters)
@@ -74,14 +74,14 @@ class SharedWeights:
         """Passes generation tensors on; each takes its parameters in and frees their old storage.
 
         Args:
-            tensors: names and tensors of the target layout's shapes, as `WeightTransfer.run` yields
+            tensors: Names and tensors of the target layout's shapes, as `WeightTransfer.run` yields
                 them.
 
         Yields:
             The same. The sampler that takes them must keep them as they are, not copy them.
 
         Raises:
-            RuntimeError: the parameters are in generation tensors already: call `leave` first.
+            RuntimeError: The parameters are in generation tensors already: call `leave` first.
         """
         if self._moved:
             raise RuntimeError("parameters are in generation tensors already: call leave first")
@@ -141,8 +141,8 @@ class LentWeights:
         """Watches the model; lends nothing yet.
 
         Args:
-            model: as it trains, on one rank.
-            sampler: whose element type and place may differ.
+            model: As it trains, on one rank.
+            sampler: Whose element type and place may differ.
         """
         self._sampler = sampler
         self._parameters = dict(model.named_weights())
@@ -154,10 +154,10 @@ class LentWeights:
 
         Args:
             weights: float32 [global shape] by Hugging Face name.
-            policy_version: of the weights.
+            policy_version: Of the weights.
 
         Raises:
-            WeightsStaleError: as `update_shard` of the sampler.
+            WeightsStaleError: As `update_shard` of the sampler.
         """
         is_copied = has_gradients(self._parameters.values())
         self._sampler.update_shard(

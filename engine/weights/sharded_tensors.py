@@ -67,10 +67,10 @@ def tensors_manifest(tensors: Mapping[str, torch.Tensor]) -> Manifest:
     """The manifest of tensors that are each a parameter of its own.
 
     Args:
-        tensors: floating, of any shape, by name.
+        tensors: Floating, of any shape, by name.
 
     Raises:
-        ManifestError: an element type is one that layouts do not know.
+        ManifestError: An element type is one that layouts do not know.
     """
     return {
         name: Parameter(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()
@@ -81,7 +81,7 @@ def dtype_name(tensor: torch.Tensor) -> DtypeName:
     """The element type of a tensor of any shape, as layouts name it.
 
     Raises:
-        ManifestError: layouts do not know this type.
+        ManifestError: Layouts do not know this type.
     """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
@@ -93,7 +93,7 @@ def tensor_dtypes(layout: WeightLayout, rank: int) -> dict[str, torch.dtype]:
     """The element type of each tensor of a rank.
 
     Raises:
-        ManifestError: a tensor would hold two types, or its type cannot be known.
+        ManifestError: A tensor would hold two types, or its type cannot be known.
     """
     shard = layout.shard(rank)
     dtypes: dict[str, torch.dtype] = {}
@@ -132,8 +132,8 @@ def place(tensor: torch.Tensor, piece: Piece, values: torch.Tensor) -> None:
     """Writes the values of a box to its place in a tensor, cast to the tensor's type.
 
     Args:
-        tensor: floating, of the shape that the piece's rank holds.
-        piece: which box, and where it begins in the tensor.
-        values: floating, shaped as the box, on any device.
+        tensor: Floating, of the shape that the piece's rank holds.
+        piece: Which box, and where it begins in the tensor.
+        values: Floating, shaped as the box, on any device.
     """
     part(tensor, piece.origin, piece.box).copy_(values)

@@ -48,7 +48,7 @@ def plan_digest(plan: Plan) -> bytes:
     """32 bytes, equal for equal plans: what travels between which ranks, as what, in which order.
 
     Args:
-        plan: its local copies do not count: each rank's are its own.
+        plan: Its local copies do not count: each rank's are its own.
     """
     digest = hashlib.sha256()
     for bucket in plan.buckets:
@@ -84,17 +84,17 @@ class WeightTransfer:
         """Sorts out what this rank sends, receives and copies.
 
         Args:
-            plan: the same on all ranks.
-            rank: this rank.
-            transport: between the ranks of the plan.
-            timeout_s: seconds for each bucket to arrive.
-            device: of the source tensors, of the buffers and of the target tensors.
-            checks_bytes: send a CRC-32 of every piece and hold the arrived bytes to it. Costs a
+            plan: The same on all ranks.
+            rank: This rank.
+            transport: Between the ranks of the plan.
+            timeout_s: Seconds for each bucket to arrive.
+            device: Of the source tensors, of the buffers and of the target tensors.
+            checks_bytes: Send a CRC-32 of every piece and hold the arrived bytes to it. Costs a
                 pass over the bytes on the host on either side. The same on all ranks.
 
         Raises:
-            ValueError: the transport is another rank's, or smaller than the plan.
-            ManifestError: a target tensor would hold two element types.
+            ValueError: The transport is another rank's, or smaller than the plan.
+            ManifestError: A target tensor would hold two element types.
         """
         if transport.rank != rank or transport.world_size < plan.world_size:
             raise ValueError(
@@ -126,18 +126,18 @@ class WeightTransfer:
         """Transfers once. Every rank of the plan calls it and takes all that comes.
 
         Args:
-            tensors: this rank's, by name, of the source layout's shapes and element types. Read
+            tensors: This rank's, by name, of the source layout's shapes and element types. Read
                 until the end.
-            policy_version: of the weights; all ranks must name the same.
+            policy_version: Of the weights; all ranks must name the same.
 
         Yields:
             Name and tensor of the target layout, each as soon as it is whole, then no longer held
             here. Rows of padding are 0.
 
         Raises:
-            TransferMismatchError: ranks have different plans or policy versions.
-            ManifestError: a source tensor is missing or is not what the layout says.
-            TransferFailedError: a peer vanished or was late, or bytes arrived changed. What was
+            TransferMismatchError: Ranks have different plans or policy versions.
+            ManifestError: A source tensor is missing or is not what the layout says.
+            TransferFailedError: A peer vanished or was late, or bytes arrived changed. What was
                 yielded is one part of the weights and must not be used.
         """
         is_sound = False

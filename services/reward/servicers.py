@@ -69,7 +69,7 @@ class RewardRole(ModelRole):
 
     @property
     def sources(self) -> RewardSources:
-        """The judge; raises NOT_INITIALIZED before Initialize."""
+        """The sources of the reward; raises NOT_INITIALIZED before Initialize."""
         return self.initialized(self._sources)
 
     @property

@@ -52,10 +52,10 @@ class Deliveries:
         """Connects the sampler.
 
         Args:
-            backend: takes the weights. On one rank its generations look here between steps; on
+            backend: Takes the weights. On one rank its generations look here between steps; on
                 several, ranks would have to agree on the step, so deliveries wait for the end.
-            mesh: the service's ranks.
-            are_shards: whether each rank takes its own part.
+            mesh: The service's ranks.
+            are_shards: Whether each rank takes its own part.
         """
         self._backend = backend
         self._mesh = mesh
@@ -109,7 +109,7 @@ class Deliveries:
         """Refuses to begin a generation.
 
         Raises:
-            WeightsStaleError: no weights came yet, or the newest update failed.
+            WeightsStaleError: No weights came yet, or the newest update failed.
         """
         if self._refusal:
             raise WeightsStaleError(self._refusal)

@@ -139,13 +139,13 @@ class RolloutRole(Role, SamplingRole):
         """What this rank takes of published weights.
 
         Args:
-            manifest: of the publication.
-            train: layout of the publishing service.
-            dtype: element type of the publication.
+            manifest: Of the publication.
+            train: Layout of the publishing service.
+            dtype: Element type of the publication.
 
         Raises:
-            ManifestError: the weights are of another model; names the parameter.
-            LayoutError: the model cannot be cut so.
+            ManifestError: The weights are of another model; names the parameter.
+            LayoutError: The model cannot be cut so.
         """
         check_manifest(manifest, self.manifest)
         source = source_layout(manifest, train, dtype, self._shape)

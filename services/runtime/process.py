@@ -90,7 +90,7 @@ class ServiceServer:
         """Binds, registers everything and serves; returns host:port for peers.
 
         Raises:
-            ServiceStartError: the port is in use, or the host is not of this machine.
+            ServiceStartError: The port is in use, or the host is not of this machine.
         """
         try:
             return await self._start()
@@ -170,7 +170,7 @@ class ServiceServer:
         """Refuses new work, finishes what runs, frees everything. True when all was finished.
 
         Args:
-            work_timeout_s: how long work in progress may take; None takes the configured time.
+            work_timeout_s: How long work in progress may take; None takes the configured time.
                 A second call waits for the first one.
         """
         if self._stopping is None:
@@ -255,8 +255,8 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
     """Runs a role as this process until it is told to end.
 
     Args:
-        role: the role to serve.
-        arguments: command line without the program's name; None takes the process's own.
+        role: The role to serve.
+        arguments: Command line without the program's name; None takes the process's own.
 
     Returns:
         Exit code: 0 after a clean drain, 1 after a failure, 2 for wrong settings.

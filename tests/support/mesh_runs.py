@@ -87,29 +87,31 @@ class CliRun:
         self._stderr = (folder / "stderr.log").open("wb")
         # A child inherits what is ignored, e.g. when the tests run in a shell's background.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.process = subprocess.Popen(
-            [
-                *(
-                    sys.executable,
-                    "-m",
-                    "rolemesh.coordinator.commands.cli",
-                    "train",
-                    str(recipe_file),
-                ),
-                *("--out", str(self.out), *flags),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=self._stdout,
-            stderr=self._stderr,
-            env={
-                **os.environ,
-                **(warm_processes.services() if is_warm else {}),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONSAFEPATH": "1",
-            },
-            cwd=folder,
-        )
-        signal.signal(signal.SIGINT, before)
+        try:
+            self.process = subprocess.Popen(
+                [
+                    *(
+                        sys.executable,
+                        "-m",
+                        "rolemesh.coordinator.commands.cli",
+                        "train",
+                        str(recipe_file),
+                    ),
+                    *("--out", str(self.out), *flags),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                env={
+                    **os.environ,
+                    **(warm_processes.services() if is_warm else {}),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONSAFEPATH": "1",
+                },
+                cwd=folder,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         self._folder = folder
         self._family = psutil.Process(self.process.pid)
 

@@ -124,6 +124,11 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
     """
     for module in MODULES[kind]:
         importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(
+            f"the modules of {kind} started {threads - 1} threads: a fork lacks them"
+        )
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
@@ -193,6 +198,13 @@ def main() -> None:
         words = serve(sys.argv[1], listener)
     if words is None:
         return
+    # What a start of its own would find, and nothing of the warm process.
+    ours = Path(__file__).parent
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if not os.environ.get("PYTHONSAFEPATH"):
+        given.insert(0, os.getcwd() if words[0] == "-m" else os.path.dirname(words[0]))
+    kept = [path for path in sys.path if Path(path) not in (ours, ours / "warm")]
+    sys.path[:] = list(dict.fromkeys([*filter(None, given), *kept]))
     if words[0] == "-m":
         sys.argv = words[1:]
         # Imported by another module; to run it anew is what `python -m` does.

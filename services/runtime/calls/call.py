@@ -71,10 +71,10 @@ class Call:
         """Begins.
 
         Args:
-            operation: that the call works on.
-            compute: the compute thread.
-            rank: this one, for the report.
-            device: whose memory is measured while functions run, e.g. "cpu" or "cuda:1".
+            operation: That the call works on.
+            compute: The compute thread.
+            rank: This one, for the report.
+            device: Whose memory is measured while functions run, e.g. "cpu" or "cuda:1".
         """
         self._rank = rank
         self._device = device
@@ -94,7 +94,7 @@ class Call:
         the thread goes to "queue".
 
         Raises:
-            UnavailableError: the work was given up before it began.
+            UnavailableError: The work was given up before it began.
         """
         submitted = time.monotonic()
 
@@ -116,7 +116,7 @@ class Call:
         """Says how far the work is. May be called from any thread, as often as one likes.
 
         Raises:
-            UnavailableError: the service drains and the work is given up.
+            UnavailableError: The service drains and the work is given up.
         """
         self._check_wanted(stage)
         operation = self._operation
@@ -163,7 +163,7 @@ class Call:
         """The same metrics, for a report that was made before.
 
         Raises:
-            MetricNotFiniteError: names the metric.
+            MetricNotFiniteError: Names the metric.
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -177,7 +177,7 @@ class Call:
         """What the call took so far.
 
         Raises:
-            MetricNotFiniteError: names the metric.
+            MetricNotFiniteError: Names the metric.
         """
         report = experience_pb2.CallReport(metrics=self.finite(metrics), num_tokens=num_tokens)
         with self._lock:

@@ -47,12 +47,12 @@ class RunHold:
         """Prepares.
 
         Args:
-            role: that the service plays.
-            compute: the compute thread.
-            store: experience held.
-            ledger: operations in progress.
-            close: frees what Initialize made; run on the compute thread.
-            give_back_others: has the other ranks of the service give up their work and the run.
+            role: That the service plays.
+            compute: The compute thread.
+            store: Experience held.
+            ledger: Operations in progress.
+            close: Frees what Initialize made; run on the compute thread.
+            give_back_others: Has the other ranks of the service give up their work and the run.
         """
         self.run_id = ""
         """Run that holds the service, empty when none does."""
@@ -161,8 +161,8 @@ class RunHold:
         """Gives the service to a run; what an earlier Initialize of the run made is dropped.
 
         Args:
-            run_id: of the run.
-            by_face: whether the service's face asks, which alone hears the coordinator and has
+            run_id: Of the run.
+            by_face: Whether the service's face asks, which alone hears the coordinator and has
                 decided.
 
         Raises:
@@ -216,8 +216,8 @@ class RunHold:
         """Waits for work in progress; gives it up after `timeout_s`. True when all was finished.
 
         Args:
-            timeout_s: how long the work may take.
-            run_id: whose work; None means everybody's.
+            timeout_s: How long the work may take.
+            run_id: Whose work; None means everybody's.
         """
         running = self._running_of(run_id)
         if not running:
@@ -239,8 +239,8 @@ class RunHold:
         behalf: it goes on when the caller is cancelled, and a second caller joins the first.
 
         Args:
-            timeout_s: how long work may take.
-            run_id: whose work; None means everybody's.
+            timeout_s: How long work may take.
+            run_id: Whose work; None means everybody's.
         """
         if self._giving_back is None:
             self._giving_back = asyncio.create_task(self._give_back(timeout_s, run_id))

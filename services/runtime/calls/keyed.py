@@ -119,19 +119,19 @@ class KeyedCalls:
         to whoever repeats the key later.
 
         Args:
-            request: carries the key.
-            context: of the call.
-            response_type: has the fields `progress` and, for the work's message type, a result.
-            work: makes the result, or this rank's part of it; runs once however often the key is
+            request: Carries the key.
+            context: Of the call.
+            response_type: Has the fields `progress` and, for the work's message type, a result.
+            work: Makes the result, or this rank's part of it; runs once however often the key is
                 repeated.
-            finish: is handed the whole result, all ranks' parts joined, for what needs all of it.
-            join_events: makes, for one run of the work, what joins the events that ranks tell;
-                asked only where there are several. None: the work tells nothing.
-            on_all_ranks: whether every rank of the service does its part of the work.
-            needs_initialized: whether the role must hold a run.
+            finish: Is handed the whole result, all ranks' parts joined, for what needs all of it.
+            join_events: Makes, for one run of the work, what joins the events that ranks tell;
+                asked only where there are several. None: The work tells nothing.
+            on_all_ranks: Whether every rank of the service does its part of the work.
+            needs_initialized: Whether the role must hold a run.
 
         Raises:
-            RolemeshError: stale epoch, reused key, not initialized, asleep, draining; or what work
+            RolemeshError: Stale epoch, reused key, not initialized, asleep, draining; or what work
                 raised.
         """
         operation = self._begin(

@@ -52,10 +52,10 @@ class Role(ABC):
         """Loads models and data.
 
         Args:
-            spec: an instance of spec_class.
-            run_seed: seed of the run.
-            progress: is told how far it is.
-            mesh: the service's ranks, this one among them; every rank loads its own part.
+            spec: An instance of spec_class.
+            run_seed: Seed of the run.
+            progress: Is told how far it is.
+            mesh: The service's ranks, this one among them; every rank loads its own part.
         """
 
     @abstractmethod

@@ -118,7 +118,7 @@ class Runtime(KeyedCalls):
 
         Args:
             protocol_name: e.g. "3D_PROTO", or one that a user has registered.
-            lengths: tokens of each row.
+            lengths: Tokens of each row.
         """
         chosen = protocol(protocol_name)
         rows = chosen.distribute(self.layout, lengths)[self.config.rank]
@@ -138,15 +138,15 @@ class Runtime(KeyedCalls):
         """Brings columns of a batch here: all shards at once, each from the rank that has it.
 
         Args:
-            ref: the batch.
-            columns: names, in the order wanted.
-            call: gets the time (phase "fetch") and the bytes.
-            rows: of the batch, in the order wanted; None means all. A rank that has no rows of a
+            ref: The batch.
+            columns: Names, in the order wanted.
+            call: Gets the time (phase "fetch") and the bytes.
+            rows: Of the batch, in the order wanted; None means all. A rank that has no rows of a
                 batch gets columns without rows.
 
         Raises:
-            ColumnMissingError: no group of the reference has the column.
-            UnavailableError: a producer does not answer; names it.
+            ColumnMissingError: No group of the reference has the column.
+            UnavailableError: A producer does not answer; names it.
         """
         rows = range(ref.num_rows) if rows is None else rows
         if rows and not 0 <= min(rows) <= max(rows) < ref.num_rows:
@@ -211,14 +211,14 @@ class Runtime(KeyedCalls):
         """Puts rows of a batch into the store as one shard of this rank. Thread-safe.
 
         Args:
-            key: of the operation that made them.
-            experience: the rows.
-            share: which rows of the batch they are; None means all of it. When another rank's
+            key: Of the operation that made them.
+            experience: The rows.
+            share: Which rows of the batch they are; None means all of it. When another rank's
                 output counts for them, nothing is published.
 
         Raises:
-            CapacityError: it does not fit within the bound on bytes held.
-            ValueError: a column has a dtype that may not travel, or there is no row.
+            CapacityError: It does not fit within the bound on bytes held.
+            ValueError: A column has a dtype that may not travel, or there is no row.
         """
         if share is not None and not share.counts:
             return experience_pb2.ExperienceRef(

@@ -21,9 +21,9 @@ def block_of(
     Example: of a batch of 10 rows, block 2 of 4 rows each is rows 8 and 9 as rows 0 and 1.
 
     Args:
-        part: rows of the block, by their numbers in the whole batch.
-        index: number of the block.
-        block_rows: rows of a block that is not the last.
+        part: Rows of the block, by their numbers in the whole batch.
+        index: Number of the block.
+        block_rows: Rows of a block that is not the last.
     """
     first = index * block_rows
     cut = cut_out(part, first, min(block_rows, part.num_rows - first))
@@ -47,7 +47,7 @@ class BlockParts:
         """The whole block, if this part makes it whole.
 
         Raises:
-            RuntimeError: ranks disagree on columns, or two hold the same row.
+            RuntimeError: Ranks disagree on columns, or two hold the same row.
         """
         with self._lock:
             parts = self._parts.setdefault(part.index, [])

@@ -48,12 +48,12 @@ class ExperienceServicer:
         """Prepares.
 
         Args:
-            store: of this rank.
-            ledger: says which coordinators are stale.
-            host_id: identity of this host; empty when nothing is shared.
-            release_others: passes a release on to the service's other ranks and returns the bytes
+            store: Of this rank.
+            ledger: Says which coordinators are stale.
+            host_id: Identity of this host; empty when nothing is shared.
+            release_others: Passes a release on to the service's other ranks and returns the bytes
                 freed there.
-            put: serves Put, from serialized requests; None: nothing is taken from outside.
+            put: Serves Put, from serialized requests; None: nothing is taken from outside.
         """
         self._store = store
         self._ledger = ledger
@@ -198,15 +198,15 @@ async def fetch_rows(
     """Pulls columns of rows, counted inside the shard, from the rank that holds them.
 
     Args:
-        channel: to the shard's rank.
-        shard: what to read from.
-        columns: names, at least one.
-        rows: in the order wanted; a range with step 1 is asked for as one.
-        host_id: identity of this host; an empty one refuses shared memory.
+        channel: To the shard's rank.
+        shard: What to read from.
+        columns: Names, at least one.
+        rows: In the order wanted; a range with step 1 is asked for as one.
+        host_id: Identity of this host; an empty one refuses shared memory.
 
     Raises:
-        RolemeshError: what the peer answered, or UnavailableError when it does not; names the peer.
-        ValueError: the answer's bytes do not fit its description.
+        RolemeshError: What the peer answered, or UnavailableError when it does not; names the peer.
+        ValueError: The answer's bytes do not fit its description.
     """
     request = fetch_request(shard, columns, rows, host_id)
 

@@ -93,7 +93,7 @@ def dtype_of(data_type: tensor_pb2.DataType.ValueType, field: str) -> DtypeName:
     """The element type of weights.
 
     Raises:
-        InvalidRequestError: weights cannot have it; names the field.
+        InvalidRequestError: Weights cannot have it; names the field.
     """
     if data_type not in _DTYPES:
         raise InvalidRequestError(
@@ -135,8 +135,8 @@ def layout_of(ref: weights_pb2.WeightsRef) -> TrainLayout:
     """How the publishers hold them.
 
     Raises:
-        ValidationError: a field is unknown or out of range; names it.
-        InvalidRequestError: there are not as many addresses as ranks.
+        ValidationError: A field is unknown or out of range; names it.
+        InvalidRequestError: There are not as many addresses as ranks.
     """
     layout = LayoutSpec.model_validate(dict(ref.layout)).layout()
     if len(ref.addresses) != layout.world_size:
@@ -157,9 +157,9 @@ async def answer_fetch(
     """The messages of a fetch: a header, then chunks unless shared memory carries them.
 
     Args:
-        publication: kept, and with it its memory, until the last chunk is sent.
-        request: what is wanted.
-        host_id: identity of this host; empty when nothing is shared.
+        publication: Kept, and with it its memory, until the last chunk is sent.
+        request: What is wanted.
+        host_id: Identity of this host; empty when nothing is shared.
 
     Raises:
         InvalidRequestError: BOX_INVALID: this rank does not hold a box.
@@ -223,16 +223,16 @@ async def fetch_boxes(
     """Brings boxes of published weights from the rank that has them.
 
     Args:
-        channel: to that rank.
-        ref: the publication.
-        source: number of the rank.
-        copies: the boxes.
-        host_id: identity of this host; an empty one refuses shared memory.
+        channel: To that rank.
+        ref: The publication.
+        source: Number of the rank.
+        copies: The boxes.
+        host_id: Identity of this host; an empty one refuses shared memory.
 
     Raises:
-        RolemeshError: what the publisher answered, or UnavailableError when it does not answer or
+        RolemeshError: What the publisher answered, or UnavailableError when it does not answer or
             leaves half-way; names it.
-        PayloadMalformedError: the bytes do not fit their description.
+        PayloadMalformedError: The bytes do not fit their description.
     """
     request = weights_pb2.FetchWeightsRequest(
         run_id=ref.run_id, policy_version=ref.policy_version, host_id=host_id
@@ -263,13 +263,13 @@ async def take_boxes(
     """Makes tensors of a publisher's answer.
 
     Args:
-        answer: whose header has come.
-        request: what was asked for.
-        dtype: element type of the publication.
+        answer: Whose header has come.
+        request: What was asked for.
+        dtype: Element type of the publication.
 
     Raises:
-        PayloadMalformedError: the bytes do not fit their description or the request.
-        OSError: the shared memory that is named cannot be opened.
+        PayloadMalformedError: The bytes do not fit their description or the request.
+        OSError: The shared memory that is named cannot be opened.
     """
     header = answer.header
     shapes = [tuple(stop - start for start, stop in _box(box)) for box in request.boxes]

@@ -65,7 +65,7 @@ class ExperienceStore:
         """Takes an experience; large ones are copied to shared memory.
 
         Raises:
-            CapacityError: it does not fit within the bound.
+            CapacityError: It does not fit within the bound.
         """
         num_bytes = experience.num_bytes
         self._take_room(num_bytes)
@@ -84,7 +84,7 @@ class ExperienceStore:
         """Counts bytes as held while they arrive, until the block ends.
 
         Raises:
-            CapacityError: they do not fit within the bound.
+            CapacityError: They do not fit within the bound.
         """
         self._take_room(num_bytes)
         try:
@@ -117,7 +117,7 @@ class ExperienceStore:
         """The experience of that id.
 
         Raises:
-            NotFoundError: released, or never here.
+            NotFoundError: Released, or never here.
         """
         with self._lock:
             held = self._held.get(experience_id)

@@ -14,9 +14,9 @@ def check_slice(asked: rollout_pb2.PromptSlice, field: str, rows_each: int) -> N
     """Refuses a slice that names no position, or more rows than a call may have.
 
     Args:
-        asked: the slice.
-        field: of the request, e.g. "prompts".
-        rows_each: trajectories that each position becomes, at least 1.
+        asked: The slice.
+        field: Of the request, e.g. "prompts".
+        rows_each: Trajectories that each position becomes, at least 1.
 
     Raises:
         InvalidRequestError: SLICE_INVALID; names the field.

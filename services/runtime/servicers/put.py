@@ -29,14 +29,14 @@ async def put_experience(
     hold the rows: consumers pull their shares from it as from every producer.
 
     Args:
-        runtime: of the rank that will hold them.
-        messages: serialized PutRequests.
-        context: of the call.
+        runtime: Of the rank that will hold them.
+        messages: Serialized PutRequests.
+        context: Of the call.
 
     Raises:
         InvalidRequestError: PAYLOAD_MALFORMED, INPUT_UNSUPPORTED, or what is wrong with the key.
         CapacityError: EXPERIENCE_CAPACITY.
-        PreconditionError: not initialised, or a stale epoch.
+        PreconditionError: Not initialised, or a stale epoch.
     """
     store, opening = runtime.store, await _opening(messages)
     header = opening.header

@@ -49,9 +49,9 @@ class PromptSource:
         """Loads both, and the rows of pretraining where there are some.
 
         Raises:
-            ModelFolderError: the folder is not a model's.
-            EmptyDataError: there is no prompt.
-            DataInvalidError: data cannot be read, or is not what it should be.
+            ModelFolderError: The folder is not a model's.
+            EmptyDataError: There is no prompt.
+            DataInvalidError: Data cannot be read, or is not what it should be.
         """
         check_model_folder(model.path)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -70,12 +70,12 @@ class PromptSource:
         """From now on rows are episodes with this environment, where there is one.
 
         Args:
-            environment: what the policy talks to.
-            max_model_len: longest sequence of the sampler, in tokens.
-            mesh: the service's ranks.
+            environment: What the policy talks to.
+            max_model_len: Longest sequence of the sampler, in tokens.
+            mesh: The service's ranks.
 
         Raises:
-            UserCodeError: the class of the environment cannot be loaded.
+            UserCodeError: The class of the environment cannot be loaded.
         """
         if environment is not None:
             self.episodes = EpisodeRunner(
@@ -111,7 +111,7 @@ class SamplingRole(ABC):
             Bytes that this rank received from others for it.
 
         Raises:
-            WeightsStaleError: it cannot.
+            WeightsStaleError: It cannot.
         """
 
     def generate(

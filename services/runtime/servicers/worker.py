@@ -194,7 +194,7 @@ def parse_spec(spec_class: type[RoleSpec], given: struct_pb2.Struct) -> RoleSpec
     Struct numbers are doubles: whole ones become ints, which pydantic takes for floats as well.
 
     Raises:
-        pydantic.ValidationError: a field is unknown or out of range; names it.
+        pydantic.ValidationError: A field is unknown or out of range; names it.
     """
     return spec_class.model_validate(whole_numbers(json_format.MessageToDict(given)))
 

@@ -115,7 +115,10 @@ async def _fetch_shard(
     budget: _Budget,
     timeout_s: float | None,
 ) -> Columns:
+    over_budget: CapacityError | None = None
+
     async def take(answer: Answer[experience_pb2.PayloadHeader]) -> Columns:
+        nonlocal over_budget
         header = answer.header
         layout_of(header)
         came = [column.schema for column in header.columns]
@@ -124,7 +127,11 @@ async def _fetch_shard(
                 f"{len(positions)} rows were asked for, but {header.num_rows} of "
                 f"{[schema.name for schema in came]} came, or of other types"
             )
-        budget.take(header.num_bytes)
+        try:
+            budget.take(header.num_bytes)
+        except CapacityError as error:
+            over_budget = error
+            raise
         payload = bytearray(header.num_bytes)
         await answer.read_into(payload)
         return decode(header, payload)
@@ -134,3 +141,8 @@ async def _fetch_shard(
         return await pull_rows(channel, shard, request, take, timeout_s=timeout_s)
     except PayloadMalformedError as error:
         raise DataLossError(str(error), reason="PAYLOAD_MALFORMED") from error
+    except CapacityError:
+        if over_budget is not None:
+            # A bound of this side: the producer has no part in it.
+            raise over_budget from None
+        raise

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rolemesh.engine.layout.payload import plan_payload
+from rolemesh.engine.layout.payload import ITEM_BYTES, plan_payload
 from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.rpc.tensors import NAMES
@@ -195,12 +195,22 @@ class Columns(Mapping[str, ColumnData]):
         return Columns({name: column.select(index) for name, column in self.items()})
 
 
+_WRITTEN = sorted(ITEM_BYTES.keys() - {"bfloat16"})
+"""Element types that numpy has and that may travel."""
+
+
 def encode(columns: Columns) -> tuple[experience_pb2.PayloadHeader, Iterator[bytes]]:
     """The wire form: a header, and the payload that it describes in chunks of at most 1 MiB.
 
     Raises:
         ValueError: A dtype that may not travel; names the column.
     """
+    for name, column in columns.items():
+        if column.values.dtype.name not in _WRITTEN:
+            raise ValueError(
+                f"column {name!r} has dtype {column.values.dtype}, which may not travel: use one "
+                f"of {_WRITTEN}"
+            )
     layout = plan_payload(
         columns.num_rows,
         (

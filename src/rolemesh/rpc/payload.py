@@ -53,7 +53,7 @@ def layout_of(header: experience_pb2.PayloadHeader) -> PayloadLayout:
     """The layout that a header describes, checked before a byte is allocated for it.
 
     Raises:
-        PayloadMalformedError: no columns, unknown kind or dtype, negative sizes, arrays off their
+        PayloadMalformedError: No columns, unknown kind or dtype, negative sizes, arrays off their
             boundary or beyond num_bytes, counts that do not fit, or a name twice.
     """
     try:
@@ -78,7 +78,7 @@ def layout_without_rows(schemas: Iterable[experience_pb2.ColumnSchema]) -> Paylo
     """The layout of columns of these kinds and dtypes that have no rows.
 
     Raises:
-        ValueError: unknown kind or dtype; names the column.
+        ValueError: Unknown kind or dtype; names the column.
     """
     return plan_payload(0, ((*_described(schema), 0) for schema in schemas))
 
@@ -130,9 +130,9 @@ def payload_chunks(
     """Cuts the arrays of a payload, with zeros between them, into chunks of views.
 
     Args:
-        layout: of the payload.
-        arrays: by column its values and, unless it is a row column, its offsets; as bytes.
-        chunk_bytes: of each chunk but the last.
+        layout: Of the payload.
+        arrays: By column its values and, unless it is a row column, its offsets; as bytes.
+        chunk_bytes: Of each chunk but the last.
     """
     starts = [
         (at, array)

@@ -39,15 +39,15 @@ def decode_part(message: bytes, stream: type[Message]) -> Any:
     """A view of a chunk's payload inside the message, or the message that comes before all chunks.
 
     Args:
-        message: serialized.
-        stream: type of the stream's messages: a oneof `part`, whose field 2 is `chunk`.
+        message: Serialized.
+        stream: Type of the stream's messages: a oneof `part`, whose field 2 is `chunk`.
 
     Returns:
         A memoryview; or the header of a FetchResponse or FetchWeightsResponse, or the opening of
         a PutRequest.
 
     Raises:
-        PayloadMalformedError: the message is neither.
+        PayloadMalformedError: The message is neither.
     """
     chunk = _chunk_in(message)
     if chunk is not None:
@@ -83,12 +83,12 @@ async def collect_chunks(
     """Fills one preallocated run of bytes with the chunks that follow a stream's first message.
 
     Args:
-        messages: the rest of the stream, serialized.
-        stream: type of its messages; see decode_part.
-        target: as long as was announced.
+        messages: The rest of the stream, serialized.
+        stream: Type of its messages; see decode_part.
+        target: As long as was announced.
 
     Raises:
-        PayloadMalformedError: the chunks hold more or fewer bytes, or something else comes.
+        PayloadMalformedError: The chunks hold more or fewer bytes, or something else comes.
     """
     whole, filled = memoryview(target).cast("B"), 0
     announced = f"the payload was announced with {len(whole)} bytes"

@@ -88,7 +88,7 @@ async def pull(
         request: With the host_id of this side; an empty one refuses shared memory. It is emptied
             when shared memory fails.
         take: Checks the header, then maps the segment or has the chunks read. It may be called a
-            second time, after it raised OSError: the segment could not be opened.
+            second time, after it raised OSError: The segment could not be opened.
         peer: The producer and what is pulled from it, for messages.
         metadata: The same for programs.
         timeout_s: Longest time of a call; None: the method's.

@@ -52,7 +52,7 @@ def by_group(
     The last group wins: in a join, a column of the right side replaces one of the same name.
 
     Raises:
-        ColumnMissingError: no group has a column.
+        ColumnMissingError: No group has a column.
     """
     holders = {
         column.name: (index, column)
@@ -72,7 +72,7 @@ def group_with(ref: experience_pb2.ExperienceRef, name: str) -> int:
     """Index of the group that holds a column; of several the last.
 
     Raises:
-        ColumnMissingError: no group has it.
+        ColumnMissingError: No group has it.
     """
     return next(iter(by_group(ref, [name])))
 
@@ -81,8 +81,8 @@ def row_tokens(ref: experience_pb2.ExperienceRef) -> list[int]:
     """Tokens of each row of the batch, prompt and completion.
 
     Raises:
-        ColumnMissingError: the batch has no column `tokens`.
-        ValueError: its shards do not tell the length of every row.
+        ColumnMissingError: The batch has no column `tokens`.
+        ValueError: Its shards do not tell the length of every row.
     """
     lengths: dict[int, int] = {}
     for shard in ref.groups[group_with(ref, TOKENS)].shards:
@@ -160,13 +160,13 @@ def merge_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2
     """One reference from some parts of the same batch, which need not make up all of it.
 
     Args:
-        parts: one at least; those of ranks without rows have no groups.
+        parts: One at least; those of ranks without rows have no groups.
 
     Returns:
         Shards ordered by their first row; no group when no part has one.
 
     Raises:
-        RuntimeError: columns differ.
+        RuntimeError: Columns differ.
     """
     filled = [part for part in parts if part.groups]
     first = filled[0] if filled else parts[0]
@@ -189,10 +189,10 @@ def join_parts(parts: Sequence[experience_pb2.ExperienceRef]) -> experience_pb2.
     """One reference from those of ranks that each published some rows of the same batch.
 
     Args:
-        parts: in rank order; those of ranks without rows have no groups.
+        parts: In rank order; those of ranks without rows have no groups.
 
     Raises:
-        RuntimeError: columns differ, or the rows do not make up the batch.
+        RuntimeError: Columns differ, or the rows do not make up the batch.
     """
     if not any(part.groups for part in parts):
         raise RuntimeError("no rank has published a row")
@@ -210,12 +210,12 @@ def cut_out(
     """The same rows as a batch of their own, in which row 0 is `first_row`.
 
     Args:
-        part: of a batch; all its rows lie between first_row and first_row + num_rows - 1.
-        first_row: first row of the cut.
-        num_rows: rows of the cut; the part may hold some of them only.
+        part: Of a batch; all its rows lie between first_row and first_row + num_rows - 1.
+        first_row: First row of the cut.
+        num_rows: Rows of the cut; the part may hold some of them only.
 
     Raises:
-        ValueError: a shard holds a row that is not in the cut.
+        ValueError: A shard holds a row that is not in the cut.
     """
     for shard in shards_of(part):
         rows = rows_of(shard)
@@ -257,7 +257,7 @@ def rows_of(shard: experience_pb2.Shard) -> Sequence[int]:
     """Rows of the batch that a shard holds, ascending.
 
     Raises:
-        ValueError: the rows that it names are not num_rows ascending ones from row_start.
+        ValueError: The rows that it names are not num_rows ascending ones from row_start.
     """
     if not shard.rows:
         return range(shard.row_start, shard.row_start + shard.num_rows)
@@ -280,7 +280,7 @@ def place(shards: Iterable[experience_pb2.Shard], wanted: Sequence[int]) -> list
     """Finds wanted rows, each named once, in shards; those without any of them are left out.
 
     Raises:
-        ValueError: a row is in no shard, or in two.
+        ValueError: A row is in no shard, or in two.
     """
     wanted_at = {row: index for index, row in enumerate(wanted)}
     found: list[Placed] = []

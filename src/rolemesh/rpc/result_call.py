@@ -23,16 +23,16 @@ class ResultCall(Generic[Result]):
     Example: made = await client.compute_values(key, experience).result(on_progress)
     """
 
-    def __init__(self, stream: Any, address: str, field: str = "result") -> None:
+    def __init__(self, stream: Any, peer: str, field: str = "result") -> None:
         """Takes a call that was started.
 
         Args:
             stream: The messages; each has a oneof `event` with a field `progress`.
-            address: Where they come from, for errors.
+            peer: The service that they come from, for errors.
             field: The field of `event` that holds the result.
         """
         self._stream = stream
-        self._address = address
+        self._peer = peer
         self._field = field
 
     def __await__(self) -> Generator[Any, None, Result]:
@@ -72,5 +72,5 @@ class ResultCall(Generic[Result]):
                     case self._field:
                         result = getattr(message, self._field)
         if result is None:
-            raise InternalError(f"{self._address} ended the call without a result")
+            raise InternalError(f"{self._peer} ended the call without a result")
         return result

@@ -52,14 +52,17 @@ class ServiceClient:
     Example: status = await ServiceClient(open_channel("127.0.0.1:50051")).get_status()
     """
 
-    def __init__(self, channel: MeshChannel, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, channel: MeshChannel, timeout_s: float | None = None, *, name: str = "the service"
+    ) -> None:
         """Prepares; nothing is sent yet.
 
         Args:
             channel: To the service.
             timeout_s: Longest time of each call in seconds; None: the deadline of its method.
+            name: Of the service, for errors.
         """
-        self.address = channel.address
+        self._peer = f"{name} at {channel.address}"
         self._timeout_s = timeout_s
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._experience = experience_pb2_grpc.ExperienceServiceStub(channel)
@@ -351,7 +354,7 @@ class ServiceClient:
         return self._followed(self._weights.Export, request)
 
     def _followed(self, method: Any, request: Any, field: str = "result") -> ResultCall[Any]:
-        return ResultCall(method(request, timeout=self._timeout_s), self.address, field)
+        return ResultCall(method(request, timeout=self._timeout_s), self._peer, field)
 
 
 def to_struct(fields: Mapping[str, Any]) -> struct_pb2.Struct:

@@ -25,7 +25,7 @@ def data_type_of(name: str) -> tensor_pb2.DataType.ValueType:
     """The DataType of a dtype's name, e.g. "torch.bfloat16" or "bfloat16".
 
     Raises:
-        ValueError: it may not travel.
+        ValueError: It may not travel.
     """
     number = _BY_NAME.get(name.removeprefix("torch."))
     if number is None:

@@ -20,8 +20,9 @@ async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]
     """
     # Not a TaskGroup: its exception is a group, a failing task hides that the caller is cancelled,
     # and after a failure Python 3.11 leaves the caller marked as one that is being cancelled.
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks: list[asyncio.Future[Result]] = []
     try:
+        tasks.extend(asyncio.ensure_future(work) for work in works)
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:

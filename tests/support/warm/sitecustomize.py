@@ -16,11 +16,20 @@ def hand_over(address: str) -> None:
     import socket
 
     warm = socket.socket(socket.AF_UNIX)
-    warm.connect(address)
+    try:
+        warm.connect(address)
+    except OSError as error:
+        # Started by itself it would work too, and the tests would only be slow.
+        sys.stderr.write(f"the warm process at {address} is gone: {error}\n")
+        os._exit(70)
     start = json.dumps([sys.orig_argv[1:], os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(warm, [len(start).to_bytes(4, "big")], [0, 1, 2])
     warm.sendall(start)
-    pid = int.from_bytes(warm.recv(4), "big")
+    answer = warm.recv(4, socket.MSG_WAITALL)
+    if len(answer) != 4:
+        sys.stderr.write("the warm process ended before it had forked\n")
+        os._exit(70)
+    pid = int.from_bytes(answer, "big")
 
     def pass_on(number: int, frame: object) -> None:
         # An end that this process has not been told of yet is told next.

@@ -79,7 +79,7 @@ async def test_a_cancelled_waiter_does_not_keep_the_lease(num_turns: int) -> Non
 def test_a_role_without_a_pool_is_named() -> None:
     pools = Pools({"main": PoolSpec(roles=("actor",))})
     assert pools.of("actor").name == "main"
-    with pytest.raises(ValueError, match="'critic' stands in no pool"):
+    with pytest.raises(ValueError, match="service 'critic' stands in no pool"):
         pools.of("critic")
 
 

@@ -1,4 +1,4 @@
-"""Where arrays lie in a payload, and descriptions that cannot be true."""
+"""Places of arrays in a payload, and descriptions that cannot be true."""
 
 from __future__ import annotations
 

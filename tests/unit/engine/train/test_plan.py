@@ -1,4 +1,4 @@
-"""Which rows of a batch a data-parallel rank trains on, and which batches it refuses."""
+"""Rows of a batch that a data-parallel rank trains on, and batches that it refuses."""
 
 from __future__ import annotations
 

@@ -1,0 +1,27 @@
+"""Outcomes of calls, as handles of roles read them from result messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from rolemesh.coordinator.dataflow.role_calls import outcome_of
+from rolemesh.v1 import experience_pb2, trainer_pb2
+
+
+def test_a_result_without_experience_has_no_rows() -> None:
+    # An Outcome without experience would pass as one that has nothing to join.
+    outcome = outcome_of(experience_pb2.ExperienceResult())
+    assert outcome.experience is not None
+    assert outcome.experience.num_rows == 0
+
+
+def test_a_selection_of_no_group_is_none() -> None:
+    assert outcome_of(trainer_pb2.SelectGroupsResult()).experience is None
+    chosen = experience_pb2.ExperienceRef(num_rows=4)
+    assert outcome_of(trainer_pb2.SelectGroupsResult(experience=chosen)).experience == chosen
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_an_update_tells_its_version_and_no_experience(version: int) -> None:
+    outcome = outcome_of(trainer_pb2.UpdateResult(policy_version=version))
+    assert (outcome.policy_version, outcome.experience) == (version, None)
