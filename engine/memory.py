@@ -61,7 +61,7 @@ class PhaseMemory:
         self.peak_bytes = 0
         """The peak; 0 before the block has ended."""
         self.is_of_phase = True
-        """False where the system lets nobody reset its peak: then it is that of the process since
+        """False where the system has no way to reset its peak: then it is that of the process since
         its start, and a bound for the block's."""
 
     def __enter__(self) -> Self:

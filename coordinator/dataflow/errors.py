@@ -10,7 +10,7 @@ class RunError(Exception):
 
 
 class RunAbortedError(RunError):
-    """Somebody asked for an end at once."""
+    """A user asked for an end at once."""
 
 
 class ServiceLostError(RunError):
@@ -39,7 +39,7 @@ class NodeFailedError(RunError):
         rank: Rank that failed, None when not known.
         reason: UPPER_SNAKE constant of the error catalogue.
         cause: What the service said.
-        remote_traceback: Frames of the service, where it failed in a way that nobody foresaw. They
+        remote_traceback: Frames of the service, where it failed in an unforeseen way. They
             are also a note of the exception, which Python prints below its own traceback.
     """
 

@@ -93,7 +93,7 @@ class StepGraph:
             block: The block of `reads` that it works on; None: all rows.
             after: Calls that must have been answered before, beside what it reads; some may be of
                 other steps.
-            is_leased: Whether it waits for its pool; else it runs beside whoever holds it.
+            is_leased: Whether it waits for its pool; else it runs beside the service that holds it.
         """
         after, columns = tuple(after), frozenset(produces)
         node = self._node(kind, service, method, sequence, reads, block, after)

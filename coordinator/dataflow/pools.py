@@ -61,7 +61,7 @@ class Pool:
             service: Who computes.
 
         Yields:
-            Seconds that putting to sleep and waking took, by phase; nothing where nobody moved.
+            Seconds that putting to sleep and waking took, by phase; nothing where no service moved.
         """
         await self.acquire(order, service)
         try:
@@ -87,11 +87,11 @@ class Pool:
         return {**seconds, "wake": time.monotonic() - started}
 
     async def acquire(self, order: tuple[int, ...], service: str) -> None:
-        """Waits for the lease. Whoever has it must `pass_on`."""
+        """Waits for the lease. A caller that has it must `pass_on`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((order, service, turn))
         try:
-            # Whoever becomes ready in the same turn of the loop takes part in the choice.
+            # Services that become ready in the same turn of the loop take part in the choice.
             await asyncio.sleep(0)
             if not self.is_held:
                 self.pass_on()
@@ -104,7 +104,7 @@ class Pool:
             raise
 
     def pass_on(self) -> None:
-        """Gives the lease to whoever is next."""
+        """Gives the lease to the next service."""
         self.is_held = False
         self._waiting = [waiter for waiter in self._waiting if not waiter[2].done()]
         if not self._waiting:
@@ -128,7 +128,7 @@ class Pools:
 
         Args:
             specs: Pools by name.
-            sleeper: Moves roles of pools that let them sleep; None: nobody sleeps.
+            sleeper: Moves roles of pools that let them sleep; None: no role sleeps.
             replicas: Names of the services of a role, where it has several. Each has devices of
                 its own and a lease of its own.
         """

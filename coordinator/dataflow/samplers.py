@@ -168,7 +168,7 @@ class _Publication:
 
     @property
     def known_version(self) -> int | None:
-        """The version, as soon as anybody knows it."""
+        """The version, as soon as it is known."""
         return self.refs[0].policy_version if self.refs else self.policy_version
 
 

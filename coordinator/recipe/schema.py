@@ -239,7 +239,7 @@ class Recipe(Spec):
         if not isinstance(data, dict) or data.get("algorithm") != {"type": EXTERNAL}:
             return data
         run = data.get("run")
-        # Required of every other algorithm; here nobody reads them.
+        # Required of every other algorithm; here no code reads them.
         return {**data, "run": {"steps": 1, "prompts_per_step": 1, **run}} if run else data
 
     @property

@@ -174,12 +174,12 @@ class AsyncClient:
     async def attach(self, run_id: str, *, step: int = 1) -> AsyncMesh:
         """Takes over a run of the algorithm "external": from now on its services are the caller's.
 
-        Whoever had it before is refused by the services. Calls have the deadlines of their methods,
+        The services refuse a client that had it before. Calls have the deadlines of their methods,
         since they may train for long. The caller closes what is returned.
 
         Args:
             run_id: The run.
-            step: The first step to make. Draws follow from it: whoever goes on behind another
+            step: The first step to make. Draws follow from it: a client that goes on behind another
                 driver gives the step after that one's last.
         """
         answer = await self._call(self._stub.AttachRun, pb.AttachRunRequest(run_id=run_id))

@@ -48,8 +48,9 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         Args:
             addresses: "host:port" by name, e.g. {"actor": "127.0.0.1:50051"}.
             run_id: The run, 1 to 128 characters.
-            epoch: Services refuse whoever speaks for the run with a lower one; None: the time in
-                milliseconds, so that who connects later takes over. Never the same one twice.
+            epoch: Services refuse a client that speaks for the run with a lower one; None: the time
+                in milliseconds, so that the client that connects later takes over. Never the same
+                one twice.
             step: The step that is made.
             policy_versions: Versions of weights by name, where they are known.
             deadline_s: Longest time of one call; None: that of its method (10 s to an hour).

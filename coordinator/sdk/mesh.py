@@ -104,7 +104,7 @@ class Mesh(Mapping[str, Role]):
 
     @property
     def epoch(self) -> int:
-        """Services refuse whoever speaks for the run with a lower one."""
+        """Services refuse a client that speaks for the run with a lower one."""
         return self._mesh.epoch
 
     @property

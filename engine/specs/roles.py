@@ -30,7 +30,7 @@ class ActorSpec(RoleSpec):
     model: ModelSpec
     optimizer: OptimizerSpec = OptimizerSpec()
     rollout: RolloutSpec | None = None
-    """The actor's own sampler; None: it holds none, since a rollout role samples or nobody does."""
+    """The actor's own sampler; None: it holds none, since a rollout role samples, or none does."""
     data: DataSpec
     environment: EnvironmentSpec | None = None
     """What the policy talks to while it samples; None: a completion is one turn."""

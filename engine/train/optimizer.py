@@ -123,7 +123,7 @@ class Optimizer:
         """One of STATE_NAMES by parameter name, float32; this rank's part, not a copy.
 
         A moment has the shape of the local weight, `step` none. A parameter that never had a
-        gradient has none; before the first step nobody has.
+        gradient has none; before the first step no parameter has.
         """
         return {
             weight_name: adamw.state[weight][name]

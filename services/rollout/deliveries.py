@@ -77,7 +77,7 @@ class Deliveries:
     def load(self) -> None:
         """Loads what waits, in order. On the compute thread; all ranks together.
 
-        What goes wrong is told to whoever waits for the delivery.
+        A caller that waits for the delivery gets the error.
         """
         while True:
             try:

@@ -230,7 +230,7 @@ class ServiceServer:
 def _listen(host: str, port: int, setting: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # A port in TIME_WAIT after a restart is free; one that somebody listens on is still refused.
+    # A port in TIME_WAIT after a restart is free; one that a process listens on is still refused.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host.strip("[]"), port))

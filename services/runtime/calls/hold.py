@@ -189,7 +189,7 @@ class RunHold:
             self.run_id = ""
 
     def work_failed(self, operation: Operation, error: Exception) -> None:
-        """Notes an error of work that nobody foresaw: it may have left something half done."""
+        """Notes an unforeseen error of work: it may have left something half done."""
         # INTERNAL is what another rank of this service says of an error that it did not foresee.
         is_of_rank = isinstance(error, InternalError) and FAILED_RANK in error.metadata
         if self.is_initialized and (is_of_rank or not is_expected(error)):

@@ -116,7 +116,7 @@ class KeyedCalls:
         """Serves a streaming keyed call: progress at most once a second, then the result.
 
         What the work tells with `Call.tell` goes out before the result, at once and in order, also
-        to whoever repeats the key later.
+        to a caller that repeats the key later.
 
         Args:
             request: Carries the key.

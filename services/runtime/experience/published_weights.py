@@ -45,7 +45,7 @@ class PublishedWeights:
     """What one rank publishes: at most one version. Thread-safe.
 
     Example: after put("run", publication of version 4), get("run", 4) gives it and get("run", 3)
-    raises WEIGHTS_GONE; whoever fetches version 3 at that moment still gets all of it.
+    raises WEIGHTS_GONE; a rank that fetches version 3 at that moment still gets all of it.
     """
 
     def __init__(self) -> None:

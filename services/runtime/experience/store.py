@@ -39,7 +39,7 @@ class Held:
 class ExperienceStore:
     """Holds experience until it is released. Thread-safe.
 
-    Invariant: held_bytes <= capacity_bytes. Experience is immutable: nobody writes to what the
+    Invariant: held_bytes <= capacity_bytes. Experience is immutable: no code writes to what the
     store returned.
 
     Example: with a capacity of 100 bytes, put of 60 and then of 50 bytes raises CapacityError;

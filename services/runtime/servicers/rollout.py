@@ -191,7 +191,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     ),
                 )
             except BaseException:
-                # A repeat samples anew, and nobody would ever release these.
+                # A repeat samples anew, and no call would ever release these.
                 published.drop()
                 raise
 

@@ -127,7 +127,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         layout = TrainedWeights.of(
             weights, trainer.model.shape, trainer.mesh, trainer.model.device
         ).layout
-        # Before the next copy is made: two at once would take twice the memory, and nobody may
+        # Before the next copy is made: two at once would take twice the memory, and no caller may
         # begin to fetch the old one any more in any case.
         self._role.published.close()
         try:

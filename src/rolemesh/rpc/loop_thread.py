@@ -121,7 +121,7 @@ class LoopThread:
                 raise CallCancelledError(f"the {self._owner} is closed: make another one")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                # Daemon: a thread that nobody closed must not keep the program from ending.
+                # Daemon: a thread that was not closed must not keep the program from ending.
                 self._thread = threading.Thread(
                     target=_work, args=(self._loop,), name=self._name, daemon=True
                 )

@@ -1,7 +1,7 @@
 """Arithmetic on references to experience: columns, rows, parts, lengths, places. No row is touched.
 
 A reference is never changed in place: every function returns a new one. `place` and what builds on
-it read a reference as whoever wants its rows does.
+it read a reference as a service that wants its rows does.
 """
 
 from __future__ import annotations
