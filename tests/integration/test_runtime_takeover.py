@@ -158,3 +158,25 @@ async def test_a_drain_that_outlasts_its_call_still_frees_the_service() -> None:
         assert role.num_runs == 1
         assert isinstance(queued.exception(), UnavailableError)
         await of_run(channel, "other")
+
+
+async def test_a_run_that_ends_while_it_waits_for_the_service_does_not_get_it() -> None:
+    async with serving() as server, open_channel(server.runtime.address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        await initialize(channel, behaviour="deaf", seconds=2)
+        working = asyncio.create_task(last(values(channel)))
+        await asyncio.sleep(0.2)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        make_silent(server, HOLDER_SILENCE_S + 1)
+        await until(lambda: server.runtime.hold.silence_s > HOLDER_SILENCE_S)
+        # Waits until the work of the silent run has ended.
+        waiting = asyncio.create_task(of_run(channel, "ended"))
+        await until(lambda: len(server.runtime.ledger.running()) == 2)
+        await worker.Drain(worker_pb2.DrainRequest(run_id="ended", fencing_epoch=1))
+        with pytest.raises(UnavailableError) as caught:
+            await waiting
+        assert caught.value.reason == "SERVICE_DRAINING"
+        assert server.runtime.hold.run_id == ""
+        await of_run(channel, "next")
+        assert server.runtime.hold.run_id == "next"

@@ -212,6 +212,24 @@ class RunHold:
         )
         await self.give_back(0.0, self.run_id)
 
+    async def withdraw(self, run_id: str) -> bool:
+        """Gives up the Initialize of a run that still waits for another run to lose the service.
+
+        Otherwise the service would go to a run that has ended already, and be held for it.
+
+        Returns:
+            Whether there was one; it has ended.
+        """
+        was_waiting = False
+        while run_id != self.run_id and (waiting := self._running_of(run_id)):
+            was_waiting = True
+            for operation in waiting:
+                # A call is there from its first turn of the loop on: looked for anew until it is.
+                if operation in self.calls:
+                    self.calls[operation].abandon()
+            await asyncio.wait({task_of(operation) for operation in waiting}, timeout=0.1)
+        return was_waiting and run_id != self.run_id
+
     async def finish_work(self, timeout_s: float, run_id: str | None = None) -> bool:
         """Waits for work in progress; gives it up after `timeout_s`. True when all was finished.
 

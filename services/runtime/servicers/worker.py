@@ -170,6 +170,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         runtime = self._runtime
         if request.run_id:
             runtime.ledger.fence(request.run_id, request.fencing_epoch)
+            if await runtime.hold.withdraw(request.run_id) and not request.exit:
+                return worker_pb2.DrainResponse()
             runtime.hold.check_is_of(request.run_id)
         timeout_s = max(0.0, (context.time_remaining() or 0.0) - DRAIN_MARGIN_S)
         if not runtime.is_face:
