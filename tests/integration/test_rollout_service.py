@@ -379,7 +379,9 @@ async def test_a_publisher_that_dies_mid_fetch_is_named_and_nothing_is_sampled(
             taking = asyncio.create_task(rollout.take(published.weights))
             await asyncio.sleep(0.2)
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(UnavailableError, match=f"rank 0 at {address}"):
+            # Its port is free: a service of another worker's test may answer there by now.
+            died = (UnavailableError, UnsupportedError)
+            with pytest.raises(died, match=f"rank 0 at {address}"):
                 await taking
             with pytest.raises(PreconditionError, match="update to policy_version 0 failed"):
                 await rollout.generate(1)
