@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.channel import ChannelTraffic, open_channel
@@ -84,7 +84,8 @@ class RoleConnection:
         """Returns when the service says that it serves.
 
         Raises:
-            RunError: It does not within deadline_s seconds, or cannot.
+            ServiceLostError: It does not within deadline_s seconds.
+            RunError: It cannot.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
@@ -107,9 +108,10 @@ class RoleConnection:
                 status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                 last = f"its health is {status}"
             await asyncio.sleep(_HEALTH_PAUSE_S)
-        raise RunError(
+        raise ServiceLostError(
+            self.service,
             f"{self.role} at {self.address} did not become healthy within {deadline_s:.0f} s "
-            f"({last}): see its log, or correct services.{self.role}.address"
+            f"({last}): see its log, or correct services.{self.role}.address",
         )
 
     async def learn_capabilities(self) -> None:

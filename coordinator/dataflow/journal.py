@@ -44,6 +44,10 @@ class Journal:
         """Records that the operation was answered."""
         await self._append(key.step, key.operation, key.sequence, result)
 
+    async def note(self, step: int, operation: str, result: Mapping[str, Any]) -> None:
+        """Records something of a step that no service was asked for; a repeat changes nothing."""
+        await self._append(step, operation, 0, result)
+
     async def commit(self, step: int, result: Mapping[str, Any]) -> None:
         """Records that the step was made: what follows is another step."""
         await self._append(step, COMMIT_OPERATION, 0, result)
@@ -63,8 +67,3 @@ class Journal:
     async def read(self) -> list[JournalEntry]:
         """Everything that was recorded, oldest first."""
         return await self._store.read_journal(self.run_id)
-
-    async def last_commit(self) -> int:
-        """The newest step that was made, 0 when none was."""
-        entries = await self.read()
-        return max((e.step for e in entries if e.operation == COMMIT_OPERATION), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
@@ -11,12 +11,16 @@ from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.channel import ChannelTraffic
-from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.errors import PreconditionError, RolemeshError, UnsupportedError
+from rolemesh.rpc.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.together import together
-from rolemesh.v1 import worker_pb2
+from rolemesh.v1 import operation_pb2, worker_pb2
 
 TRAINED_ROLES = ("actor", "critic")
 """Roles whose weights always change: they have a part in a checkpoint."""
+
+_NOT_ATTACHABLE = ("NOT_INITIALIZED", "RUN_MISMATCH", "SPEC_CHANGED", "NOT_WHOLE")
+"""Reasons why a service has to be initialised, though it may have held the run before."""
 
 
 class RunMesh:
@@ -28,6 +32,7 @@ class RunMesh:
         services: Iterable[str],
         journal: Journal,
         observer: RunObserver,
+        traffic: ChannelTraffic | None = None,
     ) -> None:
         """Opens channels; nothing is sent yet.
 
@@ -36,14 +41,18 @@ class RunMesh:
             services: Services of the roles that the algorithm asks for.
             journal: Names what is asked of them.
             observer: Is told how far they are.
+            traffic: Counters to add to; None makes fresh ones.
         """
         self._journal = journal
-        self.traffic = ChannelTraffic()
+        self.traffic = traffic or ChannelTraffic()
         self.connections = {
             service: RoleConnection(service, addresses[service], self.traffic)
             for service in services
         }
         self.facts: dict[str, Mapping[str, str]] = {}
+        """What each service said when it was initialised, by its name."""
+        self.fresh: set[str] = set()
+        """Services that have loaded their models just now; the others held the run before."""
         self._observer = observer
         self._is_reward_trained = False
 
@@ -53,16 +62,20 @@ class RunMesh:
         roles = (*TRAINED_ROLES, "reward") if self._is_reward_trained else TRAINED_ROLES
         return [known for known in self.connections.values() if known.role in roles]
 
-    async def meet(self, deadline_s: float) -> None:
+    async def meet(self, deadlines_s: Mapping[str, float]) -> None:
         """Returns once every service answers and can stand in for its role.
 
+        Args:
+            deadlines_s: Longest wait for each service, in seconds, by its name.
+
         Raises:
-            RunError: One does not within deadline_s seconds, or is another role.
+            ServiceLostError: One does not answer in time.
+            RunError: One is another role.
         """
 
         async def one(connection: RoleConnection) -> None:
             self._observer.on_phase(connection.service, "start", 0, 0)
-            await connection.wait_healthy(deadline_s)
+            await connection.wait_healthy(deadlines_s[connection.service])
             await connection.learn_capabilities()
 
         await together(one(connection) for connection in self.connections.values())
@@ -70,7 +83,8 @@ class RunMesh:
     async def initialize(self, recipe: Recipe) -> None:
         """Gives every service its section of the recipe, side by side.
 
-        Roles that share devices and leave them for each other are loaded one after another.
+        A service that holds this run already, of an attempt before, keeps its models. Roles that
+        share devices and leave them for each other are loaded one after another.
 
         Raises:
             RolemeshError: A service refuses or fails.
@@ -120,26 +134,72 @@ class RunMesh:
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
         self._observer.on_phase(service, "", 0, 0)
 
+    async def initialize_again(self, recipe: Recipe, services: Iterable[str]) -> None:
+        """Has services load the models of the recipe once more, whatever they hold.
+
+        Raises:
+            RolemeshError: A service refuses or fails.
+        """
+        await together(self._load(self.connections[service], recipe) for service in services)
+
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
+        # Before its second epoch no service can hold the run.
+        if self._journal.epoch == 1 or not await self._attach(connection, recipe):
+            await self._load(connection, recipe)
+
+    async def _attach(self, connection: RoleConnection, recipe: Recipe) -> bool:
+        """Goes on with a service that holds the run; False where it has to be initialised."""
+        key = self._journal.next_key(0, f"{connection.service}.attach")
+        spec = recipe.section(connection.role).model_dump(mode="json")
+        try:
+            await self._taken(
+                connection,
+                key,
+                "attach",
+                lambda: connection.client.attach(key, spec, recipe.run.seed),
+            )
+        except UnsupportedError:
+            return False
+        except PreconditionError as error:
+            if error.reason not in _NOT_ATTACHABLE:
+                raise
+            return False
+        return True
+
+    async def _load(self, connection: RoleConnection, recipe: Recipe) -> None:
         service = connection.service
         key = self._journal.next_key(0, f"{service}.initialize")
         spec = recipe.section(connection.role).model_dump(mode="json")
+        result = await self._taken(
+            connection,
+            key,
+            "initialize",
+            lambda: connection.client.initialize(key, spec, recipe.run.seed),
+        )
+        self.fresh.add(service)
+        size = result.num_parameters
+        self._observer.on_event(f"{service} is ready" + (f", {size:,} parameters" if size else ""))
+
+    async def _taken(
+        self,
+        connection: RoleConnection,
+        key: operation_pb2.OperationKey,
+        stage: str,
+        begin: Callable[[], ResultCall[worker_pb2.InitializeResult]],
+    ) -> worker_pb2.InitializeResult:
+        """Makes a call that ends with the service holding the run."""
+
+        async def call(on_progress: ProgressCallback) -> worker_pb2.InitializeResult:
+            return await begin().result(on_progress)
 
         def note(result: worker_pb2.InitializeResult) -> dict[str, int]:
             connection.policy_version = result.policy_version
-            self.facts[service] = dict(result.facts)
+            self.facts[connection.service] = dict(result.facts)
             return {"policy_version": result.policy_version}
 
-        result = await connection.make(
-            key,
-            "initialize",
-            connection.client.initialize(key, spec, recipe.run.seed).result,
-            note,
-            journal=self._journal,
-            on_phase=self._observer.on_phase,
+        return await connection.make(
+            key, stage, call, note, journal=self._journal, on_phase=self._observer.on_phase
         )
-        size = result.num_parameters
-        self._observer.on_event(f"{service} is ready" + (f", {size:,} parameters" if size else ""))
 
     async def release(self, through_step: int) -> None:
         """Drops the experience of this step and earlier ones, wherever it is held."""

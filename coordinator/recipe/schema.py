@@ -60,10 +60,24 @@ class EvaluationSpec(Spec):
 class CheckpointSpec(Spec):
     """When checkpoints are written."""
 
-    every_steps: int = Field(default=0, ge=0)
+    every_steps: int = Field(default=20, ge=0)
     """Write one after every so many steps; 0 writes only the last one."""
-    keep: int = Field(default=2, ge=1)
-    """Newest checkpoints kept."""
+    keep: int = Field(default=2, ge=2)
+    """Newest checkpoints kept: two at least, so that one is left if the other is damaged."""
+
+
+class RecoverySpec(Spec):
+    """How a run goes on after a process or a connection has failed."""
+
+    attempts: int = Field(default=5, ge=0, le=1000)
+    """Failures that a run survives without having made a step in between; 0: the first ends it."""
+    pause_s: float = Field(default=1.0, ge=0, le=60)
+    """Pause before the second attempt, in seconds. It doubles with each further one, up to 30 s."""
+    wait_s: float = Field(default=300.0, gt=0, le=86400)
+    """Longest wait for a service that others start to come back, in seconds."""
+    cuts: bool = True
+    """Whether trained roles copy their state to shared memory after each step, which takes twice
+    the bytes of weights and optimizer. Without, a failure costs the steps since the checkpoint."""
 
 
 class RunSpec(Spec):
@@ -81,6 +95,7 @@ class RunSpec(Spec):
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    recovery: RecoverySpec = RecoverySpec()
     samples: int = Field(default=4, ge=0, le=64)
     """Trajectories of each step that are kept for people, of the newest steps; 0 keeps none."""
 

@@ -14,11 +14,15 @@ from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.files import sync_folder, write_atomically
-from rolemesh.rpc.result_call import ProgressCallback
-from rolemesh.v1 import weights_pb2
+from rolemesh.rpc.errors import DataLossError
+from rolemesh.rpc.result_call import ProgressCallback, ResultCall
+from rolemesh.rpc.together import together
+from rolemesh.v1 import operation_pb2, weights_pb2
 
 COMMITTED = "COMMITTED"
 """File that makes a checkpoint valid: written last, after every role has answered."""
+
+CheckpointCall = ResultCall[weights_pb2.CheckpointResult]
 
 _FOLDER = re.compile(r"step-(\d{8})")
 
@@ -59,6 +63,39 @@ class Checkpoints:
         steps = sorted(int(name[1]) for name in names if name)
         return [step for step in steps if (self.folder(step) / COMMITTED).is_file()]
 
+    def marker(self, step: int) -> dict[str, Any]:
+        """What the coordinator wrote of a complete checkpoint.
+
+        Raises:
+            OSError, ValueError: It cannot be read.
+        """
+        marker: dict[str, Any] = json.loads((self.folder(step) / COMMITTED).read_text())
+        return marker
+
+    async def load(self, step: int) -> None:
+        """Brings every trained role to the state of a checkpoint.
+
+        Raises:
+            DataLossError: A file is damaged, or is not the one that was committed.
+            RolemeshError: A role failed.
+        """
+        folder, roles = self.folder(step), self.marker(step)["roles"]
+
+        async def one(connection: RoleConnection) -> None:
+            result = await self._checkpoint_call(
+                connection, "load_checkpoint", step, folder, connection.client.load_checkpoint
+            )
+            connection.policy_version = result.policy_version
+            committed = roles.get(connection.role, {}).get("manifest_sha256")
+            if result.manifest_sha256 != committed:
+                raise DataLossError(
+                    f"{folder / connection.role} is not the checkpoint that was committed: its "
+                    f"manifest has the hash {result.manifest_sha256}, not {committed}",
+                    reason="CHECKPOINT_CORRUPT",
+                )
+
+        await together(one(connection) for connection in self._trained())
+
     async def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Writes a checkpoint of every trained role, then commits it for all at once.
 
@@ -74,8 +111,11 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, folder)
         folder.mkdir(parents=True)
         connections = self._trained()
-        results = await asyncio.gather(
-            *(self._save_role(connection, step, folder) for connection in connections)
+        results = await together(
+            self._checkpoint_call(
+                connection, "save_checkpoint", step, folder, connection.client.save_checkpoint
+            )
+            for connection in connections
         )
         marker = {
             "run_id": self._journal.run_id,
@@ -99,19 +139,23 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, self.folder(old))
         return folder
 
-    async def _save_role(
-        self, connection: RoleConnection, step: int, folder: Path
+    async def _checkpoint_call(
+        self,
+        connection: RoleConnection,
+        name: str,
+        step: int,
+        folder: Path,
+        begin: Callable[[operation_pb2.OperationKey, str], CheckpointCall],
     ) -> weights_pb2.CheckpointResult:
-        key = self._journal.next_key(step, f"{connection.role}.save_checkpoint")
+        key = self._journal.next_key(step, f"{connection.role}.{name}")
 
         async def call(on_progress: ProgressCallback) -> weights_pb2.CheckpointResult:
             async with self._pools.awake(connection.service, step):
-                directory = str(folder / connection.role)
-                return await connection.client.save_checkpoint(key, directory).result(on_progress)
+                return await begin(key, str(folder / connection.role)).result(on_progress)
 
         return await connection.make(
             key,
-            "checkpoint",
+            name.replace("_", " "),
             call,
             lambda result: {"manifest_sha256": result.manifest_sha256},
             journal=self._journal,

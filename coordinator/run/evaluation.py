@@ -37,6 +37,11 @@ class Evaluation:
             "metrics": dict(self.metrics),
         }
 
+    @classmethod
+    def of_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Reads what `to_dict` wrote; raises TypeError for anything else."""
+        return cls(**values)
+
     def scalars(self) -> dict[str, float]:
         """Returns them by name, for a step's record."""
         return {

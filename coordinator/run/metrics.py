@@ -11,7 +11,7 @@ from pathlib import Path
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.state.store import StateStore
-from rolemesh.coordinator.trackers.files import JsonLinesTracker, TensorBoardTracker
+from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps, TensorBoardTracker
 from rolemesh.coordinator.trackers.outside import OutsideTracker
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc.channel import ChannelTraffic, MethodTraffic
@@ -152,6 +152,13 @@ def step_record(
         "time/step": seconds,
         **{f"memory/{phase}_peak_bytes": peak for phase, peak in phase_peaks(nodes).items()},
         "experience/fetched_bytes": sum(node.num_bytes for node in nodes),
+        **traffic_record(traffic),
+    }
+
+
+def traffic_record(traffic: MethodTraffic) -> dict[str, float]:
+    """Calls and bytes of the coordinator, as a step's record names them."""
+    return {
         "coordinator/calls": traffic.calls,
         "coordinator/sent_bytes": traffic.sent_bytes,
         "coordinator/received_bytes": traffic.received_bytes,
@@ -199,18 +206,17 @@ class MetricsWriter:
         """
         self._store = store
         self._run_id = run.run_id
-        self._graphs = (Path(run.directory) / GRAPHS_FILE).open("a", encoding="utf-8")
-        self._lines = JsonLinesTracker()
+        self._graphs = LinesOfSteps(Path(run.directory) / GRAPHS_FILE)
+        self._lines = LinesOfSteps(Path(run.directory) / METRICS_FILE)
         self._board = TensorBoardTracker()
         self._trackers = tuple(trackers)
-        for tracker in (self._lines, self._board):
-            tracker.start(run, {})
+        self._board.start(run, {})
 
     async def write_step(self, record: Mapping[str, float]) -> None:
         """Writes a step's record everywhere."""
         step, scalars = int(record["step"]), dict(record)
+        self._lines.append(record)
         del scalars["step"]
-        self._lines.log(step, scalars)
         self.write_scalars(step, scalars)
         await self._store.append_metrics(self._run_id, record)
 
@@ -222,10 +228,18 @@ class MetricsWriter:
 
     async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
         """Writes a step's executed graph to dataflow.jsonl and to the store."""
-        graph = json.dumps({"step": step, "nodes": [node.to_dict() for node in nodes]})
-        self._graphs.write(graph + "\n")
-        self._graphs.flush()
+        graph = self._graphs.append({"step": step, "nodes": [node.to_dict() for node in nodes]})
         await self._store.append_graph(self._run_id, step, graph.encode())
+
+    def rewind(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
+        """Makes the files say what the run has reached: steps after `step` will be made again.
+
+        Args:
+            step: Steps that count.
+            records: Of those that were told of, oldest first.
+        """
+        self._graphs.keep(lambda line: line["step"] <= step)
+        self._lines.replace(records)
 
     async def finish_trackers(self, state: str, deadline_s: float) -> None:
         """Lets the trackers of the recipe finish, side by side.
@@ -239,5 +253,5 @@ class MetricsWriter:
     def close(self, state: str) -> None:
         """Closes the files; `state` is how the run ended."""
         self._graphs.close()
-        for tracker in (self._lines, self._board):
-            tracker.finish(state)
+        self._lines.close()
+        self._board.finish(state)

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.graph import StepGraph
-from rolemesh.coordinator.run.evaluation import Evaluation
+from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.wishes import Wishes
 
 
 class RunLoop(ABC):
     """The progress of a run, and its results. Owner: one asyncio loop."""
 
-    def __init__(self, wishes: Wishes) -> None:
-        """Prepares; no step is made yet."""
+    def __init__(self, wishes: Wishes, progress: RunProgress | None = None) -> None:
+        """Prepares; no step is made yet.
+
+        Args:
+            wishes: Wishes of users for the run.
+            progress: What the run has reached before; None: it begins.
+        """
         self.wishes = wishes
-        self.step = 0
-        """Steps committed."""
+        self.progress = progress or RunProgress()
         self.activity = "initialize"
         """What the run does, for messages to people."""
         self.dataflow: StepGraph | None = None
         """Graph of the newest step or evaluation."""
         self.step_in_progress: StepGraph | None = None
         """Graph of the step that is being made; None between steps."""
-        self.records: list[Mapping[str, float]] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds by phase, over the whole run."""
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
         self.model_directory: Path | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.progress.step
 
     @abstractmethod
     async def run(self) -> None:

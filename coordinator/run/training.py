@@ -1,4 +1,4 @@
-"""The loop of a run: held-out score, steps, checkpoints, held-out score, model folder."""
+"""Loop of a run: held-out score, steps, cuts, checkpoints, held-out score, model folder."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rolemesh.coordinator.dataflow.samplers import make_sampler
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import Checkpoints
+from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.metrics import (
@@ -30,12 +31,19 @@ from rolemesh.coordinator.run.metrics import (
     dataflow_traffic,
     phase_seconds,
     step_record,
+    traffic_record,
     traffic_since,
+)
+from rolemesh.coordinator.run.progress import (
+    EVALUATION_OPERATION,
+    RECORD_OPERATION,
+    RunProgress,
 )
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
+from rolemesh.rpc.channel import MethodTraffic
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.v1 import coordinator_pb2, weights_pb2
 
@@ -46,8 +54,9 @@ HELD_OUT_FACT = "data.held_out_prompts"
 class TrainingLoop(RunLoop):
     """Makes the steps of one run over services that are ready.
 
-    Invariant: `step` counts committed steps. A step is committed once all its nodes are done;
-    its experience is released afterwards.
+    Invariant: `step` counts committed steps. A step is committed once all its nodes are done and
+    every trained role has a cut of it; its experience is released afterwards. The loop goes on from
+    whatever its progress says, which is how an attempt after a failure begins.
 
     Owner: one asyncio loop.
     """
@@ -66,8 +75,9 @@ class TrainingLoop(RunLoop):
         wishes: Wishes,
         events: EventLog,
         samples: SampleTaker,
+        progress: RunProgress | None = None,
     ) -> None:
-        super().__init__(wishes)
+        super().__init__(wishes, progress)
         # A client makes the steps of the one other kind of section.
         assert isinstance(recipe.algorithm, AlgorithmSection)
         self._section = recipe.algorithm
@@ -83,15 +93,17 @@ class TrainingLoop(RunLoop):
         self._samples = samples
         replicas = {role: recipe.services_of(role) for role in recipe.roles}
         self._pools = Pools(recipe.pools, mesh, replicas)
-        self._cursor = PromptCursor()
+        self._cursor = PromptCursor(self.progress.next_prompt)
         self._sampler = make_sampler(recipe)
         self._ahead: dict[int, StepContext] = {}
         """Steps whose trajectories are being sampled already."""
         self._prompts: dict[int, PromptBatch] = {}
-        self._actor_versions: list[int] = []
-        """Version of the policy after steps 0, 1, ..."""
-        self._staleness: dict[str, float] = {}
-        self._checkpoints = Checkpoints(
+        self._traffic_before = MethodTraffic()
+        """Of the coordinator, when the newest step began."""
+        self.cuts = Cuts(
+            mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts
+        )
+        self.checkpoints = Checkpoints(
             directory / "checkpoints",
             lambda: mesh.trained,
             journal,
@@ -106,17 +118,15 @@ class TrainingLoop(RunLoop):
         After a wish to stop, the step in progress is the last one. The run is then saved and
         exported, but not evaluated.
         """
-        spec = self._recipe.run
+        spec, progress = self._recipe.run, self.progress
         self._check_held_out()
         await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
-        if not self.wishes.is_stop_wanted:
-            self.before = await self._evaluate()
-            if self.before is not None:
-                # Later ones come with the record of their step.
-                self._writer.write_scalars(self.step, self.before.scalars())
-        actor = self._mesh.connections.get("actor")
-        self._actor_versions = [0 if actor is None else actor.policy_version]
+        if self.step == 0:
+            await self._begin_run()
         try:
+            if progress.unrecorded is not None:
+                # The attempt before has made the step, but has not told of it.
+                await self._tell_step()
             await self._heed_wishes()
             while self.step < spec.steps and not self.wishes.is_stop_wanted:
                 await self._make_step(self.step + 1)
@@ -129,6 +139,24 @@ class TrainingLoop(RunLoop):
         if self.step:
             await self._save_checkpoint()
         await self._export()
+        await self.cuts.drop()
+
+    def rewound(self) -> None:
+        """Told that the progress went back to an earlier step, before `run`."""
+        self._cursor = PromptCursor(self.progress.next_prompt)
+
+    async def _begin_run(self) -> None:
+        """Makes the state before the first step one that the run can go back to."""
+        progress, actor = self.progress, self._mesh.connections.get("actor")
+        version = 0 if actor is None else actor.policy_version
+        progress.actor_versions = [version]
+        await self.cuts.save(0)
+        await self._journal.commit(0, {"actor_version": version})
+        if progress.before is None and not self.wishes.is_stop_wanted:
+            progress.before = await self._evaluate()
+            if progress.before is not None:
+                # Later ones come with the record of their step.
+                self._writer.write_scalars(0, progress.before.scalars())
 
     async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
         await self._update_record(state=state)
@@ -197,7 +225,7 @@ class TrainingLoop(RunLoop):
         try:
             yield
         finally:
-            self.seconds[name] += time.monotonic() - started
+            self.progress.seconds[name] += time.monotonic() - started
 
     def _context(self, step: int, *, is_evaluation: bool = False) -> StepContext:
         return StepContext(
@@ -222,6 +250,7 @@ class TrainingLoop(RunLoop):
             self.dataflow = context.dataflow
             found = await evaluate(context, spec)
             await self._mesh.release(self.step)
+        await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
         self._events.evaluated(found.scalars())
         self._observer.on_event(
             f"held-out score after {self.step} steps: {found.score:.3f} "
@@ -230,38 +259,58 @@ class TrainingLoop(RunLoop):
         return found
 
     async def _make_step(self, step: int) -> None:
-        before = dataflow_traffic(self._mesh.traffic)
-        nodes, seconds, experience = await self._train(step)
-        evaluation = self._recipe.run.evaluation
-        is_due = step == self._recipe.run.steps or (
-            evaluation.every_steps > 0 and step % evaluation.every_steps == 0
-        )
-        record: dict[str, float] = {}
-        try:
-            try:
-                await self._writer.write_graph(step, nodes)
-                if experience is not None:
-                    await self._samples.take(step, experience)
-                await self._mesh.release(step)
-            finally:
-                # The release counts as traffic of the step, but not as its time.
-                traffic = traffic_since(before, dataflow_traffic(self._mesh.traffic))
-                record |= {**step_record(step, nodes, seconds, traffic), **self._staleness}
-            if is_due and not self.wishes.is_stop_wanted:
-                self.after = await self._evaluate()
-                if self.after is not None:
-                    record |= self.after.scalars()
-        finally:
-            # The step is made, even if its release or its evaluation failed.
-            self.records.append(record)
-            await self._writer.write_step(record)
-            await self._update_record(step=step, metrics=record)
-            self._events.step_made(record)
-            await self._events.flush()
-            self._observer.on_step(record)
+        self._traffic_before = dataflow_traffic(self._mesh.traffic)
+        context = await self._train(step)
+        await self._tell_step(context)
 
-    async def _train(self, step: int) -> tuple[Sequence[Node], float, ExperienceFuture | None]:
-        """Makes and commits a step; returns its nodes, its seconds and what it trained on."""
+    async def _tell_step(self, context: StepContext | None = None) -> None:
+        """Releases what the newest step has left behind, evaluates where it is due, and tells.
+
+        Args:
+            context: Of the step; None where an attempt that has ended made it.
+        """
+        record = self.progress.unrecorded
+        assert record is not None, "a step that was told of is not told again"
+        try:
+            if context is not None:
+                await self._writer.write_graph(self.step, context.dataflow.nodes)
+                if context.trained_on:
+                    await self._samples.take(self.step, context.trained_on[-1])
+            await self._mesh.release(self.step)
+        finally:
+            if context is not None:
+                # The release counts as traffic of the step, but not as its time.
+                record |= traffic_record(
+                    traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
+                )
+        evaluation = self._recipe.run.evaluation
+        is_due = self.step == self._recipe.run.steps or (
+            evaluation.every_steps > 0 and self.step % evaluation.every_steps == 0
+        )
+        if is_due and not self.wishes.is_stop_wanted:
+            self.progress.after = await self._evaluate()
+            if self.progress.after is not None:
+                record |= self.progress.after.scalars()
+        await self.write_record()
+
+    async def write_record(self) -> None:
+        """Writes the record of the newest step everywhere, unless that was done.
+
+        A run that fails calls this, too: its step is made, even if its evaluation failed.
+        """
+        record, step = self.progress.unrecorded, self.step
+        if record is None:
+            return
+        await self._journal.note(step, RECORD_OPERATION, {"record": record})
+        self.progress.recorded(record)
+        await self._writer.write_step(record)
+        await self._update_record(step=step, metrics=record)
+        self._events.step_made(record)
+        await self._events.flush()
+        self._observer.on_step(record)
+
+    async def _train(self, step: int) -> StepContext:
+        """Makes and commits a step."""
         self.activity = f"step {step}"
         started = time.monotonic()
         if self._sampler.steps_ahead:
@@ -275,18 +324,42 @@ class TrainingLoop(RunLoop):
             later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
             self._sample_ahead(later)
             self._sampler.step_ends(context)
+        made = time.monotonic()
+        await self.cuts.save(step)
+        cut_seconds, seconds = time.monotonic() - made, time.monotonic() - started
         versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
-        self._staleness = self._steps_behind(context.dataflow.nodes)
-        self._actor_versions.append(versions.get("actor", 0))
-        await self._journal.commit(step, {"policy_versions": versions})
+        nodes = context.dataflow.nodes
+        traffic = traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
+        record = {
+            **step_record(step, nodes, seconds, traffic),
+            **self._steps_behind(nodes),
+        }
+        if self.cuts.is_on:
+            record["time/cut"] = cut_seconds
+        position, actor_version = self._position(step), versions.get("actor", 0)
+        await self._journal.commit(
+            step,
+            {
+                "policy_versions": versions,
+                "actor_version": actor_version,
+                "next_prompt": position,
+                "record": record,
+            },
+        )
         # From here on the step counts, even if something fails later.
-        self.step = self._events.step = step
+        self.progress.commit(step, position, actor_version, record)
+        self._events.step = step
         self.step_in_progress = None
         del self._prompts[step]
-        seconds, nodes = time.monotonic() - started, context.dataflow.nodes
         for phase, spent in phase_seconds(nodes).items():
-            self.seconds[phase] += spent
-        return nodes, seconds, context.trained_on[-1] if context.trained_on else None
+            self.progress.seconds[phase] += spent
+        return context
+
+    def _position(self, step: int) -> int:
+        """Position in the data that the step after this one begins with."""
+        # Prompts of steps that are only being sampled count as not used.
+        following = self._prompts.get(step + 1)
+        return self._cursor.position if following is None else following.start
 
     def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:
         """How many steps the oldest weights that sampled were behind those that train."""
@@ -298,8 +371,9 @@ class TrainingLoop(RunLoop):
         if not sampled:
             return {}
         # The last step that ended with this version or an older one.
-        oldest = bisect.bisect_right(self._actor_versions, min(sampled)) - 1
-        return {"staleness/max": float(len(self._actor_versions) - 1 - oldest)}
+        versions = self.progress.actor_versions
+        oldest = bisect.bisect_right(versions, min(sampled)) - 1
+        return {"staleness/max": float(len(versions) - 1 - oldest)}
 
     def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
         """Returns a step's context and prompts. They are made once, in the order of steps."""
@@ -316,12 +390,9 @@ class TrainingLoop(RunLoop):
                 self._sampler.begin(*self._begin(step))
 
     async def _save_checkpoint(self, *, is_wished: bool = False) -> None:
-        is_new = self.step not in self._checkpoints.committed()
+        is_new = self.step not in self.checkpoints.committed()
         with self._phase("checkpoint", f"checkpoint of step {self.step}"):
-            used = self._prompts.get(self.step + 1)
-            # Prompts of steps that are only being sampled count as not used.
-            position = used.start if used is not None else self._cursor.position
-            folder = await self._checkpoints.save(self.step, {"next_prompt": position})
+            folder = await self.checkpoints.save(self.step, self.progress.to_dict())
         if is_new or is_wished:
             self._events.checkpoint_saved(str(folder))
             await self._events.flush()

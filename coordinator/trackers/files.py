@@ -1,12 +1,14 @@
-"""The two trackers that every run has: JSON lines, and TensorBoard's event files."""
+"""Files that every run has of its steps: JSON lines, and TensorBoard's event files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.trackers.tensorboard import ScalarWriter
 from rolemesh.coordinator.trackers.tracker import RunFacts
 
@@ -14,29 +16,45 @@ METRICS_FILE = "metrics.jsonl"
 """In a run's folder: the record of each step, one a line."""
 
 
-class JsonLinesTracker:
-    """Writes metrics.jsonl.
+class LinesOfSteps:
+    """A file of JSON lines, each of one step.
 
-    Invariant: a line is whole once `log` returns.
+    Invariant: a line is whole once `append` returns. A last line that is torn, as a process that
+    was killed leaves it, is cut off when the file is opened again.
     """
 
-    def __init__(self) -> None:
-        self._lines: TextIO | None = None
+    def __init__(self, path: Path) -> None:
+        """Opens the file; what it holds stays."""
+        self._path = path
+        if path.is_file():
+            whole, newline, torn = path.read_bytes().rpartition(b"\n")
+            if torn:
+                os.truncate(path, len(whole) + len(newline))
+        self._file: TextIO = path.open("a", encoding="utf-8")
 
-    def start(self, run: RunFacts, config: Mapping[str, Any]) -> None:
-        """Opens the file."""
-        self._lines = (Path(run.directory) / METRICS_FILE).open("a", encoding="utf-8")
+    def append(self, line: Mapping[str, Any]) -> str:
+        """Appends a line, and returns it without its end."""
+        text = json.dumps(dict(line))
+        self._file.write(text + "\n")
+        self._file.flush()
+        return text
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Appends a line."""
-        assert self._lines is not None
-        self._lines.write(json.dumps({"step": step, **scalars}) + "\n")
-        self._lines.flush()
+    def keep(self, is_wanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Leaves out the lines that are not wanted any more."""
+        lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        self.replace([line for line in lines if is_wanted(line)])
 
-    def finish(self, state: str) -> None:
+    def replace(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Makes these the lines of the file, all at once."""
+        text = "".join(json.dumps(dict(line)) + "\n" for line in lines)
+        if text != self._path.read_text(encoding="utf-8"):
+            self._file.close()
+            write_atomically(self._path, text)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
         """Closes the file."""
-        if self._lines is not None:
-            self._lines.close()
+        self._file.close()
 
 
 class TensorBoardTracker:

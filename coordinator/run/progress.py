@@ -1,0 +1,164 @@
+"""Progress of a run: all that a later attempt, or another process, needs to go on from its last step.
+
+The journal says the same: each step commits what it adds, so that a coordinator that reads the
+entries again gets an equal object.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
+from rolemesh.coordinator.run.evaluation import Evaluation
+from rolemesh.coordinator.state.store import REWIND_OPERATION, JournalEntry
+
+RECORD_OPERATION = "step.record"
+"""Journal entry with the whole record of a step that was committed before."""
+
+EVALUATION_OPERATION = "run.evaluate"
+"""Journal entry with a held-out score: before the first step, or after the newest one."""
+
+
+@dataclass(kw_only=True)
+class RunProgress:
+    """What a run has reached.
+
+    Invariant: `next_prompts` and `actor_versions` have one value for each step from 0 to `step`,
+    `records` one for each step from 1 on; the newest step's may still be `unrecorded`.
+
+    Owner: the coordinator's loop.
+
+    Example: after two steps of 8 prompts, two optimizer steps each, `step` is 2, `next_prompts`
+    [0, 8, 16] and `actor_versions` [0, 2, 4].
+    """
+
+    step: int = 0
+    """Steps committed."""
+    next_prompts: list[int] = field(default_factory=lambda: [0])
+    """Position in the data that the step after each step begins with."""
+    actor_versions: list[int] = field(default_factory=lambda: [0])
+    """Version of the policy after each step."""
+    records: list[Mapping[str, float]] = field(default_factory=list)
+    """Records of the steps, oldest first."""
+    unrecorded: dict[str, float] | None = None
+    """Record of the newest step, without its evaluation, while it is not among `records`."""
+    before: Evaluation | None = None
+    """Held-out score before the first step."""
+    after: Evaluation | None = None
+    """The newest held-out score after a step."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by phase, of this process."""
+
+    @property
+    def next_prompt(self) -> int:
+        """Position in the data that the next step begins with."""
+        return self.next_prompts[self.step]
+
+    def commit(
+        self, step: int, next_prompt: int, actor_version: int, record: Mapping[str, float]
+    ) -> None:
+        """Takes a step that was made; what an ended lineage made of it and of later ones goes."""
+        self.rewind(step - 1)
+        self.step = step
+        self.next_prompts.append(next_prompt)
+        self.actor_versions.append(actor_version)
+        self.unrecorded = dict(record)
+
+    def recorded(self, record: Mapping[str, float]) -> None:
+        """Takes the whole record of the newest step."""
+        self.records.append(dict(record))
+        self.unrecorded = None
+
+    def evaluated(self, found: Evaluation) -> None:
+        """Takes a held-out score."""
+        if found.step == 0:
+            self.before = found
+        else:
+            self.after = found
+
+    def rewind(self, step: int) -> None:
+        """Goes back to an earlier step, or stays.
+
+        Raises:
+            ValueError: The run has not come so far.
+        """
+        if not 0 <= step <= self.step:
+            raise ValueError(f"step is {step}: the run has made {self.step} steps")
+        if step == self.step:
+            return
+        self.step = step
+        del self.next_prompts[step + 1 :]
+        del self.actor_versions[step + 1 :]
+        # The newest step's may not have been among them.
+        del self.records[step:]
+        self.unrecorded = None
+        if self.after is not None and self.after.step > step:
+            self.after = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON values: all but records and seconds."""
+        return {
+            "step": self.step,
+            "next_prompt": self.next_prompt,
+            "next_prompts": self.next_prompts,
+            "actor_versions": self.actor_versions,
+            "before": None if self.before is None else self.before.to_dict(),
+        }
+
+    @classmethod
+    def of_marker(
+        cls, marker: Mapping[str, Any], records: Iterable[Mapping[str, float]]
+    ) -> RunProgress:
+        """Reads what `to_dict` wrote.
+
+        Args:
+            marker: Of the checkpoint.
+            records: Records of the run's steps, in any order; those of later steps are left out.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is not what `to_dict` wrote.
+        """
+        step = int(marker["step"])
+        by_step = {int(record["step"]): record for record in records}
+        progress = cls(
+            step=step,
+            next_prompts=[int(position) for position in marker["next_prompts"]],
+            actor_versions=[int(version) for version in marker["actor_versions"]],
+            records=[by_step[made] for made in range(1, step + 1) if made in by_step],
+        )
+        if not len(progress.next_prompts) == len(progress.actor_versions) == step + 1:
+            raise ValueError(f"step is {step}, but the lists beside it have other lengths")
+        if marker["before"] is not None:
+            progress.before = Evaluation.of_dict(marker["before"])
+        return progress
+
+    @classmethod
+    def of_journal(cls, entries: Iterable[JournalEntry]) -> RunProgress | None:
+        """Reads the entries of a run, oldest first; None where it has not begun."""
+        progress: RunProgress | None = None
+        for entry in entries:
+            result = entry.result
+            if entry.operation == COMMIT_OPERATION and entry.step == 0:
+                # Also of an attempt that began anew.
+                progress = progress or cls()
+                progress.rewind(0)
+                progress.actor_versions = [int(result["actor_version"])]
+            elif progress is None:
+                continue
+            elif entry.operation == COMMIT_OPERATION:
+                progress.commit(
+                    entry.step,
+                    int(result["next_prompt"]),
+                    int(result["actor_version"]),
+                    result["record"],
+                )
+            elif entry.operation == RECORD_OPERATION:
+                progress.recorded(result["record"])
+            elif entry.operation == EVALUATION_OPERATION:
+                progress.evaluated(Evaluation.of_dict(result))
+            elif entry.operation == REWIND_OPERATION:
+                progress.rewind(entry.step)
+        return progress

@@ -1,0 +1,177 @@
+"""Recovery of a run: which failures it survives, and how its trained roles go back to a known state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.coordinator.dataflow.errors import (
+    NodeFailedError,
+    RunAbortedError,
+    RunError,
+    ServiceLostError,
+)
+from rolemesh.coordinator.dataflow.mesh import RunMesh
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.schema import Recipe, RecoverySpec
+from rolemesh.coordinator.run.checkpoints import Checkpoints
+from rolemesh.coordinator.run.cuts import Cuts
+from rolemesh.coordinator.run.progress import RunProgress
+from rolemesh.rpc.errors import (
+    AbortedError,
+    CallCancelledError,
+    DataLossError,
+    DeadlineError,
+    InternalError,
+    RolemeshError,
+    UnavailableError,
+)
+
+_LARGEST_PAUSE_S = 30.0
+
+_TRANSIENT = (
+    ServiceLostError,
+    UnavailableError,
+    DeadlineError,
+    CallCancelledError,
+    AbortedError,
+    InternalError,
+)
+"""Errors of a process or a connection, not of what it was asked for."""
+
+_OTHER_PROCESS = ("NOT_INITIALIZED", "RUN_MISMATCH", "EXPERIENCE_NOT_FOUND", "WEIGHTS_GONE")
+"""Reasons that a service gives when its process was replaced in the middle of a step."""
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What went wrong, without the words of the run about it."""
+    if isinstance(error, NodeFailedError):
+        return error.cause
+    if isinstance(error, RunError) and isinstance(error.__cause__, RolemeshError):
+        return error.__cause__
+    return error
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another attempt may succeed: a process or a connection failed."""
+    cause = cause_of(error)
+    if isinstance(error, RunAbortedError):
+        return False
+    return isinstance(cause, _TRANSIENT) or getattr(cause, "reason", "") in _OTHER_PROCESS
+
+
+class RecoveryBudget:
+    """Decides after each failure whether a run makes another attempt. Owner: the run's loop.
+
+    Invariant: a run makes at most `attempts` attempts that bring it no step further, and an error
+    inside a service that comes again in the same step, word for word, ends it.
+
+    Example: with attempts = 2, the third failure in step 5 ends the run; had step 5 been made
+    after the second one, that would count anew.
+    """
+
+    def __init__(self, spec: RecoverySpec) -> None:
+        self._spec = spec
+        self._failures = 0
+        self._step = -1
+        self._last = ""
+
+    def pause_s(self, error: BaseException, step: int) -> float | None:
+        """Seconds to wait before the next attempt; None where the run is to end.
+
+        Args:
+            error: What ended the attempt.
+            step: Steps made before.
+        """
+        if not is_transient(error):
+            return None
+        if step != self._step:
+            self._step, self._failures, self._last = step, 0, ""
+        is_repeat = isinstance(cause_of(error), InternalError) and str(error) == self._last
+        self._last = str(error)
+        self._failures += 1
+        if is_repeat or self._failures > self._spec.attempts:
+            return None
+        # The first attempt follows at once: most failures are of one process, once.
+        backoff = self._spec.pause_s * float(2 ** (self._failures - 2))
+        return 0.0 if self._failures == 1 else min(_LARGEST_PAUSE_S, backoff)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """One recovery of a run, for its summary."""
+
+    step: int
+    """Steps that were kept."""
+    cause: str
+    """What had failed."""
+    seconds: float
+    """From the failure until steps were made again."""
+    restarted: tuple[str, ...]
+    """Services that were initialised anew; the others kept their models."""
+    lost_steps: int
+    """Steps that had been made and are made again, since only an older state was left of them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "step": self.step,
+            "cause": self.cause,
+            "seconds": self.seconds,
+            "restarted": list(self.restarted),
+            "lost_steps": self.lost_steps,
+        }
+
+
+async def go_back(
+    recipe: Recipe,
+    mesh: RunMesh,
+    progress: RunProgress,
+    cuts: Cuts,
+    checkpoints: Checkpoints,
+    observer: RunObserver,
+) -> int:
+    """Brings all trained roles to the newest state that every one of them still has.
+
+    That is the cut of the newest step in memory, else the newest whole checkpoint, else the models
+    that the recipe names.
+
+    Args:
+        recipe: Of the run.
+        mesh: Its services, each of which holds the run.
+        progress: What the run has reached.
+        cuts: In the services' memory.
+        checkpoints: On disk.
+        observer: Is told of what is damaged or missing.
+
+    Returns:
+        The step whose state they have now; the caller brings everything else there, too.
+
+    Raises:
+        RolemeshError: A role failed.
+    """
+    trained = {known.service for known in mesh.trained}
+    if progress.step == 0 and trained <= mesh.fresh:
+        return 0
+    if progress.step in await cuts.known():
+        await cuts.restore(progress.step)
+        return progress.step
+    # What the services keep belongs to steps that will be made again.
+    await cuts.drop()
+    for step in reversed(checkpoints.committed()):
+        if step > progress.step:
+            continue
+        try:
+            await checkpoints.load(step)
+        except (DataLossError, OSError, ValueError, KeyError) as error:
+            observer.on_event(f"the checkpoint of step {step} is damaged, and is left out: {error}")
+            continue
+        return step
+    await mesh.initialize_again(recipe, trained - mesh.fresh)
+    return 0
+
+
+def told_of(error: BaseException) -> str:
+    """The first line of an error: a lost service's has the end of its log below."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
