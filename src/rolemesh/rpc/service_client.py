@@ -18,6 +18,8 @@ from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.columns import Columns, encode
 from rolemesh.rpc.result_call import ResultCall
 from rolemesh.v1 import (
+    cuts_pb2,
+    cuts_pb2_grpc,
     data_pb2,
     data_pb2_grpc,
     experience_pb2,
@@ -44,6 +46,7 @@ _Key = operation_pb2.OperationKey
 _Ref = experience_pb2.ExperienceRef
 _Made = ResultCall[experience_pb2.ExperienceResult]
 _Saved = ResultCall[weights_pb2.CheckpointResult]
+_Cut = ResultCall[cuts_pb2.CutResult]
 
 
 class ServiceClient:
@@ -73,6 +76,7 @@ class ServiceClient:
         self._reward = reward_pb2_grpc.RewardServiceStub(channel)
         self._trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         self._weights = weights_pb2_grpc.WeightsServiceStub(channel)
+        self._cuts = cuts_pb2_grpc.CutServiceStub(channel)
 
     def within(self, timeout_s: float) -> ServiceClient:
         """The same client, whose calls may take so many seconds each."""
@@ -102,6 +106,22 @@ class ServiceClient:
         """
         request = worker_pb2.InitializeRequest(key=key, spec=to_struct(spec), run_seed=run_seed)
         return self._followed(self._worker.Initialize, request)
+
+    def attach(
+        self, key: _Key, spec: Mapping[str, Any], run_seed: int
+    ) -> ResultCall[worker_pb2.InitializeResult]:
+        """Takes a run over that the service holds, under a higher epoch; loads nothing.
+
+        Args:
+            key: Of the operation, with the new epoch.
+            spec: As Initialize got it.
+            run_seed: As Initialize got it.
+
+        Raises:
+            ValueError: The spec holds a value that JSON does not have.
+        """
+        request = worker_pb2.AttachRequest(key=key, spec=to_struct(spec), run_seed=run_seed)
+        return self._followed(self._worker.Attach, request)
 
     async def sleep(self, key: _Key) -> worker_pb2.SleepResponse:
         """Has the service move what it holds off its devices."""
@@ -352,6 +372,27 @@ class ServiceClient:
         """Writes a Hugging Face folder on the service's host."""
         request = weights_pb2.ExportRequest(key=key, directory=directory)
         return self._followed(self._weights.Export, request)
+
+    # --- CutService ---
+
+    def save_cut(self, key: _Key) -> _Cut:
+        """Copies the trainer's state into shared memory, as the cut of the key's step."""
+        return self._followed(self._cuts.SaveCut, cuts_pb2.SaveCutRequest(key=key))
+
+    def restore_cut(self, key: _Key, step: int) -> _Cut:
+        """Puts the cut of a step back, and removes those of later steps."""
+        request = cuts_pb2.RestoreCutRequest(key=key, step=step)
+        return self._followed(self._cuts.RestoreCut, request)
+
+    async def list_cuts(self, run_id: str) -> Sequence[cuts_pb2.Cut]:
+        """Asks for the cuts of a run that all ranks have whole, by ascending step."""
+        request = cuts_pb2.ListCutsRequest(run_id=run_id)
+        return (await self._cuts.ListCuts(request, timeout=self._timeout_s)).cuts
+
+    async def drop_cuts(self, run_id: str, fencing_epoch: int) -> None:
+        """Removes the cuts of a run on all ranks."""
+        request = cuts_pb2.DropCutsRequest(run_id=run_id, fencing_epoch=fencing_epoch)
+        await self._cuts.DropCuts(request, timeout=self._timeout_s)
 
     def _followed(self, method: Any, request: Any, field: str = "result") -> ResultCall[Any]:
         return ResultCall(method(request, timeout=self._timeout_s), self._peer, field)

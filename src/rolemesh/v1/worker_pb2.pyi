@@ -260,7 +260,7 @@ Global___InitializeResponse: _TypeAlias = InitializeResponse  # noqa: Y015
 
 @_typing.final
 class InitializeResult(_message.Message):
-    """What was initialised."""
+    """What was initialised, or is still held."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -309,6 +309,72 @@ class InitializeResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InitializeResult: _TypeAlias = InitializeResult  # noqa: Y015
+
+@_typing.final
+class AttachRequest(_message.Message):
+    """Takes over a run that the service holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    RUN_SEED_FIELD_NUMBER: _builtins.int
+    run_seed: _builtins.int
+    """Seed of the run, as Initialize got it."""
+    @_builtins.property
+    def key(self) -> _operation_pb2.OperationKey:
+        """Key of the operation."""
+
+    @_builtins.property
+    def spec(self) -> _struct_pb2.Struct:
+        """The role's section of the recipe, as Initialize got it."""
+
+    def __init__(
+        self,
+        *,
+        key: _operation_pb2.OperationKey | None = ...,
+        spec: _struct_pb2.Struct | None = ...,
+        run_seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "run_seed", b"run_seed", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class AttachResponse(_message.Message):
+    """One message of an attachment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def progress(self) -> _operation_pb2.Progress:
+        """Sign of life."""
+
+    @_builtins.property
+    def result(self) -> Global___InitializeResult:
+        """What the service holds; last message of the stream."""
+
+    def __init__(
+        self,
+        *,
+        progress: _operation_pb2.Progress | None = ...,
+        result: Global___InitializeResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "progress", b"progress", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["progress", "result"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -45,6 +45,11 @@ class WorkerServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_worker__pb2.InitializeRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_worker__pb2.InitializeResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/rolemesh.v1.WorkerService/Attach',
+                request_serializer=rolemesh_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_worker__pb2.AttachResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/rolemesh.v1.WorkerService/GetStatus',
                 request_serializer=rolemesh_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
@@ -106,6 +111,35 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request, context):
+        """Takes a run over that the service holds already, for a coordinator with a
+        higher fencing epoch: an epoch stands for a lineage of the run, and nothing
+        that an older one made may be answered again. Loads nothing.
+
+        Refuses older epochs from now on; gives up their work and waits until it has
+        ended; forgets their answers; drops experience, published weights and
+        accumulated gradients. The weights stay as the work left them, which may be
+        in the middle of an update: a trained role then has to return to a cut or a
+        checkpoint. A rollout service refuses to sample until UpdateWeights has
+        brought weights anew, whatever version it holds. Works while asleep, and
+        leaves the service asleep.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result: what
+        Initialize answered, with the version of the weights now held.
+        A service may leave this method UNIMPLEMENTED: the coordinator then calls
+        Initialize. It does the same after each of these refusals but STALE_EPOCH.
+        Errors:
+        FAILED_PRECONDITION (NOT_INITIALIZED): the service holds no run.
+        FAILED_PRECONDITION (RUN_MISMATCH): another run holds the service.
+        FAILED_PRECONDITION (SPEC_CHANGED): spec or run_seed are not those of Initialize.
+        FAILED_PRECONDITION (NOT_WHOLE): an unforeseen error may have left something half done.
+        FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Says how the service is right now. Answers while a long call computes.
 
@@ -118,7 +152,7 @@ class WorkerServiceServicer(object):
     def Sleep(self, request, context):
         """Moves weights and optimizer to host memory, so that another role of the
         pool can use the device. On a CPU device it moves nothing.
-        Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+        Until Wake, every keyed call but Sleep, Wake, Initialize and Attach is refused with
         FAILED_PRECONDITION (ASLEEP).
 
         Idempotent: sets a state.
@@ -166,6 +200,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Initialize,
                     request_deserializer=rolemesh_dot_v1_dot_worker__pb2.InitializeRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_worker__pb2.InitializeResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=rolemesh_dot_v1_dot_worker__pb2.AttachRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_worker__pb2.AttachResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -243,6 +282,33 @@ class WorkerService(object):
             '/rolemesh.v1.WorkerService/Initialize',
             rolemesh_dot_v1_dot_worker__pb2.InitializeRequest.SerializeToString,
             rolemesh_dot_v1_dot_worker__pb2.InitializeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.WorkerService/Attach',
+            rolemesh_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
+            rolemesh_dot_v1_dot_worker__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,31 @@ class WorkerServiceStub:
     A service of several ranks may answer every keyed call with
       UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
     """
+    Attach: _grpc.UnaryStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]
+    """Takes a run over that the service holds already, for a coordinator with a
+    higher fencing epoch: an epoch stands for a lineage of the run, and nothing
+    that an older one made may be answered again. Loads nothing.
+
+    Refuses older epochs from now on; gives up their work and waits until it has
+    ended; forgets their answers; drops experience, published weights and
+    accumulated gradients. The weights stay as the work left them, which may be
+    in the middle of an update: a trained role then has to return to a cut or a
+    checkpoint. A rollout service refuses to sample until UpdateWeights has
+    brought weights anew, whatever version it holds. Works while asleep, and
+    leaves the service asleep.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result: what
+    Initialize answered, with the version of the weights now held.
+    A service may leave this method UNIMPLEMENTED: the coordinator then calls
+    Initialize. It does the same after each of these refusals but STALE_EPOCH.
+    Errors:
+      FAILED_PRECONDITION (NOT_INITIALIZED): the service holds no run.
+      FAILED_PRECONDITION (RUN_MISMATCH): another run holds the service.
+      FAILED_PRECONDITION (SPEC_CHANGED): spec or run_seed are not those of Initialize.
+      FAILED_PRECONDITION (NOT_WHOLE): an unforeseen error may have left something half done.
+      FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]
     """Says how the service is right now. Answers while a long call computes.
 
@@ -68,7 +93,7 @@ class WorkerServiceStub:
     Sleep: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepResponse]
     """Moves weights and optimizer to host memory, so that another role of the
     pool can use the device. On a CPU device it moves nothing.
-    Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+    Until Wake, every keyed call but Sleep, Wake, Initialize and Attach is refused with
     FAILED_PRECONDITION (ASLEEP).
 
     Idempotent: sets a state.
@@ -125,6 +150,31 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     A service of several ranks may answer every keyed call with
       UNAVAILABLE (RANKS_DIVERGED): its ranks ended an earlier call differently; it is about to end.
     """
+    Attach: _aio.UnaryStreamMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]  # type: ignore[assignment]
+    """Takes a run over that the service holds already, for a coordinator with a
+    higher fencing epoch: an epoch stands for a lineage of the run, and nothing
+    that an older one made may be answered again. Loads nothing.
+
+    Refuses older epochs from now on; gives up their work and waits until it has
+    ended; forgets their answers; drops experience, published weights and
+    accumulated gradients. The weights stay as the work left them, which may be
+    in the middle of an update: a trained role then has to return to a cut or a
+    checkpoint. A rollout service refuses to sample until UpdateWeights has
+    brought weights anew, whatever version it holds. Works while asleep, and
+    leaves the service asleep.
+
+    Keyed by `key`: a repeat returns the first answer.
+    Stream order: any number of progress messages, then one result: what
+    Initialize answered, with the version of the weights now held.
+    A service may leave this method UNIMPLEMENTED: the coordinator then calls
+    Initialize. It does the same after each of these refusals but STALE_EPOCH.
+    Errors:
+      FAILED_PRECONDITION (NOT_INITIALIZED): the service holds no run.
+      FAILED_PRECONDITION (RUN_MISMATCH): another run holds the service.
+      FAILED_PRECONDITION (SPEC_CHANGED): spec or run_seed are not those of Initialize.
+      FAILED_PRECONDITION (NOT_WHOLE): an unforeseen error may have left something half done.
+      FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Says how the service is right now. Answers while a long call computes.
 
@@ -133,7 +183,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Sleep: _aio.UnaryUnaryMultiCallable[_worker_pb2.SleepRequest, _worker_pb2.SleepResponse]  # type: ignore[assignment]
     """Moves weights and optimizer to host memory, so that another role of the
     pool can use the device. On a CPU device it moves nothing.
-    Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+    Until Wake, every keyed call but Sleep, Wake, Initialize and Attach is refused with
     FAILED_PRECONDITION (ASLEEP).
 
     Idempotent: sets a state.
@@ -201,6 +251,37 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _worker_pb2.AttachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.AttachResponse], _abc.AsyncIterator[_worker_pb2.AttachResponse]]:
+        """Takes a run over that the service holds already, for a coordinator with a
+        higher fencing epoch: an epoch stands for a lineage of the run, and nothing
+        that an older one made may be answered again. Loads nothing.
+
+        Refuses older epochs from now on; gives up their work and waits until it has
+        ended; forgets their answers; drops experience, published weights and
+        accumulated gradients. The weights stay as the work left them, which may be
+        in the middle of an update: a trained role then has to return to a cut or a
+        checkpoint. A rollout service refuses to sample until UpdateWeights has
+        brought weights anew, whatever version it holds. Works while asleep, and
+        leaves the service asleep.
+
+        Keyed by `key`: a repeat returns the first answer.
+        Stream order: any number of progress messages, then one result: what
+        Initialize answered, with the version of the weights now held.
+        A service may leave this method UNIMPLEMENTED: the coordinator then calls
+        Initialize. It does the same after each of these refusals but STALE_EPOCH.
+        Errors:
+          FAILED_PRECONDITION (NOT_INITIALIZED): the service holds no run.
+          FAILED_PRECONDITION (RUN_MISMATCH): another run holds the service.
+          FAILED_PRECONDITION (SPEC_CHANGED): spec or run_seed are not those of Initialize.
+          FAILED_PRECONDITION (NOT_WHOLE): an unforeseen error may have left something half done.
+          FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
+        """
+
+    @_abc_1.abstractmethod
     def GetStatus(
         self,
         request: _worker_pb2.GetStatusRequest,
@@ -219,7 +300,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.SleepResponse, _abc.Awaitable[_worker_pb2.SleepResponse]]:
         """Moves weights and optimizer to host memory, so that another role of the
         pool can use the device. On a CPU device it moves nothing.
-        Until Wake, every keyed call but Sleep, Wake and Initialize is refused with
+        Until Wake, every keyed call but Sleep, Wake, Initialize and Attach is refused with
         FAILED_PRECONDITION (ASLEEP).
 
         Idempotent: sets a state.
