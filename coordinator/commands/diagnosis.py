@@ -27,8 +27,8 @@ from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, Recipe, StoreSpec, role_of
+from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import INSTALL
-from rolemesh.coordinator.run.session import check_paths
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import StateStoreError
 

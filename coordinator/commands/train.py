@@ -35,6 +35,7 @@ from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import folder as run_files
 from rolemesh.coordinator.run.launch import LaunchError
+from rolemesh.coordinator.run.resume import CONFIG_FILE, holds_run
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState, StateStoreError
@@ -46,8 +47,9 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def train(
     recipe: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins.")
-    ],
+        list[Path] | None,
+        typer.Argument(metavar="[RECIPE...]", help="YAML files; a later one wins."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="A.B=C", help="Sets a field; may be repeated."),
@@ -58,6 +60,22 @@ def train(
     run_id: Annotated[
         str | None, typer.Option("--run-id", metavar="ID", help="Id of the run; made if left out.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR|ID",
+            help="Go on with the run of this folder or id, from its newest step; needs no RECIPE.",
+        ),
+    ] = None,
+    may_resume: Annotated[
+        bool,
+        typer.Option(
+            "--restartable",
+            help="Go on with the run in --out if there is one, else begin it: for compose, systemd "
+            "or Slurm, which start a command again.",
+        ),
+    ] = False,
     as_json: Json = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved recipe and do nothing.")
@@ -66,12 +84,17 @@ def train(
 ) -> None:
     """Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything saved."""
     try:
-        loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+        resumed = _resumed(resume, out, may_resume=may_resume)
+        files = recipe or ([] if resumed is None else [resumed / CONFIG_FILE])
+        if not files:
+            raise InputError("RECIPE is missing: give a YAML file, or --resume with a run's folder")
+        loaded = load_recipe(files, overrides=overrides or (), environment=os.environ)
         if print_config:
             print(dump_recipe(loaded), end="")
             return
-        code = _train(loaded, _run_directory(loaded, out), run_id, as_json=as_json)
-    except (RecipeError, InputError) as error:
+        directory = resumed or _run_directory(loaded, out)
+        code = _train(loaded, directory, run_id, resumes=resumed is not None, as_json=as_json)
+    except (RecipeError, InputError, run_files.NoRunError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
     except InterruptedEarlyError as error:
         fail(str(error), EXIT_INTERRUPTED, error, as_json=as_json, verbose=verbose)
@@ -94,7 +117,19 @@ def _run_directory(recipe: Recipe, out: Path | None) -> Path:
     return run_files.RUNS_FOLDER / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _train(recipe: Recipe, directory: Path, run_id: str | None, *, as_json: bool) -> int:
+def _resumed(resume: str | None, out: Path | None, *, may_resume: bool) -> Path | None:
+    """Folder of the run that is to go on; None where one begins."""
+    if resume is not None:
+        folder = Path(resume)
+        return folder if folder.is_dir() else run_files.run_of_id(resume)
+    if may_resume and out is None:
+        raise InputError("--restartable needs --out: name the folder that the run has each time")
+    return out if may_resume and out is not None and holds_run(out) else None
+
+
+def _train(
+    recipe: Recipe, directory: Path, run_id: str | None, *, resumes: bool, as_json: bool
+) -> int:
     console = SturdyConsole()
     shown: JsonConsole | LiveConsole | PlainConsole
     if as_json:
@@ -105,7 +140,7 @@ def _train(recipe: Recipe, directory: Path, run_id: str | None, *, as_json: bool
         shown = PlainConsole()
     observer = LoggingObserver(shown)
     try:
-        session = Session(recipe, directory, observer, run_id=run_id)
+        session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
         try:

@@ -134,6 +134,15 @@ class RunMesh:
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
         self._observer.on_phase(service, "", 0, 0)
 
+    async def attach(self, recipe: Recipe) -> bool:
+        """Goes on with services that hold the run; False where one does not.
+
+        Raises:
+            RolemeshError: A service fails.
+        """
+        known = self.connections.values()
+        return all(await together(self._attach(connection, recipe) for connection in known))
+
     async def initialize_again(self, recipe: Recipe, services: Iterable[str]) -> None:
         """Has services load the models of the recipe once more, whatever they hold.
 

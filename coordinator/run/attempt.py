@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
@@ -79,9 +79,7 @@ class Attempt:
         self.early_end = EarlyEnd()
         """What ends the attempt from outside."""
         self.journal = Journal(parts.store, parts.run_id, epoch)
-        self.mesh = RunMesh(
-            addresses, parts.services, self.journal, parts.observer, parts.traffic
-        )
+        self.mesh = RunMesh(addresses, parts.services, self.journal, parts.observer, parts.traffic)
         is_external = parts.algorithm is None
         # A client that drives the services raises the epoch, so writes about the run carry none.
         self.epoch = parts.events.epoch = None if is_external else epoch
@@ -91,11 +89,8 @@ class Attempt:
         self.loop: RunLoop = self._make_loop(parts)
         self.has_met = False
         """Whether all services have answered."""
-        self.seconds_to_begin: float | None = None
-        """From the first call until all services were where the run is; None before."""
         self.went_back_to = parts.progress.step
         """Step whose state the trained roles were brought back to."""
-        self._lasting: list[str] = []
 
     def _make_loop(self, parts: RunParts) -> RunLoop:
         if parts.algorithm is None:
@@ -121,25 +116,37 @@ class Attempt:
         return self.loop.activity if self.has_met else "start"
 
     async def make(
-        self, deadlines_s: Mapping[str, float], on_lost: Callable[[str, str], None]
+        self,
+        deadlines_s: Mapping[str, float],
+        on_lost: Callable[[str, str], None],
+        on_begun: Callable[[Attempt], None],
     ) -> None:
         """Meets the services and makes the steps, unless an early end comes first.
 
         Args:
             deadlines_s: Longest wait for the first answer of each service, in seconds.
             on_lost: Told of a service that is gone, and why.
+            on_begun: Told of this attempt when all services are where the run is.
 
         Raises:
             RunError: It could not go on, with the cause where that is known.
             StateStoreError: The store failed.
         """
         try:
-            await self._unless_ended(self._live(deadlines_s, on_lost))
+            await self.early_end.cuts_short(self._live(deadlines_s, on_lost, on_begun))
+        except Exception as error:
+            explained = await self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             await self.samples.close()
 
     async def _live(
-        self, deadlines_s: Mapping[str, float], on_lost: Callable[[str, str], None]
+        self,
+        deadlines_s: Mapping[str, float],
+        on_lost: Callable[[str, str], None],
+        on_begun: Callable[[Attempt], None],
     ) -> None:
         """Meets, watches and initialises the services, then trains."""
         parts, loop, mesh = self.parts, self.loop, self.mesh
@@ -173,8 +180,8 @@ class Attempt:
                 await self._go_back(loop)
             services = {name: known.facts() for name, known in mesh.connections.items()}
             await parts.store.update_run(parts.run_id, epoch=self.epoch, services=services)
-            self.seconds_to_begin = time.monotonic() - started
-            parts.progress.seconds["initialize"] += self.seconds_to_begin
+            parts.progress.seconds["initialize"] += time.monotonic() - started
+            on_begun(self)
             await loop.run()
         finally:
             if watching is not None:
@@ -218,36 +225,42 @@ class Attempt:
             error = error.exceptions[0]
         self.early_end.set(RunError(f"watching the services failed: {error}"))
 
-    async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does the work, unless an early end comes first, e.g. by a lost service."""
-        task = asyncio.create_task(work)
-        ending = asyncio.create_task(self.early_end.wait())
-        try:
-            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ending.result()
-            error = task.exception()
-            if error is not None:
-                raise await self._explained(error, ending) from error
-        finally:
-            ending.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-
-    async def _explained(
-        self, error: BaseException, ending: asyncio.Task[RunError]
-    ) -> BaseException:
+    async def _explained(self, error: Exception) -> Exception:
         """The cause of an error: a call without an answer is a symptom of a lost service."""
         cause = error.cause if isinstance(error, NodeFailedError) else error
         if isinstance(cause, UnavailableError):
-            done, _ = await asyncio.wait({ending}, timeout=self.parts.loss_grace_s)
-            if done:
-                return placed(ending.result(), error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.parts.loss_grace_s):
+                    return placed(await self.early_end.wait(), error)
         if isinstance(error, RolemeshError):
             # Outside of a node: initialisation, checkpoint, export.
             return failed(error, self.activity)
         return error
+
+    async def save_last(self, deadlines_s: Mapping[str, float]) -> Path:
+        """Saves the newest step of a run that has failed, as its trained roles still have it.
+
+        Args:
+            deadlines_s: As for `make`.
+
+        Returns:
+            Folder of the checkpoint.
+
+        Raises:
+            RunError: A trained role is gone, or has no cut of the step.
+            RolemeshError: A trained role failed.
+        """
+        loop, progress = self.loop, self.parts.progress
+        assert isinstance(loop, TrainingLoop)
+        await self.mesh.meet(deadlines_s)
+        if not await self.mesh.attach(self.parts.recipe):
+            raise RunError("a trained role does not hold the run any more")
+        if progress.step not in await loop.cuts.known():
+            raise RunError(f"a trained role has no cut of step {progress.step}")
+        await loop.cuts.restore(progress.step)
+        folder = await loop.checkpoints.save(progress.step, progress.to_dict())
+        await loop.cuts.drop()
+        return folder
 
     def lost(self, service: str, reason: str) -> None:
         """Ends the attempt because a service is gone."""

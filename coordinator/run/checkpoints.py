@@ -53,24 +53,11 @@ class Checkpoints:
 
     def folder(self, step: int) -> Path:
         """Folder of a step's checkpoint."""
-        return self.directory / f"step-{step:08d}"
+        return _folder(self.directory, step)
 
     def committed(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        names = (_FOLDER.fullmatch(path.name) for path in self.directory.iterdir())
-        steps = sorted(int(name[1]) for name in names if name)
-        return [step for step in steps if (self.folder(step) / COMMITTED).is_file()]
-
-    def marker(self, step: int) -> dict[str, Any]:
-        """What the coordinator wrote of a complete checkpoint.
-
-        Raises:
-            OSError, ValueError: It cannot be read.
-        """
-        marker: dict[str, Any] = json.loads((self.folder(step) / COMMITTED).read_text())
-        return marker
+        return committed_steps(self.directory)
 
     async def load(self, step: int) -> None:
         """Brings every trained role to the state of a checkpoint.
@@ -79,7 +66,7 @@ class Checkpoints:
             DataLossError: A file is damaged, or is not the one that was committed.
             RolemeshError: A role failed.
         """
-        folder, roles = self.folder(step), self.marker(step)["roles"]
+        folder, roles = self.folder(step), read_marker(self.directory, step)["roles"]
 
         async def one(connection: RoleConnection) -> None:
             result = await self._checkpoint_call(
@@ -161,3 +148,26 @@ class Checkpoints:
             journal=self._journal,
             on_phase=self._on_phase,
         )
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Steps with a complete checkpoint under a folder, oldest first."""
+    if not directory.is_dir():
+        return []
+    names = (_FOLDER.fullmatch(path.name) for path in directory.iterdir())
+    steps = sorted(int(name[1]) for name in names if name)
+    return [step for step in steps if (_folder(directory, step) / COMMITTED).is_file()]
+
+
+def read_marker(directory: Path, step: int) -> dict[str, Any]:
+    """What the coordinator wrote of a complete checkpoint.
+
+    Raises:
+        OSError, ValueError: It cannot be read.
+    """
+    marker: dict[str, Any] = json.loads((_folder(directory, step) / COMMITTED).read_text())
+    return marker
+
+
+def _folder(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"

@@ -85,7 +85,7 @@ class Cuts:
         answers = await together(
             known.client.list_cuts(self._journal.run_id) for known in self._mesh.trained
         )
-        return set.intersection(*({cut.step for cut in answer.cuts} for answer in answers))
+        return set.intersection(*({cut.step for cut in cuts} for cuts in answers))
 
     async def restore(self, step: int, roles: Sequence[str] | None = None) -> None:
         """Brings trained roles back to their state after a step.

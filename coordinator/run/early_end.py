@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError, ServiceLostError
 from rolemesh.rpc.errors import RolemeshError
@@ -26,6 +28,21 @@ class EarlyEnd:
         await self._is_set.wait()
         assert self._error is not None
         return self._error
+
+    async def cuts_short(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does the work; raises the error, with the work cancelled, as soon as there is one."""
+        task = asyncio.create_task(work)
+        ending = asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ending.result()
+            task.result()
+        finally:
+            ending.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
 
 
 def placed(end: RunError, symptom: BaseException) -> RunError:

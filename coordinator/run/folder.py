@@ -22,6 +22,7 @@ from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.checkpoints import COMMITTED
 from rolemesh.coordinator.run.metrics import GRAPHS_FILE
+from rolemesh.coordinator.run.resume import RUN_FILE
 from rolemesh.coordinator.run.session import COORDINATOR_FILE, living_coordinator
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import RolemeshError
@@ -86,6 +87,18 @@ def run_directories() -> list[Path]:
 def newest_run() -> Path:
     """The newest run in runs/; raises NoRunError when there is none."""
     return run_directories()[0]
+
+
+def run_of_id(run_id: str) -> Path:
+    """Folder of the run with this id in runs/; raises NoRunError when there is none."""
+    for folder in RUNS_FOLDER.iterdir() if RUNS_FOLDER.is_dir() else ():
+        place = folder / RUN_FILE
+        if place.is_file() and json.loads(place.read_text()).get("run_id") == run_id:
+            return folder
+    raise NoRunError(
+        f"{run_id!r} is neither a folder nor the id of a run in {RUNS_FOLDER.absolute()}: name the "
+        "folder of the run"
+    )
 
 
 def _changed_at(directory: Path) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -211,6 +210,23 @@ class MetricsWriter:
         self._board = TensorBoardTracker()
         self._trackers = tuple(trackers)
         self._board.start(run, {})
+
+    async def resume(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
+        """Makes files and store say what a run has reached that another process began.
+
+        Args:
+            step: Steps that count.
+            records: Of those that were told of, oldest first.
+        """
+        self.rewind(step, records)
+        known: set[int] = set()
+        after_id = ""
+        while entries := await self._store.read_metrics(self._run_id, after_id):
+            known |= {int(entry.values["step"]) for entry in entries}
+            after_id = entries[-1].entry_id
+        for record in records:
+            if int(record["step"]) not in known:
+                await self._store.append_metrics(self._run_id, record)
 
     async def write_step(self, record: Mapping[str, float]) -> None:
         """Writes a step's record everywhere."""

@@ -1,4 +1,4 @@
-"""Progress of a run: all that a later attempt, or another process, needs to go on from its last step.
+"""Progress of a run: all that another attempt, or another process, needs to go on.
 
 The journal says the same: each step commits what it adds, so that a coordinator that reads the
 entries again gets an equal object.

@@ -28,7 +28,7 @@ def check_directory_is_free(directory: Path) -> None:
         if (directory / name).exists():
             raise ValueError(
                 f"run.directory: {directory} holds a run already (there is {name}): "
-                "choose another folder, or remove it"
+                "choose another folder, remove it, or go on with that run (--resume)"
             )
 
 
@@ -49,8 +49,45 @@ async def enter_run(store: StateStore, recipe: Recipe, run_id: str, directory: P
     Raises:
         RunExistsError: A run of that id has other files, or is past its start.
     """
+    record = _record(recipe, run_id, directory)
+    try:
+        await store.create_run(record)
+    except RunExistsError:
+        known = await store.get_run(run_id)
+        if known.state is not RunState.STARTING or known.directory != record.directory:
+            raise
+        return
+    await _tell_start(store, run_id)
+
+
+async def enter_again(store: StateStore, recipe: Recipe, run_id: str, directory: Path) -> None:
+    """Enters a run that goes on, whatever the store says of how it ended.
+
+    Args:
+        store: Store that gets the record, and has one unless it has lost its data.
+        recipe: Recipe that the run goes on with.
+        run_id: Its id.
+        directory: Folder of its files, absolute.
+    """
+    record = _record(recipe, run_id, directory)
+    try:
+        await store.create_run(record)
+    except RunExistsError:
+        await store.update_run(
+            run_id,
+            state=RunState.STARTING,
+            failure="",
+            activity=record.activity,
+            num_steps=record.num_steps,
+            directory=record.directory,
+            stop_requested=False,
+        )
+    await _tell_start(store, run_id)
+
+
+def _record(recipe: Recipe, run_id: str, directory: Path) -> RunRecord:
     now = time.time()
-    record = RunRecord(
+    return RunRecord(
         run_id=run_id,
         name=recipe.run.name,
         num_steps=planned_steps(recipe),
@@ -60,13 +97,9 @@ async def enter_run(store: StateStore, recipe: Recipe, run_id: str, directory: P
         algorithm=recipe.algorithm.type,
         activity="services start",
     )
-    try:
-        await store.create_run(record)
-    except RunExistsError:
-        known = await store.get_run(run_id)
-        if known.state is not RunState.STARTING or known.directory != record.directory:
-            raise
-        return
+
+
+async def _tell_start(store: StateStore, run_id: str) -> None:
     events = EventLog(store, run_id)
     events.state(coordinator_pb2.RUN_STATE_STARTING)
     await events.flush()

@@ -1,9 +1,6 @@
-"""Recovery of a run: which failures it survives, and how its trained roles go back to a known state."""
+"""Recovery of a run: which failures it survives, and how its trained roles go back."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import (
     NodeFailedError,
@@ -95,32 +92,6 @@ class RecoveryBudget:
         # The first attempt follows at once: most failures are of one process, once.
         backoff = self._spec.pause_s * float(2 ** (self._failures - 2))
         return 0.0 if self._failures == 1 else min(_LARGEST_PAUSE_S, backoff)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recovered:
-    """One recovery of a run, for its summary."""
-
-    step: int
-    """Steps that were kept."""
-    cause: str
-    """What had failed."""
-    seconds: float
-    """From the failure until steps were made again."""
-    restarted: tuple[str, ...]
-    """Services that were initialised anew; the others kept their models."""
-    lost_steps: int
-    """Steps that had been made and are made again, since only an older state was left of them."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "step": self.step,
-            "cause": self.cause,
-            "seconds": self.seconds,
-            "restarted": list(self.restarted),
-            "lost_steps": self.lost_steps,
-        }
 
 
 async def go_back(

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import check_roles_run
 from rolemesh.coordinator.run.launch import (
     QUICK_STOP_GRACE_S,
@@ -27,12 +28,15 @@ from rolemesh.coordinator.run.launch import (
     service_commands,
     visible_devices,
 )
+from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import (
     check_directory_is_free,
     end_abandoned,
+    enter_again,
     enter_run,
     make_run_id,
 )
+from rolemesh.coordinator.run.resume import RUN_FILE, check_changes, open_run, reached
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.files import write_atomically
@@ -45,16 +49,6 @@ from rolemesh.coordinator.state.store import (
     StoreUnavailableError,
 )
 from rolemesh.coordinator.trackers.registry import check_trackers
-from rolemesh.engine.specs import (
-    ClassifierRewardSpec,
-    DataSpec,
-    HfDatasetSpec,
-    JsonlSpec,
-    MixtureSpec,
-    ParquetSpec,
-    RewardSpec,
-    named_sources,
-)
 from rolemesh.rpc import tracing
 
 COORDINATOR_FILE = "coordinator.json"
@@ -91,6 +85,7 @@ class Session:
         observer: RunObserver,
         *,
         run_id: str | None = None,
+        resumes: bool = False,
     ) -> None:
         """Checks everything that can be checked before the first process is started.
 
@@ -99,14 +94,17 @@ class Session:
             directory: Folder of the run's files.
             observer: Observer that is told of the run's progress.
             run_id: Id of the run; None makes one.
+            resumes: Whether the folder holds the run, which goes on from where it is.
 
         Raises:
-            InputError: The folder holds a run, a file that the recipe names or a package that a
-                role needs is missing, or the coordinator would be open to others without a token.
+            InputError: The folder holds a run (or, to resume, none that fits), a file that the
+                recipe names or a package that a role needs is missing, or the coordinator would be
+                open to others without a token.
         """
         self.recipe = recipe
         self.directory = directory.absolute()
         self.run_id = run_id or make_run_id(recipe.run.name)
+        self._resumes = resumes
         self.is_interrupted = False
         """Whether a signal asked for an end."""
         self._observer = observer
@@ -119,7 +117,10 @@ class Session:
             self._addresses = {
                 name: address for name in services if (address := recipe.address(name))
             }
-            check_directory_is_free(self.directory)
+            if resumes:
+                self._check_resumable()
+            else:
+                check_directory_is_free(self.directory)
             check_trackers(recipe.trackers)
             if recipe.tracing is not None or tracing.is_configured(os.environ):
                 tracing.check_installed()
@@ -132,6 +133,13 @@ class Session:
                 visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
         except ValueError as error:
             raise InputError(str(error)) from error
+
+    def _check_resumable(self) -> None:
+        """Takes the id of the run in the folder; raises ValueError where it cannot go on."""
+        found = open_run(self.directory)
+        self.run_id = found.run_id
+        for change in check_changes(found.recipe, self.recipe):
+            self._observer.on_event(f"changed since the run began: {change}")
 
     async def execute(self) -> RunSummary:
         """Makes the run; afterwards no process of it is left.
@@ -178,8 +186,11 @@ class Session:
             stack.enter_context(_held(self.directory))
             stack.enter_context(self._traced())
             try:
-                # Another run may have used the folder since the first look.
-                check_directory_is_free(self.directory)
+                if not self._resumes:
+                    # Another run may have used the folder since the first look.
+                    check_directory_is_free(self.directory)
+                    known = json.dumps({"run_id": self.run_id})
+                    write_atomically(self.directory / RUN_FILE, known + "\n")
                 store = await stack.enter_async_context(
                     open_store(self.recipe.store, self.directory)
                 )
@@ -196,6 +207,7 @@ class Session:
                 raise InputError(f"run id: {error}") from error
             except ValueError as error:
                 raise InputError(str(error)) from error
+            resumed = await self._reached(store) if self._resumes else None
             launcher = await stack.enter_async_context(
                 Launcher(self._own, service_commands(self.recipe), self.directory / "logs")
             )
@@ -209,6 +221,8 @@ class Session:
                 store=store,
                 observer=self._observer,
                 run_id=self.run_id,
+                restart=launcher.restart,
+                resumed=resumed,
             )
             self._run = run
             launcher.on_exit = lambda gone: run.service_lost(gone.role, gone.reason)
@@ -223,7 +237,10 @@ class Session:
     @asynccontextmanager
     async def _entered(self, store: StateStore) -> AsyncIterator[None]:
         """Keeps the run in the store, also while its services start."""
-        await enter_run(store, self.recipe, self.run_id, self.directory)
+        if self._resumes:
+            await enter_again(store, self.recipe, self.run_id, self.directory)
+        else:
+            await enter_run(store, self.recipe, self.run_id, self.directory)
         async with self._ended(store):
             yield
 
@@ -240,6 +257,12 @@ class Session:
             with contextlib.suppress(StateStoreError):
                 await end_abandoned(store, self.run_id, error)
             raise
+
+    async def _reached(self, store: StateStore) -> RunProgress:
+        """What the run of the folder has reached."""
+        progress, where = await reached(store, self.run_id, self.directory)
+        self._observer.on_event(f"resuming {self.run_id} from {where}")
+        return progress
 
     def _traced(self) -> contextlib.AbstractContextManager[None]:
         """Sends traces until the block ends, if the recipe or the environment asks for them."""
@@ -324,78 +347,6 @@ def _held(directory: Path) -> Iterator[None]:
                 "on a file system with locks"
             ) from error
         yield
-
-
-def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
-    """Raises ValueError when a service that we start would not find a file of the recipe.
-
-    Services that run elsewhere see other disks, and check by themselves.
-    """
-    roles = sorted(roles)  # of two faults, every run names the same one first
-    models: dict[str, Path] = {}
-    for role in roles:
-        section: Any = recipe.section(role)
-        if isinstance(section, RewardSpec):
-            for reward in named_sources(section.source):
-                if isinstance(reward.source, ClassifierRewardSpec):
-                    models[f"{role}.source.model.path"] = reward.source.model.path
-        else:
-            models[f"{role}.model.path"] = section.model.path
-    for field, path in models.items():
-        if not (path / "config.json").is_file():
-            what = "has no config.json" if path.is_dir() else "is not a folder"
-            raise ValueError(
-                f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
-                f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
-                "is ever downloaded)"
-            )
-    for role in roles:
-        section = recipe.section(role)
-        for name in ("data", "pretraining_data"):
-            data: DataSpec | None = getattr(section, name, None)
-            if data is not None:
-                _check_data(f"{role}.{name}", data)
-
-
-def _check_data(field: str, data: DataSpec) -> None:
-    """Raises ValueError when a file or folder of a source is missing; does not read them."""
-    where = "(relative paths start at the current directory; nothing is ever downloaded)"
-    if isinstance(data, MixtureSpec):
-        for number, source in enumerate(data.sources):
-            _check_data(f"{field}.sources.{number}.data", source.data)
-    elif isinstance(data, HfDatasetSpec):
-        folder = data.path if data.name is None else data.path / data.name
-        if not folder.is_dir():
-            named = f"{field}.path" if data.name is None else f"{field}.path with {field}.name"
-            raise ValueError(
-                f"{named} is {str(folder)!r}, which is no folder: give one that save_to_disk "
-                f"wrote, or a copy of a data set's repository {where}"
-            )
-    elif isinstance(data, JsonlSpec | ParquetSpec):
-        for name, path in (("path", data.path), ("held_out_path", data.held_out_path)):
-            if path is None or path.is_file():
-                continue
-            if isinstance(data, JsonlSpec):
-                raise ValueError(
-                    f"{field}.{name} is {str(path)!r}, which is no file: give JSON lines, one "
-                    f"object each{_maker_hint(path.parent)} {where}"
-                )
-            if not path.is_dir() or next(path.rglob("*.parquet"), None) is None:
-                raise ValueError(
-                    f"{field}.{name} is {str(path)!r}, which is neither a file nor a folder of "
-                    f".parquet files: give one of them {where}"
-                )
-
-
-def _maker_hint(path: Path) -> str:
-    """How to make the folders that the recipes of the repository name."""
-    if path.name == "SmolLM2-135M-Instruct":
-        return f"; `python -m rolemesh.quickstart.smollm2 --out {path}` writes this one"
-    if path.name == "form-judge":
-        return "; `make judge` writes .models/form-judge"
-    if path.name == "sums":
-        return "; `make sums` writes .data/sums"
-    return ""
 
 
 def living_coordinator(directory: Path) -> dict[str, str | int] | None:

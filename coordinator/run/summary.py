@@ -24,6 +24,32 @@ _GIT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recovered:
+    """One recovery of a run, for its summary."""
+
+    step: int
+    """Steps that were kept."""
+    cause: str
+    """What had failed."""
+    seconds: float
+    """From the failure until steps were made again."""
+    restarted: tuple[str, ...]
+    """Services that were initialised anew; the others kept their models."""
+    lost_steps: int
+    """Steps that had been made and are made again, since only an older state was left of them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "step": self.step,
+            "cause": self.cause,
+            "seconds": self.seconds,
+            "restarted": list(self.restarted),
+            "lost_steps": self.lost_steps,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """How a run ended and what it reached."""
 
@@ -47,6 +73,8 @@ class RunSummary:
     seconds: float
     """Wall time of the whole run."""
     seconds_by_phase: Mapping[str, float]
+    recoveries: tuple[Recovered, ...]
+    """What the run survived, in this process."""
     versions: Mapping[str, Mapping[str, str]]
     """Versions of components, by role."""
     git_commit: str | None
@@ -78,6 +106,7 @@ class RunSummary:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "seconds_by_phase": dict(self.seconds_by_phase),
+            "recoveries": [one.to_dict() for one in self.recoveries],
             "versions": {role: dict(versions) for role, versions in self.versions.items()},
             "git_commit": self.git_commit,
             "coordinator_traffic": dict(self.coordinator_traffic),

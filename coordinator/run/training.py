@@ -12,7 +12,7 @@ from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node, NodeKind
+from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
@@ -100,9 +100,7 @@ class TrainingLoop(RunLoop):
         self._prompts: dict[int, PromptBatch] = {}
         self._traffic_before = MethodTraffic()
         """Of the coordinator, when the newest step began."""
-        self.cuts = Cuts(
-            mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts
-        )
+        self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
         self.checkpoints = Checkpoints(
             directory / "checkpoints",
             lambda: mesh.trained,

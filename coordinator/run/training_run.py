@@ -1,16 +1,16 @@
-"""A run from outside: it is started, stopped, told of lost services, and concluded.
+"""A run from outside: it is started, stopped, told of lost services, recovered, and concluded.
 
-Every failure ends in one error with one message. In every case the run's record and summary.json
-say how the run ended.
+Every failure that ends it ends in one error with one message. In every case the run's record and
+summary.json say how the run ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -21,41 +21,30 @@ from rolemesh.coordinator.dataflow.errors import (
     RunError,
     ServiceLostError,
 )
-from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.early_end import EarlyEnd, failed, placed
+from rolemesh.coordinator.run.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.conclusion import Conclusion
+from rolemesh.coordinator.run.early_end import EarlyEnd
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
-from rolemesh.coordinator.run.external import ExternalLoop
 from rolemesh.coordinator.run.metrics import MetricsWriter
-from rolemesh.coordinator.run.pulse import Pulse
-from rolemesh.coordinator.run.records import (
-    check_directory_is_free,
-    end_run,
-    enter_run,
-    make_run_id,
-    planned_steps,
-)
-from rolemesh.coordinator.run.run_loop import RunLoop
-from rolemesh.coordinator.run.samples import SampleTaker
-from rolemesh.coordinator.run.summary import (
-    RunSummary,
-    coordinator_versions,
-    git_commit,
-    mean_rewards,
-    traffic_totals,
-)
+from rolemesh.coordinator.run.progress import RunProgress
+from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
+from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_of
+from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
-from rolemesh.coordinator.run.watcher import Watcher, WatchSettings
+from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
 from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing
-from rolemesh.rpc.errors import RolemeshError, UnavailableError
+from rolemesh.rpc.channel import ChannelTraffic
+from rolemesh.rpc.errors import DeadlineError, RolemeshError
+from rolemesh.rpc.together import together
+from rolemesh.v1 import coordinator_pb2
 
 START_DEADLINE_S = 300.0
 """Longest wait for a service to answer its first health check. It imports torch first."""
@@ -66,14 +55,15 @@ LOSS_GRACE_S = 6.0
 The agent of a service of several ranks ends the others first, which takes a few seconds.
 """
 
-GIVE_BACK_DEADLINE_S = 5.0
-"""Longest wait at the end of a run until a service that outlives it has released the run."""
+MEET_AGAIN_DEADLINE_S = 20.0
+"""Longest wait after a failure for a service of ours that was not reported as lost. One that does
+not answer by then is started again."""
 
-TRACKER_DEADLINE_S = 15.0
-"""Longest wait at the end of a run for its trackers to send what they have."""
+LAST_CHECKPOINT_DEADLINE_S = 600.0
+"""Longest time that a run which has failed spends on saving what its services hold."""
 
-QUICK_END_S = 2.0
-"""The same when the run has failed or was aborted."""
+Restart = Callable[[str], Awaitable[str]]
+"""Ends what is left of a service, starts it again, and gives its address."""
 
 
 class TrainingRun:
@@ -102,6 +92,8 @@ class TrainingRun:
         watch: WatchSettings | None = None,
         start_deadline_s: float = START_DEADLINE_S,
         loss_grace_s: float = LOSS_GRACE_S,
+        restart: Restart | None = None,
+        resumed: RunProgress | None = None,
     ) -> None:
         """Prepares; nothing is contacted or written before `execute`.
 
@@ -115,6 +107,8 @@ class TrainingRun:
             watch: How closely services are watched.
             start_deadline_s: Longest wait for a service's first answer, in seconds.
             loss_grace_s: Longest wait for the cause when a service does not answer, in seconds.
+            restart: Starts a service again that was started for the run; None: others do that.
+            resumed: What the run in the folder has reached, to go on from there; None: it begins.
 
         Raises:
             ValueError: A role has no address, or the folder holds a run already.
@@ -122,8 +116,8 @@ class TrainingRun:
         self.recipe = recipe
         self.run_id = run_id or make_run_id(recipe.run.name)
         self.directory = directory.absolute()
-        self._is_external = isinstance(recipe.algorithm, ExternalSpec)
-        self._algorithm = None if self._is_external else algorithm_of(recipe)
+        is_external = isinstance(recipe.algorithm, ExternalSpec)
+        self._algorithm = None if is_external else algorithm_of(recipe)
         self._services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
         for name in self._services:
             if name not in addresses:
@@ -131,7 +125,8 @@ class TrainingRun:
                     f"services.{name}.address: no address for the role; give one, or let the "
                     "launcher start it"
                 )
-        check_directory_is_free(self.directory)
+        if resumed is None:
+            check_directory_is_free(self.directory)
         self._addresses = dict(addresses)
         self._store = store
         self._events = EventLog(store, self.run_id)
@@ -141,9 +136,18 @@ class TrainingRun:
         self._watch_settings = watch or WatchSettings()
         self._start_deadline_s = start_deadline_s
         self._loss_grace_s = loss_grace_s
-        self._loop: RunLoop | None = None
-        self._early_end = EarlyEnd()
-        self._git_commit: str | None = None
+        self._restart = restart
+        self._is_resumed = resumed is not None
+        self.progress = resumed or RunProgress()
+        """What the run has reached."""
+        self._budget = RecoveryBudget(recipe.run.recovery)
+        self._attempt: Attempt | None = None
+        self._aborted = EarlyEnd()
+        self._lost: set[str] = set()
+        """Services whose process is gone or of no use any more."""
+        self._failure: _Failure | None = None
+        """What the attempt in progress recovers from."""
+        self._recovered: list[Recovered] = []
 
     # --- wishes and news from outside ---
 
@@ -156,26 +160,22 @@ class TrainingRun:
 
     def abort(self) -> None:
         """Ends the run at once; what was saved before stays."""
-        steps = self._loop.step if self._loop else 0
-        self._early_end.set(
-            RunAbortedError(f"aborted during {self._activity}; steps made before: {steps}")
+        activity = self._attempt.activity if self._attempt else "start"
+        self._aborted.set(
+            RunAbortedError(f"aborted during {activity}; steps made before: {self.progress.step}")
         )
 
-    def service_lost(self, role: str, reason: str) -> None:
-        """Ends the run because a service's process ended.
+    def service_lost(self, service: str, reason: str) -> None:
+        """Ends the attempt in progress because a service is gone.
 
         Args:
-            role: Its role.
+            service: Its name.
             reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
                 killed by signal 9; its log ends with: ...".
         """
-        nodes = self._loop.running(role) if self._loop else []
-        during = f"step {nodes[0].step}, {nodes[0].name}" if nodes else self._activity
-        self._early_end.set(ServiceLostError(role, reason, during))
-
-    @property
-    def _activity(self) -> str:
-        return self._loop.activity if self._loop else "start"
+        self._lost.add(service)
+        if self._attempt is not None:
+            self._attempt.lost(service, reason)
 
     # --- the whole life ---
 
@@ -186,8 +186,7 @@ class TrainingRun:
             RunError: It could not go on, or was aborted; the record and summary.json say so too.
             StateStoreError: The store failed.
         """
-        started = time.monotonic()
-        self._git_commit = await git_commit()
+        commit = await git_commit()
         self.directory.mkdir(parents=True, exist_ok=True)
         values = self.recipe.model_dump(mode="json")
         write_atomically(
@@ -195,48 +194,42 @@ class TrainingRun:
             yaml.safe_dump(values, sort_keys=False),
             is_private=values != without_passwords(values),
         )
-        await enter_run(self._store, self.recipe, self.run_id, self.directory)
-        journal = Journal(self._store, self.run_id, await self._store.next_epoch(self.run_id))
-        # A client that drives the services raises the epoch, so writes about the run then carry
-        # none.
-        epoch = self._events.epoch = None if self._is_external else journal.epoch
+        if not self._is_resumed:
+            await enter_run(self._store, self.recipe, self.run_id, self.directory)
         for role in unused_roles(self.recipe):
             self._observer.on_event(
                 f"the recipe has a section {role}, which algorithm {self.recipe.algorithm.type!r} "
                 "does not use"
             )
-        writer = await self._open_writer()
-        mesh = RunMesh(self._addresses, self._services, journal, self._observer)
-        samples = SampleTaker(
-            self._store, self.run_id, epoch, self._observer, self.recipe.run.samples
+        parts = RunParts(
+            recipe=self.recipe,
+            run_id=self.run_id,
+            directory=self.directory,
+            store=self._store,
+            observer=self._observer,
+            events=self._events,
+            wishes=self.wishes,
+            writer=await self._open_writer(),
+            services=self._services,
+            algorithm=self._algorithm,
+            progress=self.progress,
+            traffic=ChannelTraffic(),
+            watch=self._watch_settings,
+            loss_grace_s=self._loss_grace_s,
         )
-        loop: RunLoop
-        if self._algorithm is None:
-            loop = ExternalLoop(self._store, self.run_id, self.wishes, self._events)
-        else:
-            loop = TrainingLoop(
-                self.recipe,
-                self._algorithm,
-                mesh,
-                journal,
-                self._store,
-                writer,
-                self._observer,
-                self.directory,
-                wishes=self.wishes,
-                events=self._events,
-                samples=samples,
-            )
+        conclusion = Conclusion(parts, commit)
+        attempt = await self._new_attempt(parts)
         failure: BaseException | None = None
         try:
             with tracing.span(f"run {self.recipe.run.name}", run_id=self.run_id):
-                await self._unless_ended(self._live(mesh, loop, journal, epoch))
+                await self._aborted.cuts_short(self._until_made(parts, attempt))
         except BaseException as error:
             failure = error
             raise
         finally:
-            await samples.close()
-            summary = await self._conclude(failure, mesh, loop, epoch, writer, started)
+            attempt = self._attempt or attempt
+            await self._end(parts, attempt, failure)
+            summary = await conclusion.write(failure, attempt, self._recovered)
         return summary
 
     async def _open_writer(self) -> MetricsWriter:
@@ -250,166 +243,147 @@ class TrainingRun:
         config = without_passwords(self.recipe.model_dump(mode="json"))
         for tracker in trackers:
             await tracker.start(facts, config)
-        return MetricsWriter(facts, self._store, trackers)
+        writer = MetricsWriter(facts, self._store, trackers)
+        if self._is_resumed:
+            await writer.resume(self.progress.step, self.progress.records)
+        return writer
 
-    async def _live(
-        self, mesh: RunMesh, loop: RunLoop, journal: Journal, epoch: int | None
-    ) -> None:
-        """Meets, watches and initialises the services, then trains."""
-        pulse = Pulse(
-            self._store,
+    async def _new_attempt(self, parts: RunParts) -> Attempt:
+        epoch = await self._store.next_epoch(self.run_id)
+        self._attempt = Attempt(parts, epoch, self._addresses)
+        return self._attempt
+
+    async def _until_made(self, parts: RunParts, attempt: Attempt) -> None:
+        """Makes attempts until the run is made, or a failure is final."""
+        while True:
+            started: frozenset[str] = frozenset()
+            try:
+                if self._failure is not None:
+                    started = await self._start_lost()
+                    attempt = await self._new_attempt(parts)
+                await attempt.make(self._deadlines_s(started), self.service_lost, self._begun)
+                return
+            except Exception as error:
+                pause_s = None
+                if isinstance(attempt.loop, TrainingLoop):
+                    pause_s = self._budget.pause_s(error, self.progress.step)
+                if pause_s is None:
+                    raise
+                await self._failed(error, attempt)
+                await asyncio.sleep(pause_s)
+
+    def _deadlines_s(self, started: frozenset[str]) -> dict[str, float]:
+        """Longest wait for the first answer of each service, in seconds."""
+        is_first = self._failure is None and not self._is_resumed
+
+        def deadline_s(service: str) -> float:
+            if self.recipe.address(service) is not None and not is_first:
+                return self.recipe.run.recovery.wait_s
+            is_new = self._failure is None or service in started
+            return self._start_deadline_s if is_new else MEET_AGAIN_DEADLINE_S
+
+        return {service: deadline_s(service) for service in self._services}
+
+    async def _start_lost(self) -> frozenset[str]:
+        """Starts the services of ours again whose processes are gone or of no use."""
+        restart = self._restart
+        lost = frozenset(name for name in self._lost if self.recipe.address(name) is None)
+        if restart is None or not lost:
+            self._lost.clear()
+            return frozenset()
+
+        async def one(service: str) -> None:
+            self._observer.on_phase(service, "start", 0, 0)
+            self._addresses[service] = await restart(service)
+            self._lost.discard(service)
+
+        await together(one(service) for service in sorted(lost))
+        self._lost.clear()
+        return lost
+
+    async def _failed(self, error: Exception, attempt: Attempt) -> None:
+        """Says that the run recovers, and notes which service has to be started again."""
+        if isinstance(error, ServiceLostError):
+            self._lost.add(error.role)
+        elif isinstance(error, NodeFailedError) and isinstance(cause_of(error), DeadlineError):
+            # Its compute thread hangs, or is too slow to be of use.
+            self._lost.add(error.node.rpartition(".")[0])
+        if self._failure is None:
+            self._failure = _Failure(told_of(error), time.monotonic(), self.progress.step)
+        await attempt.mesh.close()
+        self._observer.on_event(f"recovering after {self.progress.step} steps: {told_of(error)}")
+        self._events.state(coordinator_pb2.RUN_STATE_RECOVERING, told_of(error))
+        await self._store.update_run(
             self.run_id,
-            epoch,
-            self.wishes,
-            self._events,
-            activity=lambda: loop.activity,
-            flow=lambda: loop.step_in_progress,
+            epoch=attempt.epoch,
+            state=RunState.RECOVERING,
+            activity=f"recovering: {told_of(error)}",
         )
-        watcher = Watcher(
-            list(mesh.connections.values()),
-            self._store,
-            self.run_id,
-            self._watch_settings,
-            on_lost=self.service_lost,
-            on_devices=pulse.on_devices,
-            beat=pulse.beat,
-        )
-        watching: asyncio.Task[None] | None = None
-        started = time.monotonic()
-        try:
-            await mesh.meet(self._start_deadline_s)
-            watching = asyncio.create_task(watcher.run())
-            watching.add_done_callback(self._watcher_ended)
-            self._loop = loop
-            await mesh.initialize(self.recipe)
-            services = {name: known.facts() for name, known in mesh.connections.items()}
-            await self._store.update_run(self.run_id, epoch=epoch, services=services)
-            loop.seconds["initialize"] = time.monotonic() - started
-            await loop.run()
-        finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.wait({watching})
-                # Services that were not started for this run are kept for the next one.
-                lasting = [
-                    name
-                    for name in self._services
-                    # A service that refused this run may hold another one.
-                    if self.recipe.address(name) is not None and name in mesh.facts
-                ]
-                if self._is_external and lasting:
-                    # It is newer than the epoch of every driver, so all of them are fenced off.
-                    journal.epoch = await self._store.next_epoch(self.run_id)
-                await mesh.give_back(lasting, GIVE_BACK_DEADLINE_S)
-            await mesh.close()
+        await self._events.flush()
 
-    def _watcher_ended(self, watching: asyncio.Task[None]) -> None:
-        if watching.cancelled() or watching.exception() is None:
-            return
-        error: BaseException | None = watching.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        self._early_end.set(RunError(f"watching the services failed: {error}"))
-
-    async def _unless_ended(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does the work, unless an early end comes first, e.g. by a lost service."""
-        task = asyncio.create_task(work)
-        ending = asyncio.create_task(self._early_end.wait())
-        try:
-            await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise ending.result()
-            error = task.exception()
-            if error is not None:
-                raise await self._explained(error, ending) from error
-        finally:
-            ending.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-
-    async def _explained(
-        self, error: BaseException, ending: asyncio.Task[RunError]
-    ) -> BaseException:
-        """The cause of an error: a call without an answer is a symptom of a lost service."""
-        cause = error.cause if isinstance(error, NodeFailedError) else error
-        if isinstance(cause, UnavailableError):
-            done, _ = await asyncio.wait({ending}, timeout=self._loss_grace_s)
-            if done:
-                return placed(ending.result(), error)
-        if isinstance(error, RolemeshError):
-            # Outside of a node: initialisation, checkpoint, export.
-            return failed(error, self._activity)
-        return error
-
-    async def _conclude(
-        self,
-        failure: BaseException | None,
-        mesh: RunMesh,
-        loop: RunLoop,
-        epoch: int | None,
-        writer: MetricsWriter,
-        started: float,
-    ) -> RunSummary:
-        """Writes how the run ended, as far as that still works.
-
-        A failure in here is raised only if there was none before. Otherwise the first failure is
-        reported: it may have been the same full disk or lost store.
-        """
+    def _begun(self, attempt: Attempt) -> None:
+        """Told that all services are where the run is, so that a recovery has come to its end."""
+        failure, self._failure = self._failure, None
         if failure is None:
-            is_done = loop.step == self.recipe.run.steps
-            state = RunState.SUCCEEDED if is_done else RunState.STOPPED
-        elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
-            state = RunState.STOPPED
-        else:
-            state = RunState.FAILED
-        reason = "" if failure is None else str(failure) or type(failure).__name__
-        first, last = mean_rewards(loop.records)
-        roles = {role: known.capabilities.versions for role, known in mesh.connections.items()}
-        is_after = loop.after is not None and loop.after.step == loop.step
-        summary = RunSummary(
-            run_id=self.run_id,
-            name=self.recipe.run.name,
-            state=state,
-            failure=reason,
-            seed=self.recipe.run.seed,
-            steps=loop.step,
-            num_steps=planned_steps(self.recipe),
-            held_out_before=loop.before,
-            held_out_after=loop.after if is_after else None,
-            mean_reward_first_steps=first,
-            mean_reward_last_steps=last,
-            tokens=int(sum(record["tokens"] for record in loop.records)),
-            seconds=time.monotonic() - started,
-            seconds_by_phase=dict(loop.seconds),
-            versions={"coordinator": coordinator_versions(), **roles},
-            git_commit=self._git_commit,
-            coordinator_traffic=traffic_totals(mesh.traffic),
-            directory=self.directory,
-            model_directory=loop.model_directory,
+            return
+        recovered = Recovered(
+            step=self.progress.step,
+            cause=failure.cause,
+            seconds=time.monotonic() - failure.at,
+            restarted=tuple(sorted(attempt.mesh.fresh)),
+            lost_steps=failure.step - self.progress.step,
+        )
+        self._recovered.append(recovered)
+        self._observer.on_event(
+            f"recovered in {recovered.seconds:.1f} s: step {recovered.step + 1} is made again"
+            + (f", {recovered.lost_steps} before it are, too" if recovered.lost_steps else "")
+            + f"; loaded anew: {', '.join(recovered.restarted) or 'no service'}"
         )
 
-        async def write_record() -> None:
-            await end_run(self._store, self.run_id, state, reason, self._events, epoch)
-            for connection in mesh.connections.values():
-                await self._store.remove_service(connection.role, connection.address)
+    async def _end(self, parts: RunParts, attempt: Attempt, failure: BaseException | None) -> None:
+        """Saves what can be saved after a failure, and lets the services go."""
+        loop = attempt.loop
+        try:
+            if failure is not None and isinstance(loop, TrainingLoop):
+                await loop.write_record()
+                if not isinstance(failure, asyncio.CancelledError | RunAbortedError):
+                    await self._save_last(parts, attempt)
+            await attempt.give_back()
+        except (StateStoreError, OSError) as error:
+            self._observer.on_event(f"the end of the run is not whole: {error}")
+            if failure is None:
+                raise
 
-        async def write_files() -> None:
-            try:
-                writer.close(state)
-            finally:
-                summary.write()
+    async def _save_last(self, parts: RunParts, attempt: Attempt) -> None:
+        """Saves the newest step of a run that has failed, where its trained roles are healthy."""
+        step = self.progress.step
+        assert isinstance(attempt.loop, TrainingLoop)
+        if step == 0 or step in attempt.loop.checkpoints.committed():
+            return
+        trained = [known.service for known in attempt.mesh.trained]
+        epoch = await self._store.next_epoch(self.run_id)
+        saver = Attempt(replace(parts, services=trained), epoch, self._addresses)
+        try:
+            async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
+                deadlines_s = dict.fromkeys(trained, MEET_AGAIN_DEADLINE_S)
+                folder = await saver.save_last(deadlines_s)
+            self._observer.on_event(f"step {step} was saved before the end: {folder}")
+        except (RunError, RolemeshError, TimeoutError) as error:
+            self._observer.on_event(f"step {step} could not be saved as a checkpoint: {error}")
+        finally:
+            await saver.mesh.close()
+            # Services are given back under the newest epoch.
+            attempt.journal.epoch = epoch
+            attempt.epoch = None if attempt.epoch is None else epoch
+            parts.events.epoch = attempt.epoch
 
-        # Losses are reported before the run counts as ended.
-        await writer.finish_trackers(state, TRACKER_DEADLINE_S if failure is None else QUICK_END_S)
-        unwritten: StateStoreError | OSError | None = None
-        # The record first: the store may be on another disk than the folder.
-        for write in (write_record, write_files):
-            try:
-                await write()
-            except (StateStoreError, OSError) as error:
-                self._observer.on_event(f"the end of the run could not be recorded: {error}")
-                unwritten = unwritten or error
-        if failure is None and unwritten is not None:
-            raise unwritten
-        return summary
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What a run recovers from."""
+
+    cause: str
+    at: float
+    """On the clock time.monotonic()."""
+    step: int
+    """Steps made before."""

@@ -96,6 +96,7 @@ class RunState(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     PAUSED = "paused"
+    RECOVERING = "recovering"
     SUCCEEDED = "succeeded"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -189,6 +190,10 @@ class MetricEntry:
 
     entry_id: str
     values: Mapping[str, float]
+
+
+REWIND_OPERATION = "run.rewind"
+"""Operation of the journal's entry that says to which step a run went back."""
 
 
 NUM_GRAPHS_KEPT = 256

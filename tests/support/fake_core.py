@@ -15,6 +15,7 @@ from support.fake_models import PROMPT_TOKENS
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.errors import PreconditionError, RolemeshError, to_status
 from rolemesh.v1 import (
+    cuts_pb2_grpc,
     data_pb2_grpc,
     experience_pb2,
     experience_pb2_grpc,
@@ -50,6 +51,7 @@ class FakeCore(
     reward_pb2_grpc.RewardServiceServicer,
     data_pb2_grpc.DataServiceServicer,
     weights_pb2_grpc.WeightsServiceServicer,
+    cuts_pb2_grpc.CutServiceServicer,
 ):
     """A service's state, and the life of a keyed call."""
 
@@ -154,7 +156,7 @@ class FakeCore(
     def _check(self, key: operation_pb2.OperationKey, method: str) -> None:
         if key.fencing_epoch < self.highest_epoch:
             raise PreconditionError("a newer coordinator has taken over", reason="STALE_EPOCH")
-        if self.is_asleep and method != "Initialize":
+        if self.is_asleep and method not in ("Initialize", "Attach"):
             raise PreconditionError(f"the {self.role} is asleep: wake it first", reason="ASLEEP")
         self.highest_epoch = key.fencing_epoch
 

@@ -76,6 +76,8 @@ def fake_recipe(
             "evaluation": {"num_prompts": 8},
             # The fakes serve no columns.
             "samples": 0,
+            # What a failure ends. Tests of recovery say otherwise.
+            "recovery": {"attempts": 0},
             **run,
         },
         "algorithm": algorithm,

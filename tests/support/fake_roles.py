@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from support.fake_core import FakeCore
 from support.fake_models import completion, expected_weight, reward_of
 from support.fake_recipes import fake_recipe
+from support.fake_recovery import FakeRecovery
 from support.fake_sampling import FakeSampling
 from support.fake_training import FakeTraining
 
@@ -29,6 +30,7 @@ from rolemesh.coordinator.recipe.schema import role_of, service_names
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import to_status
 from rolemesh.v1 import (
+    cuts_pb2_grpc,
     data_pb2_grpc,
     experience_pb2,
     experience_pb2_grpc,
@@ -90,7 +92,7 @@ class CallRecord:
 
 
 @dataclass(eq=False, repr=False)
-class FakeRole(FakeSampling, FakeTraining, FakeCore):
+class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
     """One service. Faults are set from the test: `failures`, `gates`, `block_gates`."""
 
     _server: grpc.aio.Server | None = None
@@ -109,6 +111,7 @@ class FakeRole(FakeSampling, FakeTraining, FakeCore):
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
         data_pb2_grpc.add_DataServiceServicer_to_server(self, server)
         weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, server)
+        cuts_pb2_grpc.add_CutServiceServicer_to_server(self, server)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         self._server = server
@@ -123,7 +126,10 @@ class FakeRole(FakeSampling, FakeTraining, FakeCore):
     async def GetCapabilities(self, request: Any, context: Any) -> Any:
         return worker_pb2.GetCapabilitiesResponse(
             role=self.role,
-            services=[f"rolemesh.v1.{family}Service" for family in FAMILIES],
+            services=[
+                f"rolemesh.v1.{family}Service"
+                for family in (*FAMILIES, *(["Cut"] if self.mesh.has_cuts else []))
+            ],
             world_size=1,
             accepts_references=True,
             versions={"fake": "1"},
@@ -200,6 +206,12 @@ class FakeMesh:
     """Blocks that are never sent."""
     roles: dict[str, FakeRole] = field(default_factory=dict)
     """By the name of the service."""
+    has_cuts: bool = False
+    """Whether trained roles keep cuts."""
+    cuts: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
+    """What they keep, by service and step."""
+    restarted: list[str] = field(default_factory=list)
+    """Services that were started again, in order."""
     columns: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """By experience id and name of the column: one value a row."""
     published: tuple[int, float] | None = None
@@ -220,6 +232,14 @@ class FakeMesh:
         """Makes the services of a role, not yet started."""
         for service in service_names(role, replicas):
             self.roles[service] = FakeRole(service=service, mesh=self)
+
+    async def restart(self, service: str) -> str:
+        """Ends a service as a kill does, and starts one that knows nothing of a run."""
+        await self.roles[service].stop()
+        self.restarted.append(service)
+        self.roles[service] = FakeRole(service=service, mesh=self)
+        await self.roles[service].start()
+        return self.roles[service].address
 
     def methods(self, step: int) -> list[str]:
         """Calls of a step in the order in which they arrived, as "service.Method"."""

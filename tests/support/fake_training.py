@@ -144,7 +144,8 @@ class FakeTraining(FakeCore):
     def _written(self, directory: str) -> weights_pb2.CheckpointResult:
         folder = Path(directory)
         folder.mkdir(parents=True)
-        (folder / "weight.json").write_text(json.dumps({"weight": self.weight}))
+        state = {"weight": self.weight, "policy_version": self.policy_version}
+        (folder / "weight.json").write_text(json.dumps(state))
         return weights_pb2.CheckpointResult(
             policy_version=self.policy_version, num_bytes=1, manifest_sha256="ab" * 32
         )

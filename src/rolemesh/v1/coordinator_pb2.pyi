@@ -72,6 +72,10 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     """Pauses after the step in progress."""
     RUN_STATE_PAUSED: _RunState.ValueType  # 8
     """Makes no step until it is resumed."""
+    RUN_STATE_RECOVERING: _RunState.ValueType  # 9
+    """A process or a connection has failed: what died is started again, and the
+    run goes on from the newest step that was made.
+    """
 
 class RunState(_RunState, metaclass=_RunStateEnumTypeWrapper):
     """State of a run."""
@@ -94,6 +98,10 @@ RUN_STATE_PAUSING: RunState.ValueType  # 7
 """Pauses after the step in progress."""
 RUN_STATE_PAUSED: RunState.ValueType  # 8
 """Makes no step until it is resumed."""
+RUN_STATE_RECOVERING: RunState.ValueType  # 9
+"""A process or a connection has failed: what died is started again, and the
+run goes on from the newest step that was made.
+"""
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,126 @@
+"""Conclusion of a run: how it ended, in the store, in its files and for its trackers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from rolemesh.coordinator.dataflow.errors import RunAbortedError
+from rolemesh.coordinator.run.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.records import end_run, planned_steps
+from rolemesh.coordinator.run.summary import (
+    Recovered,
+    RunSummary,
+    coordinator_versions,
+    mean_rewards,
+    traffic_totals,
+)
+from rolemesh.coordinator.state.store import RunState, StateStoreError
+
+TRACKER_DEADLINE_S = 15.0
+"""Longest wait at the end of a run for its trackers to send what they have."""
+
+QUICK_END_S = 2.0
+"""The same when the run has failed or was aborted."""
+
+
+class Conclusion:
+    """Writes how a run ended, as far as that still works. Owner: the coordinator's loop."""
+
+    def __init__(self, parts: RunParts, git_commit: str | None) -> None:
+        """Begins to measure the run's time.
+
+        Args:
+            parts: Of the run.
+            git_commit: Of the code that makes it; None where that is not known.
+        """
+        self._parts = parts
+        self._git_commit = git_commit
+        self._started = time.monotonic()
+
+    async def write(
+        self,
+        failure: BaseException | None,
+        attempt: Attempt,
+        recovered: Sequence[Recovered],
+    ) -> RunSummary:
+        """Writes record, files and trackers.
+
+        A failure in here is raised only if there was none before. Otherwise the first failure is
+        reported: it may have been the same full disk or lost store.
+
+        Args:
+            failure: What ended the run; None where it came to its end.
+            attempt: The last one.
+            recovered: What the run has survived.
+        """
+        parts, mesh = self._parts, attempt.mesh
+        summary = self._summary(failure, attempt, recovered)
+        state, reason = summary.state, summary.failure
+
+        async def write_record() -> None:
+            await end_run(parts.store, parts.run_id, state, reason, parts.events, attempt.epoch)
+            for connection in mesh.connections.values():
+                await parts.store.remove_service(connection.role, connection.address)
+
+        async def write_files() -> None:
+            try:
+                parts.writer.close(state)
+            finally:
+                summary.write()
+
+        # Losses are reported before the run counts as ended.
+        await parts.writer.finish_trackers(
+            state, TRACKER_DEADLINE_S if failure is None else QUICK_END_S
+        )
+        unwritten: StateStoreError | OSError | None = None
+        # The record first: the store may be on another disk than the folder.
+        for write in (write_record, write_files):
+            try:
+                await write()
+            except (StateStoreError, OSError) as error:
+                parts.observer.on_event(f"the end of the run could not be recorded: {error}")
+                unwritten = unwritten or error
+        if failure is None and unwritten is not None:
+            raise unwritten
+        return summary
+
+    def _summary(
+        self, failure: BaseException | None, attempt: Attempt, recovered: Sequence[Recovered]
+    ) -> RunSummary:
+        parts = self._parts
+        recipe, progress = parts.recipe, parts.progress
+        if failure is None:
+            is_done = progress.step == recipe.run.steps
+            state = RunState.SUCCEEDED if is_done else RunState.STOPPED
+        elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
+            state = RunState.STOPPED
+        else:
+            state = RunState.FAILED
+        connections = attempt.mesh.connections.items()
+        roles = {role: known.capabilities.versions for role, known in connections}
+        first, last = mean_rewards(progress.records)
+        is_after = progress.after is not None and progress.after.step == progress.step
+        return RunSummary(
+            run_id=parts.run_id,
+            name=recipe.run.name,
+            state=state,
+            failure="" if failure is None else str(failure) or type(failure).__name__,
+            seed=recipe.run.seed,
+            steps=progress.step,
+            num_steps=planned_steps(recipe),
+            held_out_before=progress.before,
+            held_out_after=progress.after if is_after else None,
+            mean_reward_first_steps=first,
+            mean_reward_last_steps=last,
+            tokens=int(sum(record["tokens"] for record in progress.records)),
+            seconds=time.monotonic() - self._started,
+            seconds_by_phase=dict(progress.seconds),
+            recoveries=tuple(recovered),
+            versions={"coordinator": coordinator_versions(), **roles},
+            git_commit=self._git_commit,
+            coordinator_traffic=traffic_totals(parts.traffic),
+            directory=parts.directory,
+            model_directory=attempt.loop.model_directory,
+        )

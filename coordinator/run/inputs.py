@@ -1,0 +1,91 @@
+"""Checks of the files that a recipe names, before a service is started that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    DataSpec,
+    HfDatasetSpec,
+    JsonlSpec,
+    MixtureSpec,
+    ParquetSpec,
+    RewardSpec,
+    named_sources,
+)
+
+
+def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
+    """Raises ValueError when a service that we start would not find a file of the recipe.
+
+    Services that run elsewhere see other disks, and check by themselves.
+    """
+    roles = sorted(roles)  # of two faults, every run names the same one first
+    models: dict[str, Path] = {}
+    for role in roles:
+        section: Any = recipe.section(role)
+        if isinstance(section, RewardSpec):
+            for reward in named_sources(section.source):
+                if isinstance(reward.source, ClassifierRewardSpec):
+                    models[f"{role}.source.model.path"] = reward.source.model.path
+        else:
+            models[f"{role}.model.path"] = section.model.path
+    for field, path in models.items():
+        if not (path / "config.json").is_file():
+            what = "has no config.json" if path.is_dir() else "is not a folder"
+            raise ValueError(
+                f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
+                f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
+                "is ever downloaded)"
+            )
+    for role in roles:
+        section = recipe.section(role)
+        for name in ("data", "pretraining_data"):
+            data: DataSpec | None = getattr(section, name, None)
+            if data is not None:
+                _check_data(f"{role}.{name}", data)
+
+
+def _check_data(field: str, data: DataSpec) -> None:
+    """Raises ValueError when a file or folder of a source is missing; does not read them."""
+    where = "(relative paths start at the current directory; nothing is ever downloaded)"
+    if isinstance(data, MixtureSpec):
+        for number, source in enumerate(data.sources):
+            _check_data(f"{field}.sources.{number}.data", source.data)
+    elif isinstance(data, HfDatasetSpec):
+        folder = data.path if data.name is None else data.path / data.name
+        if not folder.is_dir():
+            named = f"{field}.path" if data.name is None else f"{field}.path with {field}.name"
+            raise ValueError(
+                f"{named} is {str(folder)!r}, which is no folder: give one that save_to_disk "
+                f"wrote, or a copy of a data set's repository {where}"
+            )
+    elif isinstance(data, JsonlSpec | ParquetSpec):
+        for name, path in (("path", data.path), ("held_out_path", data.held_out_path)):
+            if path is None or path.is_file():
+                continue
+            if isinstance(data, JsonlSpec):
+                raise ValueError(
+                    f"{field}.{name} is {str(path)!r}, which is no file: give JSON lines, one "
+                    f"object each{_maker_hint(path.parent)} {where}"
+                )
+            if not path.is_dir() or next(path.rglob("*.parquet"), None) is None:
+                raise ValueError(
+                    f"{field}.{name} is {str(path)!r}, which is neither a file nor a folder of "
+                    f".parquet files: give one of them {where}"
+                )
+
+
+def _maker_hint(path: Path) -> str:
+    """How to make the folders that the recipes of the repository name."""
+    if path.name == "SmolLM2-135M-Instruct":
+        return f"; `python -m rolemesh.quickstart.smollm2 --out {path}` writes this one"
+    if path.name == "form-judge":
+        return "; `make judge` writes .models/form-judge"
+    if path.name == "sums":
+        return "; `make sums` writes .data/sums"
+    return ""

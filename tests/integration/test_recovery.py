@@ -1,0 +1,213 @@
+"""Runs of fake roles that are killed in every phase of a step, and end with the same numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_recipes import split_pools
+from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe, until
+from support.fake_runs import Recorder, make_run, read_lines
+
+from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
+from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.training_run import TrainingRun
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
+from rolemesh.rpc.errors import InternalError
+
+STEPS = 3
+ROLES = ("actor", "critic", "reference", "reward")
+PHASES = (
+    ("actor", "Generate"),
+    ("critic", "ComputeValues"),
+    ("reference", "ComputeLogprobs"),
+    ("reward", "ComputeReward"),
+    ("actor", "ComputeAdvantages"),
+    ("critic", "Update"),
+    ("actor", "Update"),
+    ("actor", "SaveCut"),
+    ("critic", "SaveCut"),
+)
+RECOVERY: dict[str, Any] = {"attempts": 3, "pause_s": 0.01}
+
+
+def recipe(**run: Any) -> Any:
+    settings = {"steps": STEPS, "evaluation": {"num_prompts": 4, "every_steps": 2}, **run}
+    return fake_recipe(**{"recovery": RECOVERY, **settings}, pools=split_pools(ROLES))
+
+
+def learnt(directory: Path) -> list[dict[str, float]]:
+    """What the records say of learning, without times and traffic."""
+    return [
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(("time/", "coordinator/", "dataflow/"))
+            and name != "tokens_per_second"
+        }
+        for record in read_lines(directory / "metrics.jsonl")
+    ]
+
+
+async def undisturbed(directory: Path) -> list[dict[str, float]]:
+    async with fake_mesh(has_cuts=True) as mesh:
+        await make_run(mesh, directory, recipe(), MemoryStateStore()).execute()
+    return learnt(directory)
+
+
+def recovering_run(
+    mesh: FakeMesh, directory: Path, store: MemoryStateStore, **settings: Any
+) -> TrainingRun:
+    run = make_run(mesh, directory, recipe(), store, restart=mesh.restart, **settings)
+    run._loss_grace_s = 0.2
+    return run
+
+
+async def kill_during(
+    run: TrainingRun, mesh: FakeMesh, service: str, method: str, victim: str, step: int
+) -> RunSummary:
+    """Makes the run; the victim is killed while the service answers the method in the step."""
+    gate = mesh.roles[service].gates[method] = asyncio.Event()
+    task = asyncio.create_task(run.execute())
+
+    def is_there() -> bool:
+        return any(
+            call.name == f"{service}.{method}" and call.step == step and call.state == "running"
+            for call in mesh.calls
+        )
+
+    while not is_there():
+        # Calls of earlier steps go on.
+        gate.set()
+        await asyncio.sleep(0)
+        if not is_there():
+            gate.clear()
+            await asyncio.sleep(0.002)
+        if task.done():
+            break
+    gate.clear()
+    await mesh.roles[victim].stop()
+    run.service_lost(victim, f"{victim} was killed by signal 9")
+    gate.set()
+    mesh.roles[service].gates.clear()
+    return await task
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("victim", ROLES)
+@pytest.mark.parametrize(("service", "method"), PHASES)
+async def test_a_kill_in_any_phase_changes_nothing_that_is_learnt(
+    service: str, method: str, victim: str, step: int, tmp_path: Path
+) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    store, recorder = MemoryStateStore(), Recorder()
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, tmp_path / "killed", store, observer=recorder)
+        summary = await kill_during(run, mesh, service, method, victim, step)
+        assert mesh.restarted == [victim]
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+        assert mesh.cuts["actor"] == {}
+        initialized = [call.service for call in mesh.calls if call.method == "Initialize"]
+        assert sorted(initialized) == sorted((*ROLES, victim))
+    assert learnt(tmp_path / "killed") == expected
+    assert summary.state is RunState.SUCCEEDED
+    (recovered,) = summary.recoveries
+    assert recovered.restarted == (victim,)
+    assert recovered.lost_steps == 0
+    assert f"{victim} was killed by signal 9" in recovered.cause
+    assert [record["step"] for record in recorder.records] == [1, 2, 3]
+    record = await store.get_run(run.run_id)
+    assert (record.state, record.step) == (RunState.SUCCEEDED, STEPS)
+    assert [int(entry.values["step"]) for entry in await store.read_metrics(run.run_id)] == [
+        1, 2, 3,
+    ]  # fmt: skip
+
+
+async def test_a_run_whose_services_die_again_and_again_ends_after_its_attempts(
+    tmp_path: Path,
+) -> None:
+    store, recorder = MemoryStateStore(), Recorder()
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, tmp_path, store, observer=recorder)
+        task = asyncio.create_task(run.execute())
+        for _ in range(RECOVERY["attempts"] + 1):
+            gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+            await until(lambda: "actor.Update" in mesh.running)
+            await mesh.roles["actor"].stop()
+            run.service_lost("actor", "actor was killed by signal 9")
+            await until(lambda: "actor.Update" not in mesh.running)
+            gate.set()
+        with pytest.raises(ServiceLostError, match="killed by signal 9"):
+            await task
+    assert mesh.restarted == ["actor"] * RECOVERY["attempts"]
+    assert (await store.get_run(run.run_id)).state is RunState.FAILED
+
+
+async def test_an_error_inside_a_service_that_comes_again_ends_the_run(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        mesh.roles["critic"].failures["Update"] = InternalError("KeyError: 'values'")
+        run = recovering_run(mesh, tmp_path, MemoryStateStore())
+        with pytest.raises(RunError, match="KeyError"):
+            await run.execute()
+        updates = [call for call in mesh.calls if call.name == "critic.Update"]
+        assert len(updates) == 2
+
+
+async def test_a_failed_run_saves_its_newest_step_and_can_be_resumed(tmp_path: Path) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    store, folder = MemoryStateStore(), tmp_path / "failed"
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = make_run(mesh, folder, recipe(recovery={"attempts": 0}), store)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: any(call.step == 2 for call in mesh.calls))
+        mesh.roles["reward"].failures["ComputeReward"] = InternalError("the judge is gone")
+        with pytest.raises(RunError, match="the judge is gone"):
+            await task
+        made = json.loads((folder / "summary.json").read_text())["steps"]
+        marker = json.loads((folder / f"checkpoints/step-{made:08}/COMMITTED").read_text())
+        assert marker["step"] == made
+        mesh.roles["reward"].failures.clear()
+        mesh.roles["actor"].weight = 99.0
+        from rolemesh.coordinator.run.resume import reached
+
+        progress, where = await reached(store, run.run_id, folder)
+        assert progress.step == made
+        assert "journal" in where
+        resumed = make_run(
+            mesh, folder, recipe(), store, run_id=run.run_id, resumed=progress
+        )
+        summary = await resumed.execute()
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert summary.state is RunState.SUCCEEDED
+    assert learnt(folder) == expected
+
+
+async def test_cuts_that_are_lost_cost_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        settings = recipe(checkpoint={"every_steps": 1})
+        run = make_run(mesh, tmp_path / "killed", settings, store, restart=mesh.restart)
+        run._loss_grace_s = 0.2
+        gate = mesh.roles["actor"].gates["SaveCheckpoint"] = asyncio.Event()
+        gate.set()
+        task = asyncio.create_task(run.execute())
+        await until(lambda: any(call.step == 1 for call in mesh.of("actor.SaveCheckpoint")))
+        gate.clear()
+        await until(lambda: any(call.step == 2 for call in mesh.of("actor.SaveCheckpoint")))
+        # The host of the critic is gone, with all that was in its memory.
+        mesh.cuts["critic"].clear()
+        await mesh.roles["critic"].stop()
+        run.service_lost("critic", "critic was killed by signal 9")
+        gate.set()
+        mesh.roles["actor"].gates.clear()
+        summary = await task
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert learnt(tmp_path / "killed") == expected
+    assert [one.lost_steps for one in summary.recoveries] == [1]
+    steps = [int(entry.values["step"]) for entry in await store.read_metrics(run.run_id)]
+    assert steps == [1, 2, 3]
