@@ -96,7 +96,7 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
     assert (marker["step"], marker["next_prompt"]) == (4, 12)
     assert marker["roles"]["actor"]["policy_version"] == 8
     assert (tmp_path / "checkpoints/step-00000004/critic/weight.json").is_file()
-    assert json.loads((tmp_path / "model/weight.json").read_text()) == {"weight": 0.5}
+    assert json.loads((tmp_path / "model/weight.json").read_text())["weight"] == 0.5
     assert list((tmp_path / "tensorboard").iterdir())
     graphs = read_lines(tmp_path / "dataflow.jsonl")
     assert [len(graph["nodes"]) for graph in graphs] == [7, 7, 7, 7]
@@ -134,7 +134,10 @@ async def test_the_journal_has_every_operation_once_and_a_commit_a_step(tmp_path
     entries = await store.read_journal(run.run_id)
     acknowledged = [(e.step, e.operation, e.sequence) for e in entries]
     assert sorted(acknowledged) == sorted(
-        [key[2:] for key in keys] + [(1, "step.commit", 0), (2, "step.commit", 0)]
+        [key[2:] for key in keys]
+        + [(step, "step.commit", 0) for step in (0, 1, 2)]
+        + [(step, "step.record", 0) for step in (1, 2)]
+        + [(step, "run.evaluate", 0) for step in (0, 2)]
     )
     commit = next(e for e in entries if (e.step, e.operation) == (2, "step.commit"))
     assert commit.result["policy_versions"]["actor"] == 4

@@ -26,18 +26,18 @@ async def test_keys_number_operations_of_one_name_within_a_step() -> None:
     assert {(key.run_id, key.fencing_epoch) for key in keys} == {("run", 1)}
 
 
-async def test_a_step_counts_once_it_is_committed() -> None:
+async def test_operations_notes_and_commits_stand_in_the_order_in_which_they_came() -> None:
     store = MemoryStateStore()
     journal = await make_journal(store)
-    assert await journal.last_commit() == 0
     await journal.acknowledge(journal.next_key(1, "actor.update"), {"policy_version": 1})
-    assert await journal.last_commit() == 0
     await journal.commit(1, {})
+    await journal.note(1, "step.record", {"record": {"loss": 0.5}})
+    await journal.note(1, "step.record", {"record": {"loss": 0.5}})
     await journal.acknowledge(journal.next_key(2, "actor.update"), {"policy_version": 2})
-    assert await journal.last_commit() == 1
     assert [entry.operation for entry in await journal.read()] == [
         "actor.update",
         COMMIT_OPERATION,
+        "step.record",
         "actor.update",
     ]
 
