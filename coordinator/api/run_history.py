@@ -22,12 +22,20 @@ _NEWEST_RECORDS = 1000
 class RunHistory:
     """Records and graphs of one run; `refresh` reads those that came since the last time.
 
-    Of a step that was made twice, the last record counts. Owner: one asyncio loop.
+    After a rewind everything is read anew, so steps that the run took back are gone from here, too.
+    Of a step that was made twice without one, the last record counts. Owner: one asyncio loop.
     """
 
     def __init__(self, store: StateStore, run_id: str) -> None:
         self._store = store
         self._run_id = run_id
+        self.devices = DeviceHistory(store, run_id)
+        self._rewind_id = ""
+        self._begin()
+        # Two callers that read at the same time would count a record twice.
+        self._turn = asyncio.Lock()
+
+    def _begin(self) -> None:
         self.steps: list[int] = []
         """Steps with a record, ascending."""
         self.columns: dict[str, array[float]] = {}
@@ -37,15 +45,19 @@ class RunHistory:
         self.alerts: list[coordinator_pb2.Alert] = []
         self.alerts_of = (0, 0)
         """Number of steps and newest graph from which the alerts were computed."""
-        self.devices = DeviceHistory(store, run_id)
         self._metrics_id = ""
         self._graphs_id = ""
-        # Two callers that read at the same time would count a record twice.
-        self._turn = asyncio.Lock()
+
+    async def _begin_after_rewind(self) -> None:
+        rewind_id = await self._store.newest_rewind(self._run_id)
+        if rewind_id != self._rewind_id:
+            self._begin()
+            self._rewind_id = rewind_id
 
     async def refresh(self) -> None:
         """Reads the records that came since the last time."""
         async with self._turn:
+            await self._begin_after_rewind()
             while True:
                 entries = await self._store.read_metrics(self._run_id, self._metrics_id, _PAGE)
                 for entry in entries:
@@ -73,6 +85,7 @@ class RunHistory:
     async def refresh_graphs(self) -> None:
         """Reads the graphs that came since the last time."""
         async with self._turn:
+            await self._begin_after_rewind()
             for entry in await self._store.read_graphs(self._run_id, self._graphs_id):
                 self.graphs.pop(entry.step, None)
                 self.graphs[entry.step] = entry.graph

@@ -82,12 +82,12 @@ class Pulse:
             graph = json.dumps({"step": flow.step, "nodes": nodes}).encode()
             if graph != self._told_flow:
                 self._told_flow = graph
-                await self._append(RunStream.FLOW, graph)
+                await self._append(RunStream.FLOW, graph, flow.step)
         if self._devices:
             look = coordinator_pb2.GetDeviceUseResponse(devices=self._devices)
             self._devices = []
             await self._append(RunStream.DEVICES, look.SerializeToString())
         await self._events.flush()
 
-    async def _append(self, stream: RunStream, payload: bytes) -> None:
-        await self._store.append_entry(self._run_id, stream, payload, self._epoch)
+    async def _append(self, stream: RunStream, payload: bytes, step: int | None = None) -> None:
+        await self._store.append_entry(self._run_id, stream, payload, self._epoch, step=step)

@@ -83,8 +83,9 @@ class SampleTaker:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 samples = await self._fetch(step, await experience.result())
+                payload = samples.SerializeToString()
                 await self._store.append_entry(
-                    self._run_id, RunStream.SAMPLES, samples.SerializeToString(), self._epoch
+                    self._run_id, RunStream.SAMPLES, payload, self._epoch, step=step
                 )
         except (RolemeshError, StateStoreError, ValueError, TimeoutError) as error:
             self._num_failures += 1

@@ -7,13 +7,14 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
     GraphEntry,
     JournalEntry,
+    JournalLostError,
     MetricEntry,
     RunExistsError,
     RunNotFoundError,
@@ -25,7 +26,10 @@ from rolemesh.coordinator.state.store import (
     StreamEntry,
     check_run_changes,
     newest_first,
+    rewind_entry,
 )
+
+Entry = TypeVar("Entry")
 
 
 class MemoryStateStore(StateStore):
@@ -44,7 +48,9 @@ class MemoryStateStore(StateStore):
         self._journals: dict[str, dict[str, JournalEntry]] = {}
         self._metrics: dict[str, list[MetricEntry]] = {}
         self._graphs: dict[str, deque[GraphEntry]] = {}
-        self._streams: dict[tuple[str, RunStream], deque[StreamEntry]] = {}
+        self._streams: dict[tuple[str, RunStream], deque[tuple[StreamEntry, int | None]]] = {}
+        """Entries with the step that each is of."""
+        self._rewinds: dict[str, str] = {}
         self._next_id = 0
 
     async def ping(self) -> None:
@@ -62,6 +68,8 @@ class MemoryStateStore(StateStore):
         current = self._epochs.get(run_id, 0)
         if epoch < current:
             raise StaleEpochError(run_id, epoch, current)
+        if epoch > current:
+            raise JournalLostError(self.url, run_id, epoch, current)
 
     async def register_service(self, lease: ServiceLease, ttl_s: float) -> ServiceLease:
         """Enters or renews a service."""
@@ -98,14 +106,14 @@ class MemoryStateStore(StateStore):
     async def update_run(self, run_id: str, *, epoch: int | None = None, **changes: Any) -> None:
         """Changes fields of a run."""
         check_run_changes(changes)
-        record = await self.get_run(run_id)
         if epoch is not None:
             self._check_epoch(run_id, epoch)
+        record = await self.get_run(run_id)
         self._runs[run_id] = dataclasses.replace(record, **{"updated_at": self._clock(), **changes})
 
-    async def next_epoch(self, run_id: str) -> int:
+    async def next_epoch(self, run_id: str, *, at_least: int = 1) -> int:
         """Takes the run over."""
-        self._epochs[run_id] = self._epochs.get(run_id, 0) + 1
+        self._epochs[run_id] = max(self._epochs.get(run_id, 0) + 1, at_least)
         return self._epochs[run_id]
 
     async def append_journal(self, run_id: str, entry: JournalEntry) -> str:
@@ -148,21 +156,27 @@ class MemoryStateStore(StateStore):
         return found[:limit]
 
     async def append_entry(
-        self, run_id: str, stream: RunStream, payload: bytes, epoch: int | None = None
+        self,
+        run_id: str,
+        stream: RunStream,
+        payload: bytes,
+        epoch: int | None = None,
+        *,
+        step: int | None = None,
     ) -> str:
         """Appends one entry, and lets the oldest go."""
         if epoch is not None:
             self._check_epoch(run_id, epoch)
         entry = StreamEntry(entry_id=self._make_id(), payload=payload)
-        kept: deque[StreamEntry] = deque(maxlen=stream.keep)
-        self._streams.setdefault((run_id, stream), kept).append(entry)
+        kept: deque[tuple[StreamEntry, int | None]] = deque(maxlen=stream.keep)
+        self._streams.setdefault((run_id, stream), kept).append((entry, step))
         return entry.entry_id
 
     async def read_entries(
         self, run_id: str, stream: RunStream, after_id: str = "", limit: int = 1000
     ) -> list[StreamEntry]:
         """Entries after the given one."""
-        kept = list(self._streams.get((run_id, stream), ()))
+        kept = [entry for entry, _ in self._streams.get((run_id, stream), ())]
         if not after_id:
             return kept[:limit]
         # Ids order as text.
@@ -170,3 +184,24 @@ class MemoryStateStore(StateStore):
         if place == len(kept) or kept[place].entry_id != after_id:
             raise EntryExpiredError(run_id, stream, after_id)
         return kept[place + 1 : place + 1 + limit]
+
+    async def rewind(self, run_id: str, step: int, *, epoch: int) -> str:
+        """Removes what later steps left behind."""
+        self._check_epoch(run_id, epoch)
+        _keep(self._metrics.get(run_id), lambda entry: entry.values.get("step", 0) <= step)
+        _keep(self._graphs.get(run_id), lambda entry: entry.step <= step)
+        for stream in (RunStream.SAMPLES, RunStream.FLOW):
+            _keep(self._streams.get((run_id, stream)), lambda kept: (kept[1] or 0) <= step)
+        self._rewinds[run_id] = await self.append_journal(run_id, rewind_entry(step, epoch))
+        return self._rewinds[run_id]
+
+    async def newest_rewind(self, run_id: str) -> str:
+        """Which entry of the journal says so."""
+        return self._rewinds.get(run_id, "")
+
+
+def _keep(entries: list[Entry] | deque[Entry] | None, is_kept: Callable[[Entry], bool]) -> None:
+    if entries is not None:
+        kept = [entry for entry in entries if is_kept(entry)]
+        entries.clear()
+        entries.extend(kept)

@@ -24,11 +24,20 @@ class StateStoreError(Exception):
 class StoreUnavailableError(StateStoreError):
     """The store does not answer."""
 
-    def __init__(self, url: str, cause: BaseException) -> None:
+    def __init__(self, url: str, cause: BaseException, tried_s: float = 0.0) -> None:
+        """Makes the message.
+
+        Args:
+            url: URL of the store; its password is not shown.
+            cause: What the last attempt ended with.
+            tried_s: For how long it was tried again, in seconds; 0: it was tried once.
+        """
         self.url = masked_url(url)
+        tried = f", tried for {tried_s:.0f} s" if tried_s else ""
         super().__init__(
-            f"the store at {self.url} does not answer ({type(cause).__name__}: {cause}): start it, "
-            "correct store.url in the recipe, or use store.type=embedded, which needs no server"
+            f"the store at {self.url} does not answer ({type(cause).__name__}: {cause}{tried}): "
+            "start it, correct store.url in the recipe, or use store.type=embedded, which needs no "
+            "server"
         )
 
 
@@ -73,6 +82,20 @@ class StaleEpochError(StateStoreError):
         super().__init__(
             f"run {run_id!r}: epoch {epoch} is stale, the store is at epoch {current}: "
             "another coordinator has taken over this run; stop this one"
+        )
+
+
+class JournalLostError(StateStoreError):
+    """The store has never given the epoch of this coordinator: it lost its data since."""
+
+    def __init__(self, url: str, run_id: str, epoch: int, current: int) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.current = current
+        super().__init__(
+            f"the store at {masked_url(url)} has lost the run {run_id!r}: it is at epoch "
+            f"{current}, though it gave epoch {epoch} before: switch on appendonly; the run can be "
+            "resumed from its folder"
         )
 
 
@@ -196,6 +219,11 @@ REWIND_OPERATION = "run.rewind"
 """Operation of the journal's entry that says to which step a run went back."""
 
 
+def rewind_entry(step: int, epoch: int) -> JournalEntry:
+    """The journal's entry of a run that went back to a step."""
+    return JournalEntry(epoch=epoch, step=step, operation=REWIND_OPERATION, sequence=0, result={})
+
+
 NUM_GRAPHS_KEPT = 256
 """Newest executed graphs of a run that a store keeps, for clients that follow the run. A graph has
 some kilobytes; the folder of the run has all of them."""
@@ -252,7 +280,12 @@ class StateStore(ABC):
     """Keeps everything that outlives a call, a step, or the coordinator.
 
     Invariant: after `next_epoch` returned n, every write with an epoch below n is refused with
-    StaleEpochError, from every caller. Entry ids are opaque, and "" stands for the beginning.
+    StaleEpochError, from every caller. One with an epoch above the newest is refused with
+    JournalLostError: the store has lost its data. Entry ids are opaque, and "" stands for the
+    beginning.
+
+    A store that goes away for a while is waited for. A call that returns has had its effect once;
+    one that raises StoreUnavailableError may have had it or not.
 
     Owner: one asyncio loop; methods may be called concurrently on it.
     """
@@ -308,12 +341,19 @@ class StateStore(ABC):
         Raises:
             RunNotFoundError: No such run.
             StaleEpochError: `epoch` is older than the newest one.
+            JournalLostError: `epoch` is newer than the newest one.
             ValueError: A name is not a field that can be changed.
         """
 
     @abstractmethod
-    async def next_epoch(self, run_id: str) -> int:
-        """Takes the run over: raises its epoch by one and returns it (the first is 1)."""
+    async def next_epoch(self, run_id: str, *, at_least: int = 1) -> int:
+        """Takes the run over: raises its epoch and returns it (the first is 1).
+
+        Args:
+            run_id: The run.
+            at_least: Lowest epoch to return. Services refuse an older one than they know, so a
+                caller that knows of an epoch asks for the next: the store may have lost it.
+        """
 
     # --- journal and metrics ---
 
@@ -323,6 +363,7 @@ class StateStore(ABC):
 
         Raises:
             StaleEpochError: The entry's epoch is older than the newest one.
+            JournalLostError: The entry's epoch is newer than the newest one.
         """
 
     @abstractmethod
@@ -331,13 +372,13 @@ class StateStore(ABC):
 
     @abstractmethod
     async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
-        """Appends one object and returns its id."""
+        """Appends one object and returns its id. Its value "step" says which step it is of."""
 
     @abstractmethod
     async def read_metrics(
         self, run_id: str, after_id: str = "", limit: int = 1000
     ) -> list[MetricEntry]:
-        """Objects after the given one, oldest first."""
+        """Objects after the given one, oldest first; also when the given one was removed."""
 
     @abstractmethod
     async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
@@ -350,11 +391,17 @@ class StateStore(ABC):
     async def read_graphs(
         self, run_id: str, after_id: str = "", limit: int = NUM_GRAPHS_KEPT
     ) -> list[GraphEntry]:
-        """Graphs after the given one, oldest first; also when the given one was dropped."""
+        """Graphs after the given one, oldest first; also when the given one is no longer kept."""
 
     @abstractmethod
     async def append_entry(
-        self, run_id: str, stream: RunStream, payload: bytes, epoch: int | None = None
+        self,
+        run_id: str,
+        stream: RunStream,
+        payload: bytes,
+        epoch: int | None = None,
+        *,
+        step: int | None = None,
     ) -> str:
         """Appends to a stream of a run and returns the entry's id.
 
@@ -365,9 +412,11 @@ class StateStore(ABC):
             stream: Which of its streams.
             payload: What to keep.
             epoch: Epoch of the coordinator that owns the run; None for a wish from outside.
+            step: Step that it is of; `rewind` removes those of later steps. None: of no step.
 
         Raises:
             StaleEpochError: `epoch` is older than the newest one.
+            JournalLostError: `epoch` is newer than the newest one.
         """
 
     @abstractmethod
@@ -378,6 +427,30 @@ class StateStore(ABC):
 
         Raises:
             EntryExpiredError: `after_id` is no longer kept, so entries after it may be gone, too.
+        """
+
+    @abstractmethod
+    async def rewind(self, run_id: str, step: int, *, epoch: int) -> str:
+        """Removes what steps after `step` left in metrics, graphs, samples and flow.
+
+        Journal, events and device use stay. At last an entry of operation REWIND_OPERATION is
+        appended to the journal, once for each epoch and step; its id is returned.
+
+        Args:
+            run_id: The run.
+            step: Newest step that stays; 0 keeps none.
+            epoch: Epoch of the coordinator that owns the run.
+
+        Raises:
+            StaleEpochError: `epoch` is older than the newest one.
+            JournalLostError: `epoch` is newer than the newest one.
+        """
+
+    @abstractmethod
+    async def newest_rewind(self, run_id: str) -> str:
+        """Id of the journal's entry of the newest `rewind`, "" when there was none.
+
+        A reader that keeps what it has read reads anew when it changes.
         """
 
 

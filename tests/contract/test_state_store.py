@@ -25,6 +25,7 @@ from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
     JournalEntry,
+    JournalLostError,
     RunExistsError,
     RunNotFoundError,
     RunRecord,
@@ -150,6 +151,73 @@ async def test_stale_epoch_is_refused(store: StateStore) -> None:
         await store.update_run("a", epoch=old, step=9)
     assert (await store.get_run("a")).step == 0
     assert await store.read_journal("a") == []
+
+
+async def test_an_epoch_may_be_asked_for_that_is_newer_than_a_known_one(store: StateStore) -> None:
+    assert await store.next_epoch("a", at_least=7) == 7
+    assert await store.next_epoch("a", at_least=3) == 8
+    assert await store.next_epoch("a") == 9
+
+
+async def test_a_store_that_has_lost_the_run_says_so(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    newest = await store.next_epoch("a")
+    lost = newest + 1  # as if the store had given it, and had come back without its data
+    for write in (
+        store.append_journal("a", entry(lost, 1)),
+        store.update_run("a", epoch=lost, step=9),
+        store.append_entry("a", RunStream.EVENTS, b"x", epoch=lost),
+        store.rewind("a", 0, epoch=lost),
+        store.update_run("gone", epoch=1, step=9),
+    ):
+        with pytest.raises(JournalLostError, match=r"has lost the run .* switch on appendonly"):
+            await write
+    assert (await store.get_run("a")).step == 0
+    assert await store.read_journal("a") == []
+
+
+async def test_a_rewind_takes_later_steps_back(store: StateStore) -> None:
+    old, epoch = await store.next_epoch("a"), await store.next_epoch("a")
+    await store.append_metrics("a", {"loss": 0.5})
+    metrics, samples = [], []
+    for step in range(1, 601):
+        metrics.append(await store.append_metrics("a", {"step": float(step)}))
+        await store.append_graph("a", step, b"x")
+        samples.append(
+            await store.append_entry("a", RunStream.SAMPLES, b"s%d" % step, epoch, step=step)
+        )
+    await store.append_entry("a", RunStream.SAMPLES, b"of no step", epoch)
+    await store.append_entry("a", RunStream.FLOW, b"601", epoch, step=601)
+    await store.append_metrics("b", {"step": 600.0})
+    await store.append_journal("a", entry(epoch, 600))
+    with pytest.raises(StaleEpochError):
+        await store.rewind("a", 0, epoch=old)
+    assert await store.newest_rewind("a") == ""
+
+    rewound = await store.rewind("a", 597, epoch=epoch)
+    assert await store.rewind("a", 597, epoch=epoch) == rewound
+    assert await store.newest_rewind("a") == rewound
+    read = await store.read_metrics("a")
+    assert [found.values.get("step", 0) for found in read] == list(range(598))
+    assert [found.step for found in await store.read_graphs("a")] == list(range(345, 598))
+    kept = await store.read_entries("a", RunStream.SAMPLES)
+    assert [found.payload for found in kept] == [b"s%d" % n for n in range(538, 598)] + [
+        b"of no step"
+    ]
+    assert await store.read_entries("a", RunStream.FLOW) == []
+    assert len(await store.read_metrics("b")) == 1
+    assert [(e.operation, e.step, e.epoch) for e in await store.read_journal("a")] == [
+        ("actor.update", 600, epoch),
+        ("run.rewind", 597, epoch),
+    ]
+
+    # A reader whose cursor was taken back goes on with what comes then.
+    again = await store.append_metrics("a", {"step": 598.0})
+    assert [found.entry_id for found in await store.read_metrics("a", metrics[-1])] == [again]
+    await store.append_graph("a", 598, b"y")
+    assert [found.graph for found in await store.read_graphs("a")][-1] == b"y"
+    with pytest.raises(EntryExpiredError):
+        await store.read_entries("a", RunStream.SAMPLES, samples[-1])
 
 
 async def test_journal_keeps_order_and_content(store: StateStore) -> None:
@@ -384,9 +452,9 @@ async def test_a_store_without_memory_refuses_as_a_store_and_keeps_the_rest(tmp_
         store = RedisStateStore(server.url)
         for run_id in ("removed", "kept"):
             await store.create_run(record(run_id))
-        await store._command("DEL", "rolemesh:{removed}:run")
+        await store._link.command("DEL", "rolemesh:{removed}:run")
         assert [run.run_id for run in await store.list_runs()] == ["kept"]
-        await store._command("CONFIG", "SET", "maxmemory", "1")
+        await store._link.command("CONFIG", "SET", "maxmemory", "1")
         with pytest.raises(StoreUnavailableError, match=r"refuses a command \(OutOfMemoryError"):
             await store.append_metrics("kept", {"loss": 1.0})
         with pytest.raises(StoreUnavailableError, match=r"refuses a command \(OutOfMemoryError"):

@@ -120,8 +120,8 @@ async def fill_store(
             ended = began + STEP_S - 0.5
             for event in _events(step, record, directory):
                 await tell(event, step, ended)
-            samples = _samples(step, draw)
-            await store.append_entry(run_id, RunStream.SAMPLES, samples.SerializeToString(), epoch)
+            samples = _samples(step, draw).SerializeToString()
+            await store.append_entry(run_id, RunStream.SAMPLES, samples, epoch, step=step)
             for second in range(0, int(STEP_S), 5):
                 for look in _looks(began + second, draw):
                     await store.append_entry(
@@ -136,7 +136,7 @@ async def fill_store(
         nodes = _nodes(step, now, num_steps, draw)
         _cut_short(nodes, now + STEP_S / 2)
         graph = json.dumps({"step": step, "nodes": [node.to_dict() for node in nodes]})
-        await store.append_entry(run_id, RunStream.FLOW, graph.encode(), epoch)
+        await store.append_entry(run_id, RunStream.FLOW, graph.encode(), epoch, step=step)
     else:
         ended_event = coordinator_pb2.RunStateChange(state=coordinator_pb2.RUN_STATE_SUCCEEDED)
         await tell(coordinator_pb2.RunEvent(state=ended_event), num_steps, now)
@@ -196,7 +196,7 @@ async def append_step(
         event.time.CopyFrom(to_timestamp(began + STEP_S))
         await store.append_entry(record.run_id, RunStream.EVENTS, event.SerializeToString())
     samples = _samples(step, draw).SerializeToString()
-    await store.append_entry(record.run_id, RunStream.SAMPLES, samples)
+    await store.append_entry(record.run_id, RunStream.SAMPLES, samples, step=step)
 
 
 def _nodes(step: int, began: float, num_steps: int, draw: random.Random) -> list[Node]:

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be cut: connections end midway, and new ones are refused for a time."""
+"""A TCP proxy that can be cut: connections end midway, answers get lost, or nothing passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ class TcpProxy:
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
         self.num_connections = 0
+        self.answers_to_lose = 0
+        """So many answers end their connection instead of passing."""
+        self._passes = asyncio.Event()
+        self._passes.set()
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._pipes: set[asyncio.Task[None]] = set()
@@ -36,6 +40,14 @@ class TcpProxy:
             pipe.cancel()
         await asyncio.gather(*self._pipes, return_exceptions=True)
 
+    def stall(self) -> None:
+        """Holds all connections, also new ones, but passes nothing any more."""
+        self._passes.clear()
+
+    def resume(self) -> None:
+        """Passes what was held."""
+        self._passes.set()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         try:
@@ -44,14 +56,23 @@ class TcpProxy:
             writer.close()
             return
         self._open |= {writer, far_writer}
-        for source, target in ((reader, far_writer), (far_reader, writer)):
-            pipe = asyncio.create_task(self._pass_on(source, target))
+        for source, target, is_answer in (
+            (reader, far_writer, False),
+            (far_reader, writer, True),
+        ):
+            pipe = asyncio.create_task(self._pass_on(source, target, is_answer))
             self._pipes.add(pipe)
             pipe.add_done_callback(self._pipes.discard)
 
-    async def _pass_on(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    async def _pass_on(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, is_answer: bool
+    ) -> None:
         with suppress(OSError):
             while data := await source.read(1 << 16):
+                await self._passes.wait()
+                if is_answer and self.answers_to_lose:
+                    self.answers_to_lose -= 1
+                    break
                 target.write(data)
                 await target.drain()
         target.close()

@@ -99,6 +99,36 @@ async def test_metrics_go_on_while_the_run_does_and_a_step_made_twice_counts_onc
     assert answers[0].series[0].values[-1] == newest
 
 
+async def test_steps_that_a_run_took_back_are_gone_and_come_once(
+    store: StateStore, operations: Operations
+) -> None:
+    record = await store.get_run("live")
+    await operations.get_metrics("live")
+    assert (await operations.get_dataflow("live", NUM_STEPS)).step == NUM_STEPS
+    epoch = await store.next_epoch("live")
+    await store.rewind("live", NUM_STEPS - 3, epoch=epoch)
+    told = await operations.get_metrics("live")
+    assert list(told.steps) == list(range(1, NUM_STEPS - 2))
+    with pytest.raises(NotFoundError, match=f"steps 1 to {NUM_STEPS - 3} are kept"):
+        await operations.get_dataflow("live", NUM_STEPS)
+    # It has the graph of the last step, though a step was in progress when the run went back.
+    assert (await operations.get_dataflow("live")).is_made
+
+    await append_step(store, record, NUM_STEPS - 2, seed=5)
+    told = await operations.get_metrics("live", ["kl/mean"])
+    assert list(told.steps) == list(range(1, NUM_STEPS - 1))
+    newest = (await store.read_metrics("live"))[-1].values["kl/mean"]
+    assert told.series[0].values[-1] == newest
+    # Two rewinds, and the same steps again, between two looks.
+    await store.rewind("live", NUM_STEPS - 4, epoch=await store.next_epoch("live"))
+    for step in (NUM_STEPS - 3, NUM_STEPS - 2):
+        await append_step(store, record, step, seed=6)
+    again = await operations.get_metrics("live", ["kl/mean"])
+    assert list(again.steps) == list(told.steps)
+    written = [entry.values["kl/mean"] for entry in await store.read_metrics("live")]
+    assert list(again.series[0].values) == written
+
+
 async def test_a_step_in_progress_is_shown_until_it_is_made(
     store: StateStore, operations: Operations
 ) -> None:

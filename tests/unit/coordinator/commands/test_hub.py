@@ -43,9 +43,9 @@ class FlakyStore(MemoryStateStore):
         self._fail("append_entry")
         return await super().append_entry(*arguments, **named)
 
-    async def next_epoch(self, run_id: str) -> int:
+    async def next_epoch(self, run_id: str, *, at_least: int = 1) -> int:
         self._fail("next_epoch")
-        return await super().next_epoch(run_id)
+        return await super().next_epoch(run_id, at_least=at_least)
 
 
 def recipe(**run: Any) -> str:
