@@ -48,7 +48,14 @@ from rolemesh.coordinator.sdk.runs import (
     Samples,
 )
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status, WorkerState
-from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Parameter, Weights
+from rolemesh.coordinator.sdk.weights import (
+    Checkpoint,
+    Checksums,
+    Cut,
+    Manifest,
+    Parameter,
+    Weights,
+)
 from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
 from rolemesh.rpc.errors import RolemeshError
 
@@ -67,6 +74,7 @@ __all__ = [
     "ColumnData",
     "ColumnKind",
     "Columns",
+    "Cut",
     "Dataflow",
     "DeviceUse",
     "Evaluated",

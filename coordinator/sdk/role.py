@@ -19,7 +19,7 @@ from rolemesh.coordinator.sdk.experience import (
     Update,
 )
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status
-from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Weights
+from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Cut, Manifest, Weights
 from rolemesh.rpc.columns import Array, Columns
 from rolemesh.rpc.loop_thread import LoopThread
 
@@ -61,6 +61,17 @@ class Role:
             run_seed: 0 <= run_seed < 2^53.
         """
         return self._loop.run(self._role.initialize(spec, run_seed))
+
+    def attach(self, spec: Mapping[str, Any], run_seed: int = 0) -> Initialized:
+        """Takes the run over that it holds, under the epoch of this mesh; loads nothing.
+
+        What older epochs made is dropped, but for the weights.
+
+        Args:
+            spec: As initialize gave it.
+            run_seed: As initialize gave it.
+        """
+        return self._loop.run(self._role.attach(spec, run_seed))
 
     def sleep(self) -> int:
         """Moves its weights off the device; returns the bytes that became free."""
@@ -308,6 +319,25 @@ class Role:
     def load_state(self, directory: str) -> Checkpoint:
         """Loads what save_state wrote, after checking its hashes."""
         return self._loop.run(self._role.load_state(directory))
+
+    def save_cut(self) -> Cut:
+        """Keeps all that training goes on from in host memory, as the cut of the current step.
+
+        It outlives the process. Two cuts are kept: of an even step and of an odd one.
+        """
+        return self._loop.run(self._role.save_cut())
+
+    def restore_cut(self, step: int) -> Cut:
+        """Puts the cut of a step back, also in a new process; cuts of later steps are dropped."""
+        return self._loop.run(self._role.restore_cut(step))
+
+    def list_cuts(self) -> tuple[Cut, ...]:
+        """The cuts of the run that it can restore, by ascending step."""
+        return self._loop.run(self._role.list_cuts())
+
+    def drop_cuts(self) -> None:
+        """Removes the cuts of the run, which outlive it otherwise."""
+        self._loop.run(self._role.drop_cuts())
 
     def export(self, directory: str) -> Checkpoint:
         """Writes a Hugging Face folder, which replaces what stands there.

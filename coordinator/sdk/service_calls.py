@@ -89,6 +89,20 @@ class ServiceCalls:
         self.policy_version = result.policy_version
         return from_message(Initialized, result)
 
+    async def attach(self, spec: Mapping[str, Any], run_seed: int = 0) -> Initialized:
+        """Takes the run over that it holds, under the epoch of this mesh; loads nothing.
+
+        What older epochs made is dropped, but for the weights.
+
+        Args:
+            spec: As initialize gave it.
+            run_seed: As initialize gave it.
+        """
+        key = self._new_key("attach")
+        result = await self._call(self._client.attach, key, spec, run_seed)
+        self.policy_version = result.policy_version
+        return from_message(Initialized, result)
+
     async def sleep(self) -> int:
         """Moves its weights off the device; returns the bytes that became free."""
         return (await self._call(self._client.sleep, self._new_key("sleep"))).freed_bytes

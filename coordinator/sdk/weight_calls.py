@@ -9,7 +9,14 @@ from types import MappingProxyType
 from rolemesh.coordinator.sdk.experience import Report, Update
 from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.service_calls import ServiceCalls
-from rolemesh.coordinator.sdk.weights import Checkpoint, Checksums, Manifest, Parameter, Weights
+from rolemesh.coordinator.sdk.weights import (
+    Checkpoint,
+    Checksums,
+    Cut,
+    Manifest,
+    Parameter,
+    Weights,
+)
 from rolemesh.rpc.columns import Array, read_values
 from rolemesh.rpc.errors import DataLossError
 from rolemesh.rpc.tensors import ITEM_BYTES, data_type_of
@@ -100,6 +107,30 @@ class WeightCalls(ServiceCalls):
         loaded = Checkpoint.of(await self._call(self._client.load_checkpoint, key, directory))
         self.policy_version = loaded.policy_version
         return loaded
+
+    async def save_cut(self) -> Cut:
+        """Keeps all that training goes on from in host memory, as the cut of the current step.
+
+        It outlives the process. Two cuts are kept: of an even step and of an odd one.
+        """
+        key = self._new_key("save_cut")
+        return Cut.of(key.step, await self._call(self._client.save_cut, key))
+
+    async def restore_cut(self, step: int) -> Cut:
+        """Puts the cut of a step back, also in a new process; cuts of later steps are dropped."""
+        key = self._new_key("restore_cut")
+        cut = Cut.of(step, await self._call(self._client.restore_cut, key, step))
+        self.policy_version = cut.policy_version
+        return cut
+
+    async def list_cuts(self) -> tuple[Cut, ...]:
+        """The cuts of the run that it can restore, by ascending step."""
+        cuts = await self._call(self._client.list_cuts, self._mesh.run_id)
+        return tuple(Cut.of(cut.step, cut) for cut in cuts)
+
+    async def drop_cuts(self) -> None:
+        """Removes the cuts of the run, which outlive it otherwise."""
+        await self._call(self._client.drop_cuts, self._mesh.run_id, self._mesh.epoch)
 
     async def export(self, directory: str) -> Checkpoint:
         """Writes a Hugging Face folder, which replaces what stands there.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rolemesh.coordinator.sdk.experience import Report
 from rolemesh.coordinator.sdk.messages import from_message, word
-from rolemesh.v1 import tensor_pb2, weights_pb2
+from rolemesh.v1 import cuts_pb2, tensor_pb2, weights_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,21 @@ class Checkpoint:
     def of(result: weights_pb2.CheckpointResult) -> Checkpoint:
         """From its message."""
         return from_message(Checkpoint, result, report=Report.of(result.report))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The state of training after a step, kept in the memory of the service's host."""
+
+    step: int
+    policy_version: int
+    num_bytes: int
+    """Over all ranks."""
+
+    @staticmethod
+    def of(step: int, told: cuts_pb2.Cut | cuts_pb2.CutResult) -> Cut:
+        """From its message."""
+        return from_message(Cut, told, step=step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Owned by the rank's compute thread; no method is called from two threads at once
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -200,3 +200,20 @@ class RolloutBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the engine. The back end is not used again."""
+
+
+@contextmanager
+def generated(
+    backend: RolloutBackend, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+) -> Iterator[Iterator[RolloutTrajectory]]:
+    """The completions of a generation, which is over when the block is left, also by an error.
+
+    Otherwise it would be under way until the garbage collector finds it, and keep the next one
+    away.
+    """
+    trajectories = backend.generate(requests, sampling)
+    try:
+        yield trajectories
+    finally:
+        if isinstance(trajectories, Generator):
+            trajectories.close()

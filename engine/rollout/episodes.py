@@ -6,7 +6,7 @@ alone, put behind the turn, and masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,7 +17,7 @@ from rolemesh.engine.environments.base import Environment, EnvironmentFailedErro
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
-from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
@@ -151,7 +151,7 @@ class EpisodeRunner:
         prompts: Sequence[Prompt],
         requests: Sequence[RolloutRequest],
         sampling: SamplingSpec,
-    ) -> Iterator[Episode]:
+    ) -> Generator[Episode, None, None]:
         """Plays one episode a request, yielding each as it ends.
 
         Args:
@@ -172,12 +172,13 @@ class EpisodeRunner:
             by_row = {one.request.row: one for one in running}
             turns = [self._turn(one) for one in running]
             going_on: list[_Running] = []
-            for trajectory in backend.generate(turns, sampling):
-                one = by_row.pop(trajectory.row)
-                if self._take(one, trajectory, backend.policy_version):
-                    yield one.episode
-                else:
-                    going_on.append(one)
+            with generated(backend, turns, sampling) as trajectories:
+                for trajectory in trajectories:
+                    one = by_row.pop(trajectory.row)
+                    if self._take(one, trajectory, backend.policy_version):
+                        yield one.episode
+                    else:
+                        going_on.append(one)
             if by_row:
                 raise RuntimeError(
                     f"the rollout back end left {len(by_row)} of {len(turns)} turns unfinished"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.rollout.base import RolloutBackend
+from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.seeds import derive_seed
@@ -110,28 +111,30 @@ def sample_experience(
     missing = Counter(blocks)
     finished: dict[int, Episode] = {}
     assembled: dict[int, Experience] = {}
-    played: Iterable[Episode]
-    if episodes is None:
-        played = map(as_episode, backend.generate(requests, sampling))
-    else:
-        played = episodes.run(backend, rows, requests, sampling)
-    for done, episode in enumerate(played, start=1):
-        finished[episode.row] = episode
-        progress("generate", done, len(requests))
-        block = blocks[episode.row]
-        missing[block] -= 1
-        if missing[block]:
-            continue
-        here = members[block]
-        assembled[block] = _assemble(
-            [rows[row] for row in here],
-            [sample_indexes[row] for row in here],
-            [finished.pop(row) for row in here],
-            tokenizer,
-            has_rewards=episodes is not None,
-        )
-        if block_rows and on_block is not None:
-            on_block(block, assembled[block])
+    played = (
+        _single_turns(backend, requests, sampling)
+        if episodes is None
+        else episodes.run(backend, rows, requests, sampling)
+    )
+    # Closed: if the caller gives the work up, the back end must not wait for the garbage collector.
+    with closing(played):
+        for done, episode in enumerate(played, start=1):
+            finished[episode.row] = episode
+            progress("generate", done, len(requests))
+            block = blocks[episode.row]
+            missing[block] -= 1
+            if missing[block]:
+                continue
+            here = members[block]
+            assembled[block] = _assemble(
+                [rows[row] for row in here],
+                [sample_indexes[row] for row in here],
+                [finished.pop(row) for row in here],
+                tokenizer,
+                has_rewards=episodes is not None,
+            )
+            if block_rows and on_block is not None:
+                on_block(block, assembled[block])
     unfinished = missing.total()
     if unfinished:
         raise RuntimeError(
@@ -143,6 +146,14 @@ def sample_experience(
     if len(assembled) == 1:
         return next(iter(assembled.values()))
     return Experience.concat([assembled[block] for block in sorted(assembled)])
+
+
+def _single_turns(
+    backend: RolloutBackend, requests: Sequence[RolloutRequest], sampling: SamplingSpec
+) -> Generator[Episode, None, None]:
+    """Completions as episodes of one turn each, in the order in which they end."""
+    with generated(backend, requests, sampling) as trajectories:
+        yield from map(as_episode, trajectories)
 
 
 def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:

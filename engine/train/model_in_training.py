@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +11,13 @@ import torch
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import ScoringModel
+from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
+from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
 from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.optimizer import Optimizer
 from rolemesh.engine.weights.export import gathered, write_model_folder
@@ -154,6 +157,73 @@ class ModelInTraining:
         )
         return extra
 
+    def save_cut(
+        self,
+        slots: CutSlots,
+        step: int,
+        extra: Mapping[str, Any],
+        progress: Callable[[str, int, int], None],
+    ) -> int:
+        """Copies what a checkpoint holds into shared memory that outlives the process.
+
+        With many ranks all of them call it.
+
+        Args:
+            slots: Of this rank.
+            step: That the state comes after; names the cut.
+            extra: JSON-able state of the caller, of this rank.
+            progress: Called with bytes done and in all; if it raises, there is no cut of the step.
+
+        Returns:
+            Bytes of the cut over all ranks.
+
+        Raises:
+            GradientPendingError: Gradients are accumulated, which a cut does not hold.
+            SlotRoomError: There is no room on some rank; raised on all, and older cuts stay.
+            SlotHeldError: A process that still lives holds a slot of some rank; raised on all.
+        """
+        if self._has_gradient:
+            raise GradientPendingError(
+                "gradients are accumulated: call optim_step or drop_gradients before a cut is saved"
+            )
+        return cut_slots.save_cut(
+            slots,
+            step=step,
+            kind=self.kind,
+            weights=dict(self.named_weights()),
+            optimizer=self._optimizer,
+            peers=self._peers(),
+            policy_version=self.policy_version,
+            extra=extra,
+            progress=progress,
+        )
+
+    def restore_cut(self, slots: CutSlots, step: int) -> RestoredCut:
+        """Takes over a cut, whole or not at all; training goes on bit for bit.
+
+        With many ranks all of them call it. Cuts of later steps are dropped.
+
+        Args:
+            slots: Of this rank.
+            step: Of the cut.
+
+        Raises:
+            CutNotFoundError: A rank has no whole cut of that step. As the next, on all ranks alike.
+            CutMismatchError: The cut is of another model, layout or kind.
+            SlotHeldError: A process that still lives holds a slot of some rank.
+        """
+        restored = cut_slots.restore_cut(
+            slots,
+            step=step,
+            kind=self.kind,
+            weights=dict(self.named_weights()),
+            optimizer=self._optimizer,
+            peers=self._peers(),
+        )
+        self.drop_gradients()
+        self.policy_version = restored.policy_version
+        return restored
+
     def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
         """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
 
@@ -179,6 +249,12 @@ class ModelInTraining:
             dtype=dtype,
             peers=weights.peers,
         )
+
+    def _peers(self) -> Peers:
+        """The ranks that this one works with."""
+        if self.mesh.world.size == 1:
+            return Peers.alone()
+        return Peers.of(self.mesh.world, self.model.device)
 
     def _trained_weights(self) -> trainer_state.TrainedWeights:
         return trainer_state.TrainedWeights.of(

@@ -20,6 +20,7 @@ from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import (
@@ -33,6 +34,7 @@ from rolemesh.services.runtime.servicers.rollout import (
 )
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
+    cuts_pb2_grpc,
     data_pb2_grpc,
     logprob_pb2_grpc,
     rollout_pb2_grpc,
@@ -104,10 +106,11 @@ class ActorRole(ModelRole, SamplingRole):
             LogprobServicer(self, runtime), server
         )
         ActorWeightsServicer(self, runtime).add_to(server)
+        cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
         data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
         return [
             f"rolemesh.v1.{family}Service"
-            for family in ("Rollout", "Trainer", "Logprob", "Weights", "Data")
+            for family in ("Rollout", "Trainer", "Logprob", "Weights", "Data", "Cut")
         ]
 
     @property

@@ -16,10 +16,12 @@ from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
+    cuts_pb2_grpc,
     experience_pb2,
     trainer_pb2_grpc,
     value_pb2,
@@ -48,7 +50,8 @@ class CriticRole(ModelRole):
             TrainerServicer(self, runtime), server
         )
         WeightsServicer(self, runtime).add_to(server)
-        return [f"rolemesh.v1.{family}Service" for family in ("Value", "Trainer", "Weights")]
+        cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
+        return [f"rolemesh.v1.{family}Service" for family in ("Value", "Trainer", "Weights", "Cut")]
 
 
 class ValueServicer(value_pb2_grpc.ValueServiceServicer):

@@ -33,12 +33,14 @@ from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
 from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import TrainerServicer
 from rolemesh.services.runtime.servicers.rollout import PromptSource
 from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
+    cuts_pb2_grpc,
     data_pb2_grpc,
     experience_pb2,
     reward_pb2,
@@ -118,9 +120,11 @@ class RewardRole(ModelRole):
             TrainerServicer(self, runtime), server
         )
         WeightsServicer(self, runtime).add_to(server)
+        cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
         data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
         return [
-            f"rolemesh.v1.{family}Service" for family in ("Reward", "Trainer", "Weights", "Data")
+            f"rolemesh.v1.{family}Service"
+            for family in ("Reward", "Trainer", "Weights", "Data", "Cut")
         ]
 
     def read(self, split: Split, start: int, count: int, kind: Kind) -> Experience:

@@ -62,6 +62,8 @@ class Deliveries:
         self._are_shards = are_shards
         self._waiting: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self._refusal = ""
+        self.is_outdated = False
+        """Whether what the sampler holds is of a lineage of the run that ended."""
         if mesh.world.size == 1:
             backend.between_steps = self.load
 
@@ -103,7 +105,16 @@ class Deliveries:
                 delivery.loaded.set_exception(error)
             else:
                 self._refusal = ""
+                self.is_outdated = False
                 delivery.loaded.set_result(time.monotonic() - started)
+
+    def outdate(self) -> None:
+        """Refuses to sample until new weights come, whatever their version. All ranks together."""
+        self.is_outdated = True
+        self._refusal = (
+            "the run began anew from an earlier step since the sampler got its weights: call "
+            "UpdateWeights with what the actor publishes now, then generate"
+        )
 
     def check(self) -> None:
         """Refuses to begin a generation.

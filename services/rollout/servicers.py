@@ -127,8 +127,10 @@ class RolloutRole(Role, SamplingRole):
         return self._manifest
 
     def policy_version(self) -> int:
-        """Version of the weights; -1 while there are none."""
-        return -1 if self._backend is None else self._backend.policy_version
+        """Version of the weights; -1 while there are none that may be used."""
+        if self._deliveries is None or self._deliveries.is_outdated:
+            return -1
+        return self.backend.policy_version
 
     def bring_weights(self) -> int:
         """Checks that the newest update arrived; nothing travels here."""
@@ -167,6 +169,10 @@ class RolloutRole(Role, SamplingRole):
     def wake(self) -> int:
         """Takes device memory again; on a GPU weights have to be sent anew."""
         return self.backend.wake()
+
+    def start_over(self) -> None:
+        """Refuses to sample until weights come anew: a version may come again with others."""
+        self.deliveries.outdate()
 
     def close(self) -> None:
         """Ends the sampler."""

@@ -26,6 +26,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from rolemesh.engine.transport.shm import remove_leftovers
+from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.services.runtime.calls.role import Role
@@ -51,6 +52,9 @@ STOP_GRACE_S = 1.0
 
 FAREWELL_S = 1.0
 """How long a service whose ranks diverged stays to answer its caller."""
+
+CUT_AGE_S = 24 * 3600.0
+"""Cuts that no process holds are kept this long, for a run that is started again."""
 
 READINESS = "readiness"
 LIVENESS = "liveness"
@@ -305,6 +309,10 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
     logger.info("settings: %s", config.model_dump_json())
     for name in remove_leftovers():
         logger.info("removed shared memory %s, left behind by a dead process", name)
+    for name, run_id in remove_old_slots(CUT_AGE_S):
+        logger.info(
+            "removed the cut %s of run %r: no process holds it, and it is old", name, run_id
+        )
     service = ServiceServer(role, config)
     runtime = service.runtime
     atexit.register(runtime.store.close)

@@ -225,6 +225,36 @@ async def test_weights_are_published_fetched_saved_loaded_and_exported(
     assert (tmp_path / "model" / "config.json").exists()
 
 
+async def test_a_cut_comes_back_and_a_later_epoch_attaches(
+    mesh: AsyncMesh, addresses: dict[str, str], task: Path
+) -> None:
+    actor = mesh["actor"]
+    assert "rolemesh.v1.CutService" in (await actor.capabilities()).services
+    batch = await actor.sample(["say a"], **SAMPLING)
+    await actor.update(batch, "sft")
+    saved = await actor.save_cut()
+    assert (saved.step, saved.policy_version) == (0, 1)
+    assert saved.num_bytes > 0
+    before = await actor.get_checksums()
+    await actor.update(batch, "sft")
+    assert await actor.list_cuts() == (saved,)
+    async with AsyncMesh(addresses, run_id=mesh.run_id, epoch=mesh.epoch + 1) as later:
+        attached = await later["actor"].attach(specs(task)["actor"], run_seed=3)
+        assert attached.policy_version == 2
+        assert attached.num_parameters > 0
+        with pytest.raises(PreconditionError) as fenced:
+            await actor.update(batch, "sft")
+        assert fenced.value.reason == "STALE_EPOCH"
+        with pytest.raises(Exception, match="not held here"):
+            await later.fetch(batch)
+        assert await later["actor"].restore_cut(0) == saved
+        assert later["actor"].policy_version == 1
+        assert (await later["actor"].get_checksums()).by_rank == before.by_rank
+        await later["actor"].drop_cuts()
+        assert await later["actor"].list_cuts() == ()
+    mesh.epoch += 2  # drained by the fixture
+
+
 async def test_a_sampler_apart_samples_with_weights_that_were_published(mesh: AsyncMesh) -> None:
     actor, rollout = mesh["actor"], mesh["rollout"]
     with pytest.raises(PreconditionError) as stale:

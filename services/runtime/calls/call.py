@@ -116,7 +116,8 @@ class Call:
         """Says how far the work is. May be called from any thread, as often as one likes.
 
         Raises:
-            UnavailableError: The service drains and the work is given up.
+            UnavailableError: The work is given up: the service drains, or a newer coordinator of
+                the run has attached to it.
         """
         self._check_wanted(stage)
         operation = self._operation
@@ -193,6 +194,11 @@ class Call:
                 )
         return report
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the work is given up."""
+        return self._is_abandoned.is_set()
+
     def abandon(self) -> None:
         """Makes the next progress call raise, so that the work ends early."""
         self._is_abandoned.set()
@@ -210,7 +216,8 @@ class Call:
     def _check_wanted(self, stage: str) -> None:
         if self._is_abandoned.is_set():
             raise UnavailableError(
-                f"the service drains: {self._operation.name} was given up at {stage!r}",
+                f"the service drains or was attached anew: {self._operation.name} was given up at "
+                f"{stage!r}",
                 reason="SERVICE_DRAINING",
             )
 

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 
+from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.errors import InternalError, PreconditionError, UnavailableError
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.compute import ComputeThread
-from rolemesh.services.runtime.calls.role import Role
+from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.store import ExperienceStore
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
 from rolemesh.services.runtime.server.operations import Operation, OperationLedger, task_of
-from rolemesh.v1 import worker_pb2
+from rolemesh.v1 import operation_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,16 @@ HOLDER_SILENCE_S = 30.0
 
 A coordinator that lives asks for the status every second or two.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """The part of a run that Initialize gave to this service."""
+
+    spec: RoleSpec
+    run_seed: int
+    result: InitializeResult
+    """What Initialize answered."""
 
 
 class RunHold:
@@ -56,7 +68,8 @@ class RunHold:
         """
         self.run_id = ""
         """Run that holds the service, empty when none does."""
-        self.is_initialized = False
+        self.part: HeldPart | None = None
+        """What Initialize gave; None before it, and after it failed."""
         self.is_asleep = False
         self.failure = ""
         """Why what the service holds may not be whole, empty when it is."""
@@ -72,6 +85,11 @@ class RunHold:
         self._ledger = ledger
         self._heard_at = -math.inf
         self._giving_back: asyncio.Task[None] | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the service holds its part of a run."""
+        return self.part is not None
 
     def check_initialized(self, run_id: str) -> None:
         """Refuses work before Initialize, or for another run.
@@ -243,11 +261,78 @@ class RunHold:
         _, unfinished = await asyncio.wait(
             {task_of(operation) for operation in running}, timeout=timeout_s
         )
-        for operation in self._running_of(run_id):
-            logger.warning("%s of %s is given up", operation.method, operation.name)
-            if operation in self.calls:
-                self.calls[operation].abandon()
+        self._give_up(self._running_of(run_id))
         return not unfinished
+
+    def _give_up(self, operations: Iterable[Operation]) -> None:
+        """Has work end at its next sign of progress."""
+        for operation in operations:
+            if operation in self.calls and not self.calls[operation].is_abandoned:
+                logger.warning("%s of %s is given up", operation.method, operation.name)
+                self.calls[operation].abandon()
+
+    async def attach(
+        self,
+        key: operation_pb2.OperationKey,
+        spec: RoleSpec,
+        run_seed: int,
+        attach_others: Callable[[], Awaitable[object]],
+    ) -> InitializeResult:
+        """Keeps the run for a newer coordinator of it, without anything that older epochs made.
+
+        Older epochs have been fenced off before, so that none of them begins anything meanwhile.
+
+        Args:
+            key: Of the call, with the new epoch.
+            spec: As Initialize must have had it.
+            run_seed: As Initialize must have had it.
+            attach_others: Has the other ranks of the service do the same, while work of this one
+                that takes all of them is still in progress.
+
+        Returns:
+            What Initialize answered, with the version of the weights now held.
+
+        Raises:
+            PreconditionError: NOT_INITIALIZED, RUN_MISMATCH, SPEC_CHANGED or NOT_WHOLE.
+        """
+        run_id, epoch = key.run_id, key.fencing_epoch
+        part = self._checked_part(run_id, spec, run_seed)
+        # Flags first: ranks that compute together then give up at the same sign of progress.
+        self._give_up(self._older_than(run_id, epoch))
+        await attach_others()
+        while older := self._older_than(run_id, epoch):
+            self._give_up(older)
+            await asyncio.wait({task_of(operation) for operation in older})
+        self._check_whole()
+        await self._compute.run(self._role.start_over)
+        self._store.close()
+        self._ledger.forget_older(run_id, epoch)
+        logger.info("epoch %d of run %s has the %s now", epoch, run_id, self._role.name)
+        return replace(part.result, policy_version=self._role.policy_version())
+
+    def _checked_part(self, run_id: str, spec: RoleSpec, run_seed: int) -> HeldPart:
+        self.check_initialized(run_id)
+        part = self.part
+        if part is None or (part.spec, part.run_seed) != (spec, run_seed):
+            raise PreconditionError(
+                f"the spec or the run_seed ({run_seed}) is not what the {self._role.name} was "
+                "initialized with: call Initialize, which loads what the new one says",
+                reason="SPEC_CHANGED",
+            )
+        self._check_whole()
+        return part
+
+    def _check_whole(self) -> None:
+        if self.failure:
+            raise PreconditionError(
+                f"what the {self._role.name} holds may not be whole ({self.failure}): call "
+                "Initialize",
+                reason="NOT_WHOLE",
+            )
+
+    def _older_than(self, run_id: str, epoch: int) -> list[Operation]:
+        """Work in progress of older epochs of a run."""
+        return [one for one in self._running_of(run_id) if one.identity[1] < epoch]
 
     async def give_back(self, timeout_s: float, run_id: str | None = None) -> None:
         """Ends the hold of a run on this service, so that another one can have it.
@@ -286,6 +371,6 @@ class RunHold:
         await self._compute.run(self._close)
         self._store.close()
         self.run_id = ""
-        self.is_initialized = False
+        self.part = None
         self.is_asleep = False
         self.failure = ""

@@ -23,7 +23,7 @@ from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.operations import Operation, OperationLedger, Payload, task_of
-from rolemesh.v1 import experience_pb2, operation_pb2
+from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,11 @@ class KeyedCalls:
         if self.face is not None:
             await self.face.give_back()
 
+    async def attach_others(self, request: worker_pb2.AttachRequest) -> None:
+        """Has the other ranks of this service attach, while calls in progress still need them."""
+        if self.face is not None:
+            await self.face.meanwhile(request)
+
     async def release_others(self, request: experience_pb2.ReleaseRequest) -> int:
         """Drops experience that the other ranks of this service hold. Returns bytes freed.
 
@@ -112,6 +117,7 @@ class KeyedCalls:
         join_events: Callable[[], JoinEvents] | None = None,
         on_all_ranks: bool = True,
         needs_initialized: bool = True,
+        needs_awake: bool = True,
     ) -> AsyncIterator[Response]:
         """Serves a streaming keyed call: progress at most once a second, then the result.
 
@@ -129,6 +135,7 @@ class KeyedCalls:
                 asked only where there are several. None: The work tells nothing.
             on_all_ranks: Whether every rank of the service does its part of the work.
             needs_initialized: Whether the role must hold a run.
+            needs_awake: Whether the role must be awake then.
 
         Raises:
             RolemeshError: Stale epoch, reused key, not initialized, asleep, draining; or what work
@@ -138,6 +145,7 @@ class KeyedCalls:
             request,
             self._spread(request, work, finish, join_events) if on_all_ranks else work,
             needs_initialized,
+            needs_awake,
         )
         operation.num_listeners += 1
         try:

@@ -36,7 +36,8 @@ class InitializeResult:
 class Role(ABC):
     """One role of the mesh; one instance a process.
 
-    Invariant: initialize, sleep, wake and close run on the compute thread, one at a time.
+    Invariant: initialize, sleep, wake, start_over and close run on the compute thread, one at a
+    time.
     register and policy_version run on the loop. After close, initialize may be called again.
     """
 
@@ -74,6 +75,13 @@ class Role(ABC):
     @abstractmethod
     def wake(self) -> int:
         """Brings weights back; returns the device bytes taken (0 on a CPU)."""
+
+    def start_over(self) -> None:  # noqa: B027 - most roles keep nothing
+        """Drops what calls have made in it, but for the weights: an older lineage made it.
+
+        Gradients and published weights go. A sampler must be brought weights anew, whatever
+        version it holds. On the compute thread, also while asleep.
+        """
 
     @abstractmethod
     def close(self) -> None:

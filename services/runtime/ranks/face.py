@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from rolemesh.rpc.channel import MeshChannel, current_call, new_request_id, serv
 from rolemesh.rpc.errors import InternalError, RolemeshError, UnavailableError
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.rpc.references import join_parts
+from rolemesh.rpc.together import together
 from rolemesh.services.runtime.server.errors import FAILED_RANK
 from rolemesh.v1 import experience_pb2, worker_pb2
 
@@ -38,6 +39,9 @@ one inside a collective operation never ends it."""
 
 LEAVE_S = 10.0
 """Longest wait for a rank without work to confirm that it ends."""
+
+GIVEN_UP = "SERVICE_DRAINING"
+"""Reason of work that was given up."""
 
 DRAIN_METHOD = "/rolemesh.v1.WorkerService/Drain"
 
@@ -122,6 +126,31 @@ class Face:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def meanwhile(self, request: Message) -> list[Any]:
+        """Makes every other rank do a request without collective operations, whose turn it is not.
+
+        A call in progress keeps its turn until all ranks have ended it. What is to end it must
+        reach the other ranks before that.
+
+        Returns:
+            The answers by rank.
+
+        Raises:
+            RolemeshError: Error of the first rank that failed; it names the rank.
+            UnavailableError: RANKS_DIVERGED.
+        """
+        self._check_fit()
+        try:
+            with _without_deadline():
+                return await together(
+                    self._ask(rank, channel, request, None)
+                    for rank, channel in enumerate(self._peers, start=1)
+                )
+        except RolemeshError as error:
+            if _is_gone(error):
+                self._diverge(f"a rank is gone: {error.message}")
+            raise
+
     async def tell(self, path: str, request: Message, timeout_s: float | None = None) -> list[Any]:
         """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
 
@@ -183,7 +212,7 @@ class Face:
         if running:
             stuck = [rank for rank, task in enumerate(tasks) if task in running]
             self._diverge(f"ranks {stuck} still wait for the rank that failed")
-        elif len(failures := _failures(tasks)) < len(tasks):
+        elif len(failures := _failures(tasks)) < len(tasks) and not _is_given_up(failures):
             done = [rank for rank in range(len(tasks)) if rank not in failures]
             self._diverge(f"ranks {done} have done what another rank failed to do")
 
@@ -264,6 +293,15 @@ def _failures(tasks: Sequence[asyncio.Future[Any]]) -> dict[int, BaseException]:
         for rank, task in enumerate(tasks)
         if task.done() and (error := task.exception()) is not None
     }
+
+
+def _is_given_up(failures: Mapping[int, BaseException]) -> bool:
+    """Whether ranks failed because the work of all was given up, and one had ended already.
+
+    What they hold is then dropped (Drain), or put back to a cut (Attach), on all ranks alike.
+    """
+    reasons = {getattr(error, "reason", "") for error in failures.values()}
+    return GIVEN_UP in reasons and reasons <= {GIVEN_UP, "STALE_EPOCH"}
 
 
 def _is_gone(error: BaseException) -> bool:

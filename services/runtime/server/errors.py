@@ -57,6 +57,14 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.train.model_in_training.GradientPendingError": CatalogueEntry(
             _PRECONDITION, "GRADIENT_PENDING"
         ),
+        "rolemesh.engine.train.cut_slots.CutNotFoundError": CatalogueEntry(
+            grpc.StatusCode.NOT_FOUND, "CUT_NOT_FOUND"
+        ),
+        "rolemesh.engine.train.cut_slots.CutMismatchError": CatalogueEntry(
+            _INVALID, "CUT_MISMATCH"
+        ),
+        "rolemesh.engine.transport.slots.SlotHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
+        "rolemesh.engine.transport.slots.SlotRoomError": CatalogueEntry(_EXHAUSTED, "CUT_CAPACITY"),
         "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": CatalogueEntry(
             grpc.StatusCode.DATA_LOSS, "CHECKPOINT_CORRUPT"
         ),

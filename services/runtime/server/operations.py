@@ -221,6 +221,11 @@ class OperationLedger:
         self._evict()
         return operation
 
+    def forget_older(self, run_id: str, epoch: int) -> None:
+        """Forgets the answers of older epochs of a run."""
+        for identity in [one for one in self._operations if one[0] == run_id and one[1] < epoch]:
+            del self._operations[identity]
+
     def running(self) -> list[Operation]:
         """Operations in progress, oldest first."""
         return [

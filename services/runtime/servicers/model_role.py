@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.model_in_training import TrainedModel, kind_of
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.transport.slots import SlotOwner
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights
@@ -29,6 +31,7 @@ class ModelRole(Role):
         """JSON-able state that is part of the checkpoint, e.g. the KL controller's."""
         self.published = PublishedWeights()
         """The copy of the weights that others may fetch."""
+        self._cut_slots: CutSlots | None = None
 
     @property
     def trainer(self) -> Trainer:
@@ -60,7 +63,28 @@ class ModelRole(Role):
         return 0 if self._trainer is None else self._trainer.policy_version
 
     def weights_replaced(self) -> None:
-        """Told after a checkpoint was loaded: equal versions need not mean equal weights now."""
+        """Told after a checkpoint or a cut came back: equal versions may be other weights now."""
+
+    def cut_slots(self, owner: SlotOwner) -> CutSlots:
+        """The slots of a rank in the run; opened on first use and kept until the run ends."""
+        if self._cut_slots is None or self._cut_slots.owner != owner:
+            self.close_cut_slots()
+            self._cut_slots = CutSlots(owner, self.trainer.mesh.layout.train.flag())
+        return self._cut_slots
+
+    def close_cut_slots(self) -> None:
+        """Lets the slots go; their files stay."""
+        if self._cut_slots is not None:
+            self._cut_slots.close()
+            self._cut_slots = None
+
+    def start_over(self) -> None:
+        """Drops gradients and published weights."""
+        if self._trainer is not None:
+            self._trainer.drop_gradients()
+            # The work that was given up may have been on the way to the sampler.
+            self.weights_replaced()
+        self.published.close()
 
     def sleep(self) -> int:
         """Moves weights and optimizer state to host memory."""
@@ -75,6 +99,7 @@ class ModelRole(Role):
         self._trainer = None
         self.extra_state = {}
         self.published.close()
+        self.close_cut_slots()
 
 
 def num_parameters(model: TrainedModel) -> int:

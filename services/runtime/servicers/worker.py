@@ -19,6 +19,7 @@ from rolemesh.engine.specs import RoleSpec
 from rolemesh.rpc.channel import CHUNK_BYTES, current_call
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.tensors import ITEM_BYTES
+from rolemesh.services.runtime.calls.hold import HeldPart
 from rolemesh.services.runtime.calls.role import InitializeResult
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
 from rolemesh.services.runtime.ranks.device_use import ServiceDevices
@@ -77,23 +78,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 return runtime.role.initialize(spec, request.run_seed, call.progress, mesh)
 
             try:
-                spec = parse_spec(runtime.role.spec_class, request.spec)
-                if not 0 <= request.run_seed < MAX_SEED:
-                    raise InvalidRequestError(
-                        f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
-                        reason="SPEC_INVALID",
-                    )
+                spec = _spec_of(runtime, request)
                 result = await call.compute(load, spec)
             except BaseException as error:
                 await runtime.hold.initialization_failed(error)
                 raise
-            runtime.hold.is_initialized = True
+            runtime.hold.part = HeldPart(spec, request.run_seed, result)
             logger.info("initialized for run %s: %s", request.key.run_id, dict(result.facts))
-            return worker_pb2.InitializeResult(
-                policy_version=result.policy_version,
-                num_parameters=result.num_parameters,
-                facts=result.facts,
-            )
+            return _message_of(result)
 
         async def work(call: Call) -> worker_pb2.InitializeResult:
             # The other ranks are told only once the face has the service: it alone hears the
@@ -108,6 +100,27 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             work,
             on_all_ranks=False,
             needs_initialized=False,
+        )
+
+    def Attach(
+        self, request: worker_pb2.AttachRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.AttachResponse]:
+        """Keeps the run for a newer coordinator of it."""
+        runtime = self._runtime
+
+        async def work(call: Call) -> worker_pb2.InitializeResult:
+            call.progress("give up the work of older epochs")
+            held = await runtime.hold.attach(
+                request.key,
+                _spec_of(runtime, request),
+                request.run_seed,
+                functools.partial(runtime.attach_others, request),
+            )
+            return _message_of(held)
+
+        # Not as a call of all ranks: work in progress would keep its turn until all have ended it.
+        return runtime.keyed(
+            request, context, worker_pb2.AttachResponse, work, on_all_ranks=False, needs_awake=False
         )
 
     async def GetStatus(
@@ -188,6 +201,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         call = current_call()
         logger.info("drained by request %s", call.request_id if call is not None else "?")
         return worker_pb2.DrainResponse()
+
+
+def _spec_of(
+    runtime: Runtime, request: worker_pb2.InitializeRequest | worker_pb2.AttachRequest
+) -> RoleSpec:
+    """The spec of a request for the runtime's role.
+
+    Raises:
+        pydantic.ValidationError: A field of the spec is unknown or out of range; names it.
+        InvalidRequestError: SPEC_INVALID: the seed is out of range.
+    """
+    if not 0 <= request.run_seed < MAX_SEED:
+        raise InvalidRequestError(
+            f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
+            reason="SPEC_INVALID",
+        )
+    return parse_spec(runtime.role.spec_class, request.spec)
+
+
+def _message_of(result: InitializeResult) -> worker_pb2.InitializeResult:
+    return worker_pb2.InitializeResult(
+        policy_version=result.policy_version,
+        num_parameters=result.num_parameters,
+        facts=result.facts,
+    )
 
 
 def parse_spec(spec_class: type[RoleSpec], given: struct_pb2.Struct) -> RoleSpec:

@@ -38,6 +38,7 @@ METHODS: dict[str, tuple[type, str]] = {
     "WorkerService/GetCapabilities": (AsyncRole, "capabilities"),
     "WorkerService/GetStatus": (AsyncRole, "status"),
     "WorkerService/Initialize": (AsyncRole, "initialize"),
+    "WorkerService/Attach": (AsyncRole, "attach"),
     "WorkerService/Sleep": (AsyncRole, "sleep"),
     "WorkerService/Wake": (AsyncRole, "wake"),
     "WorkerService/Drain": (AsyncRole, "drain"),
@@ -62,6 +63,10 @@ METHODS: dict[str, tuple[type, str]] = {
     "WeightsService/SaveCheckpoint": (AsyncRole, "save_state"),
     "WeightsService/LoadCheckpoint": (AsyncRole, "load_state"),
     "WeightsService/Export": (AsyncRole, "export"),
+    "CutService/SaveCut": (AsyncRole, "save_cut"),
+    "CutService/RestoreCut": (AsyncRole, "restore_cut"),
+    "CutService/ListCuts": (AsyncRole, "list_cuts"),
+    "CutService/DropCuts": (AsyncRole, "drop_cuts"),
 }
 """Every RPC and the method that makes it."""
 

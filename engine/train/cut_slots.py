@@ -1,0 +1,446 @@
+"""Cuts: the whole state of a trainer after a step, in slots of shared memory.
+
+A cut is for going on after a crash, on the same host, with the same layout. What is to last, or to
+be loaded by another layout, is a checkpoint (`state.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rolemesh.engine.layout.payload import aligned
+from rolemesh.engine.parallel.agreement import Peers
+from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
+from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
+from rolemesh.engine.transport.slots import (
+    NUM_SLOTS,
+    PAGE_BYTES,
+    Slot,
+    SlotHeldError,
+    SlotOwner,
+    SlotRoomError,
+    read_header,
+)
+from rolemesh.engine.weights.published import Place
+from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Is told a stage, bytes done and bytes in all."""
+
+WEIGHTS = "weights"
+GROUPS = (WEIGHTS, *STATE_NAMES)
+"""Groups of tensors of a cut."""
+
+EXTRA_BYTES = 1 << 20
+"""Room in the header for what is no tensor: random state, and the caller's state."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class CutNotFoundError(LookupError):
+    """There is no whole cut of that step."""
+
+
+class CutMismatchError(ValueError):
+    """The cut is of another model, layout or kind; names what differs."""
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorEntry(_Closed):
+    """A tensor of a cut."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    """First byte, counted from the beginning of the slot's tensors."""
+
+
+class CutHeader(_Closed):
+    """What a slot says of itself."""
+
+    format: Literal["rolemesh-cut-1"]
+    run_id: str
+    kind: str
+    """ "policy", "critic" or "reward"."""
+    step: int
+    policy_version: int
+    layout: str
+    """Of training: `TrainLayout.flag()`."""
+    rank: int
+    optimizer_steps: int
+    num_bytes: int
+    """Of all tensors."""
+    tensors: dict[str, dict[str, TensorEntry]]
+    """By group and name. What the optimizer does not keep yet is absent."""
+    extra: dict[str, Any]
+    """State of the caller."""
+    random_tensors: dict[str, str]
+    """Hexadecimal bytes of random states."""
+    random: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredCut:
+    """What was put back beside weights and optimizer."""
+
+    policy_version: int
+    extra: dict[str, Any]
+    """State that the caller had given, on this rank."""
+    num_bytes: int
+    """Of the tensors of all ranks."""
+
+
+_Directory: TypeAlias = Mapping[str, Mapping[str, Place]]
+"""Where each tensor that a cut may have lies in the slot, by group and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where everything lies in a rank's slots; a function of model and layout alone."""
+
+    places: _Directory
+    entries: Mapping[str, Mapping[str, TensorEntry]]
+    text_bytes: int
+    """Longest text of the header."""
+    num_bytes: int
+    """Of a slot."""
+
+    @staticmethod
+    def of(weights: Mapping[str, torch.Tensor]) -> _Plan:
+        """The plan for a rank's weights and what an optimizer keeps for them."""
+        entries: dict[str, dict[str, TensorEntry]] = {}
+        at = 0
+        for group in GROUPS:
+            entries[group] = {}
+            for name, weight in weights.items():
+                shape = tuple(weight.shape) if group == WEIGHTS or group in MOMENTS else ()
+                # The optimizer keeps all it has in float32.
+                dtype = weight.dtype if group == WEIGHTS else torch.float32
+                entry = TensorEntry(shape=shape, dtype=_DTYPE_NAMES[dtype], offset=at)
+                entries[group][name] = entry
+                at += aligned(torch.Size(shape).numel() * dtype.itemsize)
+        text_bytes = len(_text({"tensors": _plain(entries)})) + EXTRA_BYTES
+        begin = PAGE_BYTES + -(-text_bytes // PAGE_BYTES) * PAGE_BYTES
+        places = {
+            group: {
+                name: Place(begin + one.offset, one.shape, TORCH_DTYPES[one.dtype])
+                for name, one in found.items()
+            }
+            for group, found in entries.items()
+        }
+        return _Plan(places, entries, text_bytes, begin + at)
+
+
+class CutSlots:
+    """The slots of one rank of a run, while a process works on it. Owner: the compute thread.
+
+    Invariant: at any moment, also when the process is killed, a cut that was saved and whose slot
+    is not being written is whole.
+
+    Example::
+
+        slots = CutSlots(SlotOwner("run", "actor", 0, 1), layout="pp=1,tp=1,...")
+        trainer.save_cut(slots, 7, extra={}, progress=progress)
+        trainer.restore_cut(slots, 7)  # in this process, or in one that came after it
+        slots.close()  # the cuts stay
+    """
+
+    def __init__(self, owner: SlotOwner, layout: str) -> None:
+        """Prepares; opens nothing yet.
+
+        Args:
+            owner: The rank.
+            layout: Of training, as a cut says it.
+        """
+        self.owner = owner
+        self.layout = layout
+        self._open: dict[int, Slot] = {}
+        self._plan: _Plan | None = None
+        self._planned_for: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    def plan(self, weights: Mapping[str, torch.Tensor]) -> _Plan:
+        """Where everything lies in a slot; the same plan for the same model."""
+        shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+        if self._plan is None or self._planned_for != shapes:
+            self._plan, self._planned_for = _Plan.of(weights), shapes
+        return self._plan
+
+    def reserve(self, num_bytes: int) -> Mapping[int, Slot]:
+        """Takes all slots, and makes those that are missing or of another size.
+
+        Raises:
+            SlotHeldError: A process that still lives holds one.
+            SlotRoomError: There is no room; slots that were there stay.
+        """
+        made: list[int] = []
+        try:
+            for index in range(NUM_SLOTS):
+                slot = self._slot(index)
+                if slot is not None and slot.num_bytes == num_bytes:
+                    continue
+                if slot is not None:
+                    self._open.pop(index).close()
+                self._open[index] = Slot.create(self.owner, index, num_bytes)
+                made.append(index)
+        except BaseException:
+            for index in made:
+                self._open.pop(index).remove()
+            raise
+        return self._open
+
+    def slot_of(self, step: int) -> Slot | None:
+        """The slot for the cut of a step; None where there is none yet.
+
+        Raises:
+            SlotHeldError: A process that still lives holds it.
+        """
+        return self._slot(step % NUM_SLOTS)
+
+    def forget_after(self, step: int) -> None:
+        """Drops cuts of later steps; their slots stay for the next ones."""
+        for index in range(NUM_SLOTS):
+            slot = self._slot(index)
+            if slot is None:
+                continue
+            header = _parsed(slot.header())
+            if header is not None and header.step > step:
+                slot.clear()
+
+    def close(self) -> None:
+        """Lets the slots go; the cuts stay."""
+        for slot in self._open.values():
+            slot.close()
+        self._open.clear()
+
+    def _slot(self, index: int) -> Slot | None:
+        known = self._open.get(index)
+        if known is not None and not known.is_named:
+            self._open.pop(index).close()  # removed by hand
+            known = None
+        if known is None:
+            known = Slot.open(self.owner, index)
+            if known is not None:
+                self._open[index] = known
+        return known
+
+
+def whole_cuts(owner: SlotOwner, layout: str) -> list[CutHeader]:
+    """Reads which whole cuts a rank has that fit its layout, by ascending step; holds nothing."""
+    headers = [_parsed(read_header(owner, index)) for index in range(NUM_SLOTS)]
+    found = [one for one in headers if one is not None and one.layout == layout]
+    return sorted(found, key=lambda header: header.step)
+
+
+def save_cut(
+    slots: CutSlots,
+    *,
+    step: int,
+    kind: str,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    peers: Peers,
+    policy_version: int,
+    extra: Mapping[str, Any],
+    progress: Progress,
+) -> int:
+    """Copies a trainer's state into the slot of a step. All ranks call it.
+
+    Args:
+        slots: Of this rank.
+        step: That the state comes after.
+        kind: "policy", "critic" or "reward".
+        weights: This rank's, by name.
+        optimizer: Its moments and counts.
+        peers: The ranks.
+        policy_version: Version of the weights.
+        extra: JSON-able state of the caller, of this rank.
+        progress: Called for each tensor. If it raises, the slot is not whole.
+
+    Returns:
+        Bytes of the tensors of all ranks.
+
+    Raises:
+        SlotRoomError: There is no room on some rank; raised on all, and older cuts stay.
+        SlotHeldError: A process that still lives holds a slot of some rank; raised on all.
+    """
+    plan = slots.plan(weights)
+    held = {WEIGHTS: weights} | {name: optimizer.state(name) for name in STATE_NAMES}
+    total = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
+
+    def reserve() -> tuple[Slot, int]:
+        return slots.reserve(plan.num_bytes)[step % NUM_SLOTS], total
+
+    slot, totals = peers.agree(reserve, (SlotRoomError, SlotHeldError))
+    slot.clear()
+    done = 0
+    with torch.no_grad():
+        for group, tensors in held.items():
+            for name, tensor in tensors.items():
+                progress("save cut", done, total)
+                plan.places[group][name].view(slot.memory).copy_(tensor)
+                done += tensor.nbytes
+    random_tensors, random = capture_random_state()
+    header = CutHeader(
+        format="rolemesh-cut-1",
+        run_id=slots.owner.run_id,
+        kind=kind,
+        step=step,
+        policy_version=policy_version,
+        layout=slots.layout,
+        rank=slots.owner.rank,
+        optimizer_steps=optimizer.num_steps,
+        num_bytes=total,
+        tensors={
+            group: {name: plan.entries[group][name] for name in tensors}
+            for group, tensors in held.items()
+        },
+        extra=dict(extra),
+        random_tensors={
+            name: state.numpy().tobytes().hex() for name, state in random_tensors.items()
+        },
+        random=random,
+    )
+    text = _text(header.model_dump())
+    if len(text) > plan.text_bytes:
+        raise ValueError(
+            f"the state beside the tensors takes {len(text)} bytes, and a cut has room for "
+            f"{plan.text_bytes}: keep less in the role's extra state"
+        )
+    slot.finish(text)
+    return sum(totals)
+
+
+def restore_cut(
+    slots: CutSlots,
+    *,
+    step: int,
+    kind: str,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    peers: Peers,
+) -> RestoredCut:
+    """Puts the cut of a step back, in place; everything is checked before anything changes.
+
+    All ranks call it. Cuts of later steps are dropped.
+
+    Args:
+        slots: Of this rank.
+        step: Of the cut.
+        kind: "policy", "critic" or "reward", which must be the cut's.
+        weights: The model's own, written in place.
+        optimizer: Gets moments and counts.
+        peers: The ranks.
+
+    Raises:
+        CutNotFoundError: A rank has no whole cut of that step. As the next ones, on all ranks.
+        CutMismatchError: The cut is of another model, layout or kind.
+        SlotHeldError: A process that still lives holds a slot.
+    """
+    plan = slots.plan(weights)
+
+    def check() -> tuple[tuple[Slot, CutHeader], list[int]]:
+        slot, header = _found(slots, step)
+        _check(header, plan, kind, slots.layout, step)
+        if slot.num_bytes != plan.num_bytes:
+            raise CutMismatchError(
+                f"the cut of step {step} takes {slot.num_bytes} bytes, but the state of this "
+                f"model takes {plan.num_bytes}: restore it with the version that saved it"
+            )
+        return (slot, header), [header.policy_version, header.num_bytes]
+
+    (slot, header), facts = peers.agree(check, (CutNotFoundError, CutMismatchError, SlotHeldError))
+    versions = [version for version, _ in facts]
+    if len(set(versions)) > 1:
+        raise CutMismatchError(
+            f"the ranks hold cuts of step {step} at the versions {versions}: go on from a "
+            "checkpoint"
+        )
+    held = {
+        group: {name: plan.places[group][name].view(slot.memory) for name in names}
+        for group, names in header.tensors.items()
+    }
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(held[WEIGHTS][name])
+    optimizer.restore({name: held[name] for name in STATE_NAMES}, header.optimizer_steps)
+    restore_random_state(
+        {
+            name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+            for name, state in header.random_tensors.items()
+        },
+        header.random,
+    )
+    slots.forget_after(step)
+    return RestoredCut(
+        header.policy_version, header.extra, sum(num_bytes for _, num_bytes in facts)
+    )
+
+
+def _found(slots: CutSlots, step: int) -> tuple[Slot, CutHeader]:
+    slot = slots.slot_of(step)
+    header = None if slot is None else _parsed(slot.header())
+    if slot is None or header is None or header.step != step:
+        held = [one.step for one in whole_cuts(slots.owner, slots.layout)]
+        raise CutNotFoundError(
+            f"rank {slots.owner.rank} has no whole cut of step {step} of run "
+            f"{slots.owner.run_id!r} (it has those of steps {held}): go on from one that ListCuts "
+            "names, or from a checkpoint"
+        )
+    return slot, header
+
+
+def _check(header: CutHeader, plan: _Plan, kind: str, layout: str, step: int) -> None:
+    """Raises CutMismatchError unless the cut is of this kind, layout and model."""
+    for what, theirs, own in (("kind", header.kind, kind), ("layout", header.layout, layout)):
+        if theirs != own:
+            raise CutMismatchError(
+                f"the cut of step {step} is of {what} {theirs!r}, and this service's is {own!r}: "
+                "start the service as it was when it saved the cut"
+            )
+    for group in GROUPS:
+        found, expected = header.tensors.get(group, {}), plan.entries[group]
+        # What an optimizer does not keep yet is absent.
+        names = [*found, *(expected if group == WEIGHTS else ())]
+        for name in names:
+            theirs, own = found.get(name), expected.get(name)
+            if theirs != own:
+                raise CutMismatchError(
+                    f"the cut of step {step} is of another model: {name!r} of {group!r} is "
+                    f"{theirs}, but the model's is {own}: give the model that the run began with"
+                )
+    kept = [header.tensors.get(name, {}).keys() for name in STATE_NAMES]
+    if header.tensors.keys() - set(GROUPS) or any(names != kept[0] for names in kept):
+        raise CutMismatchError(
+            f"the cut of step {step} has the groups {sorted(header.tensors)}, which do not fit "
+            "each other: restore it with the version that saved it"
+        )
+
+
+def _parsed(text: bytes | None) -> CutHeader | None:
+    """The header; None where there is none, or none that this version can read."""
+    if text is None:
+        return None
+    try:
+        return CutHeader.model_validate(json.loads(text))
+    except (ValueError, ValidationError):
+        return None
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _plain(entries: Mapping[str, Mapping[str, TensorEntry]]) -> dict[str, Any]:
+    return {
+        group: {name: one.model_dump() for name, one in found.items()}
+        for group, found in entries.items()
+    }

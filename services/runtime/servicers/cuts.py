@@ -1,0 +1,134 @@
+"""CutService over a trainer: cuts of its state in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from google.protobuf.message import Message
+
+from rolemesh.engine.train.cut_slots import RestoredCut, whole_cuts
+from rolemesh.engine.transport.slots import SlotOwner, remove_slots
+from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
+from rolemesh.services.runtime.server.operations import identity_of
+from rolemesh.services.runtime.servicers.model_role import ModelRole
+from rolemesh.v1 import cuts_pb2, cuts_pb2_grpc, operation_pb2
+
+LIST_METHOD = "/rolemesh.v1.CutService/ListCuts"
+DROP_METHOD = "/rolemesh.v1.CutService/DropCuts"
+
+
+class CutServicer(cuts_pb2_grpc.CutServiceServicer):
+    """CutService over a trainer."""
+
+    def __init__(self, role: ModelRole, runtime: Runtime) -> None:
+        self._role = role
+        self._runtime = runtime
+
+    async def SaveCut(
+        self, request: cuts_pb2.SaveCutRequest, context: Context
+    ) -> AsyncIterator[cuts_pb2.SaveCutResponse]:
+        """See cuts.proto."""
+
+        async def work(call: Call) -> Message:
+            role, key = self._role, request.key
+
+            def save() -> int:
+                slots = role.cut_slots(self._owner(key.run_id))
+                return role.trainer.save_cut(slots, key.step, role.extra_state, call.progress)
+
+            return self._result(await call.compute(save), call)
+
+        async for response in self._runtime.keyed(request, context, cuts_pb2.SaveCutResponse, work):
+            yield response
+
+    async def RestoreCut(
+        self, request: cuts_pb2.RestoreCutRequest, context: Context
+    ) -> AsyncIterator[cuts_pb2.RestoreCutResponse]:
+        """See cuts.proto."""
+
+        async def work(call: Call) -> Message:
+            role, key = self._role, request.key
+
+            def restore() -> RestoredCut:
+                slots = role.cut_slots(self._owner(key.run_id))
+                restored = role.trainer.restore_cut(slots, request.step)
+                role.extra_state = restored.extra
+                role.weights_replaced()
+                return restored
+
+            return self._result((await call.compute(restore)).num_bytes, call)
+
+        async for response in self._runtime.keyed(
+            request, context, cuts_pb2.RestoreCutResponse, work
+        ):
+            yield response
+
+    async def ListCuts(
+        self, request: cuts_pb2.ListCutsRequest, context: Context
+    ) -> cuts_pb2.ListCutsResponse:
+        """See cuts.proto."""
+        _check_run(request.run_id)
+        runtime = self._runtime
+        layout = runtime.config.layout.layout().flag()
+        own = await runtime.compute.run(whole_cuts, self._owner(request.run_id), layout)
+        answer = cuts_pb2.ListCutsResponse(
+            cuts=[
+                cuts_pb2.Cut(
+                    step=cut.step, policy_version=cut.policy_version, num_bytes=cut.num_bytes
+                )
+                for cut in own
+            ]
+        )
+        if runtime.face is None:
+            return answer
+        return _of_all_ranks([answer, *await runtime.face.tell(LIST_METHOD, request)])
+
+    async def DropCuts(
+        self, request: cuts_pb2.DropCutsRequest, context: Context
+    ) -> cuts_pb2.DropCutsResponse:
+        """See cuts.proto."""
+        _check_run(request.run_id, request.fencing_epoch)
+        runtime = self._runtime
+        runtime.ledger.fence(request.run_id, request.fencing_epoch)
+
+        def drop() -> None:
+            if runtime.hold.run_id == request.run_id:
+                self._role.close_cut_slots()
+            remove_slots(request.run_id, self._role.name)
+
+        await runtime.compute.run(drop)
+        if runtime.face is not None:
+            await runtime.face.tell(DROP_METHOD, request)
+        return cuts_pb2.DropCutsResponse()
+
+    def _owner(self, run_id: str) -> SlotOwner:
+        """This rank in a run."""
+        config = self._runtime.config
+        return SlotOwner(run_id, self._role.name, config.rank, config.world_size)
+
+    def _result(self, num_bytes: int, call: Call) -> cuts_pb2.CutResult:
+        return cuts_pb2.CutResult(
+            policy_version=self._role.trainer.policy_version,
+            num_bytes=num_bytes,
+            report=call.report({}, 0),
+        )
+
+
+def _check_run(run_id: str, epoch: int = 1) -> None:
+    """Refuses a run_id or an epoch that no key could have.
+
+    Raises:
+        InvalidRequestError: KEY_INVALID; names the field.
+    """
+    identity_of(operation_pb2.OperationKey(run_id=run_id, fencing_epoch=epoch, operation="cuts"))
+
+
+def _of_all_ranks(answers: Sequence[cuts_pb2.ListCutsResponse]) -> cuts_pb2.ListCutsResponse:
+    """Cuts that all ranks have at one version, with the bytes of all."""
+    joined = cuts_pb2.ListCutsResponse()
+    found = [{(cut.step, cut.policy_version): cut for cut in answer.cuts} for answer in answers]
+    for place in sorted(set.intersection(*(set(cuts) for cuts in found))):
+        cut = joined.cuts.add()
+        cut.CopyFrom(found[0][place])
+        cut.num_bytes = sum(cuts[place].num_bytes for cuts in found)
+    return joined
