@@ -51,6 +51,8 @@ class RunProgress:
     """The newest held-out score after a step."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase, of this process."""
+    epoch: int = 0
+    """Newest epoch that is known to have spoken for the run; 0: none."""
 
     @property
     def next_prompt(self) -> int:
@@ -115,7 +117,7 @@ class RunProgress:
         """Reads what `to_dict` wrote.
 
         Args:
-            marker: Of the checkpoint.
+            marker: Of the checkpoint; also says the epoch that saved it.
             records: Records of the run's steps, in any order; those of later steps are left out.
 
         Raises:
@@ -128,6 +130,7 @@ class RunProgress:
             next_prompts=[int(position) for position in marker["next_prompts"]],
             actor_versions=[int(version) for version in marker["actor_versions"]],
             records=[by_step[made] for made in range(1, step + 1) if made in by_step],
+            epoch=int(marker["epoch"]),
         )
         if not len(progress.next_prompts) == len(progress.actor_versions) == step + 1:
             raise ValueError(f"step is {step}, but the lists beside it have other lengths")
@@ -161,4 +164,5 @@ class RunProgress:
                 progress.evaluated(Evaluation.of_dict(result))
             elif entry.operation == REWIND_OPERATION:
                 progress.rewind(entry.step)
+            progress.epoch = max(progress.epoch, entry.epoch)
         return progress

@@ -291,15 +291,18 @@ class TrainingLoop(RunLoop):
                 record |= self.progress.after.scalars()
         await self.write_record()
 
-    async def write_record(self) -> None:
+    async def write_record(self, *, is_whole: bool = True) -> None:
         """Writes the record of the newest step everywhere, unless that was done.
 
-        A run that fails calls this, too: its step is made, even if its evaluation failed.
+        Args:
+            is_whole: Whether the step was evaluated where that is due. A run that fails before
+                tells of the step it has made, and evaluates it when it is resumed.
         """
         record, step = self.progress.unrecorded, self.step
         if record is None:
             return
-        await self._journal.note(step, RECORD_OPERATION, {"record": record})
+        if is_whole:
+            await self._journal.note(step, RECORD_OPERATION, {"record": record})
         self.progress.recorded(record)
         await self._writer.write_step(record)
         await self._update_record(step=step, metrics=record)

@@ -249,7 +249,9 @@ class TrainingRun:
         return writer
 
     async def _new_attempt(self, parts: RunParts) -> Attempt:
-        epoch = await self._store.next_epoch(self.run_id)
+        # A store that has lost the run would begin anew, below the epoch that services know.
+        epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
+        self.progress.epoch = epoch
         self._attempt = Attempt(parts, epoch, self._addresses)
         return self._attempt
 
@@ -345,7 +347,7 @@ class TrainingRun:
         loop = attempt.loop
         try:
             if failure is not None and isinstance(loop, TrainingLoop):
-                await loop.write_record()
+                await loop.write_record(is_whole=False)
                 if not isinstance(failure, asyncio.CancelledError | RunAbortedError):
                     await self._save_last(parts, attempt)
             await attempt.give_back()
