@@ -1,4 +1,4 @@
-"""A Valkey server of the run's own: started on loopback, its data in the run's folder."""
+"""A Valkey server of the run's own: on loopback, its data in the run's folder, kept running."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import os
 import socket
 import sys
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +24,17 @@ _STOP_DEADLINE_S = 10.0
 _PORT_ATTEMPTS = 5
 _LOG_TAIL_CHARACTERS = 2000
 
+MAX_RESTARTS = 10
+"""How often the server is started again within RESTART_WINDOW_S seconds."""
+
+RESTART_WINDOW_S = 600.0
+
+_PORT_DEADLINE_S = 10.0
+"""How long a restart waits for its port while another process has it."""
+
+_PORT_PAUSE_S = 0.2
+_IN_USE = "Address already in use"
+
 
 class EmbeddedStoreError(StateStoreError):
     """The embedded server did not start."""
@@ -33,21 +46,29 @@ class EmbeddedValkey:
     Every acknowledged write is on disk, appended and synced: a journal must not lose entries. The
     few writes of a step cost little beside its compute.
 
+    A server that ends unasked is started again on the same port with the same data, at most
+    MAX_RESTARTS times in RESTART_WINDOW_S seconds. A write that was cut in the middle was never
+    acknowledged, and is dropped.
+
     Example::
 
         async with EmbeddedValkey(run_directory / "store") as server:
             store = RedisStateStore(server.url)
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, on_restart: Callable[[str], None] | None = None) -> None:
         """Prepares; `start` starts the server.
 
         Args:
             directory: Folder for data and log, made if missing.
+            on_restart: Is told when the server ended unasked, and what became of it.
         """
         self.directory = directory
+        self._on_restart = on_restart
         self._process: asyncio.subprocess.Process | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._port = 0
+        self._log_start = 0
 
     @property
     def url(self) -> str:
@@ -81,10 +102,11 @@ class EmbeddedValkey:
             await self._spawn(port)
             if await self._answers(port):
                 self._port = port
+                self._supervisor = asyncio.create_task(self._supervise(), name="embedded store")
                 return
             await self.stop()
             tail = self._log_tail()
-            if "Address already in use" not in tail or attempt == _PORT_ATTEMPTS:
+            if _IN_USE not in tail or attempt == _PORT_ATTEMPTS:
                 raise EmbeddedStoreError(
                     f"the embedded store did not start on {_HOST}:{port}; its log {self.log} "
                     f"ends with: {tail.strip() or '(nothing)'}"
@@ -98,12 +120,14 @@ class EmbeddedValkey:
             "logfile": str(self.log.resolve()),
             "appendonly": "yes",
             "appendfsync": "always",
+            # The last write may be cut when the server is killed.
+            "aof-load-truncated": "yes",
             "save": "",
             "daemonize": "no",
         }
         arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        self.log.write_text("")
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
@@ -138,10 +162,58 @@ class EmbeddedValkey:
             await store.close()
 
     def _log_tail(self) -> str:
-        return self.log.read_text(errors="replace")[-_LOG_TAIL_CHARACTERS:]
+        """The end of what the newest server logged."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")[-_LOG_TAIL_CHARACTERS:]
+
+    async def _supervise(self) -> None:
+        """Starts the server again whenever it ends."""
+        loop = asyncio.get_running_loop()
+        restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            text = f"the embedded store ended unasked ({how}; its log is {self.log})"
+            if len(restarts) == MAX_RESTARTS and loop.time() - restarts[0] < RESTART_WINDOW_S:
+                self._tell(
+                    f"{text}; it is not started again, since it was {MAX_RESTARTS} times in the "
+                    f"last {RESTART_WINDOW_S:.0f} s"
+                )
+                return
+            restarts.append(loop.time())
+            if await self._start_again():
+                self._tell(f"{text}; it was started again with its data")
+            else:
+                self._tell(f"{text}, and did not start again: {self._log_tail().strip()}")
+
+    async def _start_again(self) -> bool:
+        """Starts the server on its port and returns whether it runs."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _PORT_DEADLINE_S
+        while True:
+            await self._spawn(self._port)
+            # One with much data may run, and still load it.
+            if await self._answers(self._port):
+                return True
+            assert self._process is not None
+            if self._process.returncode is None:
+                return True
+            if _IN_USE not in self._log_tail() or loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_PORT_PAUSE_S)
+
+    def _tell(self, text: str) -> None:
+        if self._on_restart is not None:
+            self._on_restart(text)
 
     async def stop(self) -> None:
         """Ends the server: SIGTERM, and SIGKILL when it does not listen."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.wait({supervisor})
         process, self._process, self._port = self._process, None, 0
         if process is None:
             return

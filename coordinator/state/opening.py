@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,12 +17,15 @@ from rolemesh.coordinator.state.store import StateStore, StoreRefusedError
 
 
 @asynccontextmanager
-async def open_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateStore]:
+async def open_store(
+    spec: StoreSpec, directory: Path, *, on_restart: Callable[[str], None] | None = None
+) -> AsyncIterator[StateStore]:
     """Opens the store and checks that it answers. An embedded server ends with the block.
 
     Args:
         spec: Section `store` of the recipe.
         directory: Folder of the run; an embedded server keeps its data in its subfolder store.
+        on_restart: Is told when an embedded server ended unasked, and what became of it.
 
     Raises:
         ValueError: The URL cannot be read, or the server refuses its user, password or database.
@@ -30,7 +33,10 @@ async def open_store(spec: StoreSpec, directory: Path) -> AsyncIterator[StateSto
         EmbeddedStoreError: The embedded server does not start.
     """
     if isinstance(spec, EmbeddedStoreSpec):
-        async with EmbeddedValkey(directory / "store") as server, _redis(server.url) as store:
+        async with (
+            EmbeddedValkey(directory / "store", on_restart=on_restart) as server,
+            _redis(server.url) as store,
+        ):
             yield store
     elif isinstance(spec, RedisStoreSpec):
         async with _redis(spec.url) as store:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import redis.asyncio
+from support.fake_roles import until
 from support.tcp_proxy import TcpProxy
 
+from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.redis_scripts import REMEMBERED_S
 from rolemesh.coordinator.state.store import (
@@ -184,3 +191,115 @@ async def test_a_refusal_is_not_repeated(server: EmbeddedValkey) -> None:
     assert "secret" not in str(refused.value)
     await store.close()
     await admin.aclose()
+
+
+# --- the embedded server ---
+
+
+@pytest.mark.slow
+async def test_kills_of_the_embedded_server_lose_and_double_nothing(tmp_path: Path) -> None:
+    num_entries, num_kills = 1000, 6
+    told: list[str] = []
+    async with open_store(EmbeddedStoreSpec(), tmp_path, on_restart=told.append) as store:
+        epoch = await store.next_epoch("a")
+        appended: list[int] = []
+
+        async def append(first: int) -> None:
+            # Four writers at a time, so that a kill meets several commands on their way.
+            for step in range(first, num_entries, 4):
+                await store.append_journal("a", entry(epoch, step))
+                await store.append_metrics("a", {"step": float(step)})
+                appended.append(step)
+
+        async def kill() -> None:
+            for number in range(1, num_kills + 1):
+                facts = await store._link.command("INFO", "server")
+                await until_there_are(number * num_entries // (num_kills + 1), appended)
+                os.kill(facts["process_id"], signal.SIGKILL)
+                await until_there_are(number, told)
+
+        await asyncio.gather(*(append(first) for first in range(4)), kill())
+        assert await store.next_epoch("a") == epoch + 1
+        journal = [found.step for found in await store.read_journal("a")]
+        metrics = [
+            found.values["step"] for found in await store.read_metrics("a", limit=2 * num_entries)
+        ]
+    assert sorted(journal) == sorted(metrics) == list(range(num_entries))
+    for first in range(4):
+        assert journal_of(journal, first) == list(range(first, num_entries, 4))
+    assert len(told) == num_kills
+    assert all("(signal 9;" in text and "was started again" in text for text in told)
+
+
+async def until_there_are(number: int, things: Sequence[object]) -> None:
+    await until(lambda: len(things) >= number)
+
+
+def journal_of(journal: list[int], first: int) -> list[int]:
+    """What one of the writers appended, in the order of the store."""
+    return [step for step in journal if step % 4 == first]
+
+
+async def test_a_write_that_was_cut_in_the_middle_is_dropped_and_the_rest_is_there(
+    tmp_path: Path,
+) -> None:
+    async with EmbeddedValkey(tmp_path) as server:
+        store = RedisStateStore(server.url)
+        epoch = await store.next_epoch("a")
+        for step in range(10):
+            await store.append_journal("a", entry(epoch, step))
+        await store.close()
+    (file,) = (tmp_path / "appendonlydir").glob("*.incr.aof")
+    os.truncate(file, file.stat().st_size - 7)
+    async with EmbeddedValkey(tmp_path) as server:
+        store = RedisStateStore(server.url)
+        assert [found.step for found in await store.read_journal("a")] == list(range(9))
+        await store.append_journal("a", entry(epoch, 9))
+        assert len(await store.read_journal("a")) == 10
+        await store.close()
+
+
+async def test_a_restart_waits_for_its_port(tmp_path: Path) -> None:
+    told: list[str] = []
+    async with EmbeddedValkey(tmp_path, on_restart=told.append) as server:
+        store = RedisStateStore(server.url)
+        assert await store.next_epoch("a") == 1
+        port, pid = int(server.url.split(":")[2].partition("/")[0]), server.pid
+        os.kill(pid, signal.SIGKILL)
+        # The loop does not turn before the port is taken.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
+        with socket.socket() as thief:
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            thief.bind(("127.0.0.1", port))
+            thief.listen()
+            await until(lambda: "Address already in use" in server.log.read_text())
+            assert told == []
+        assert await store.next_epoch("a") == 2
+        assert server.url.split(":")[2].partition("/")[0] == str(port)
+        assert server.pid != pid
+        await store.close()
+
+
+async def test_a_server_that_ends_all_the_time_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolemesh.coordinator.state.embedded.MAX_RESTARTS", 2)
+    told: list[str] = []
+    async with EmbeddedValkey(tmp_path, on_restart=told.append) as server:
+        for number in (1, 2, 3):
+            os.kill(server.pid, signal.SIGKILL)
+            await until_there_are(number, told)
+        with pytest.raises(StoreUnavailableError):
+            await RedisStateStore(server.url).ping()
+    assert "was started again" in told[1]
+    assert "is not started again, since it was 2 times in the last 600 s" in told[2]
+
+
+async def test_a_stopped_server_stays_stopped(tmp_path: Path) -> None:
+    told: list[str] = []
+    server = EmbeddedValkey(tmp_path, on_restart=told.append)
+    await server.start()
+    process = psutil.Process(server.pid)
+    await server.stop()
+    assert not process.is_running()
+    assert told == []
