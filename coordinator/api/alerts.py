@@ -157,7 +157,7 @@ def _not_finite(run: _Run) -> Iterator[coordinator_pb2.Alert]:
             _CRITICAL,
             "NOT_FINITE",
             f"The newest step has metrics that are no numbers: {', '.join(names)}.",
-            "Stop the run, lower the learning rate and resume from the last checkpoint.",
+            "Stop the run, lower the learning rate and go on with `rolemesh train --resume`.",
         )
 
 

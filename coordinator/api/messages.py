@@ -15,6 +15,7 @@ _STATES = {
     RunState.STARTING: coordinator_pb2.RUN_STATE_STARTING,
     RunState.RUNNING: coordinator_pb2.RUN_STATE_RUNNING,
     RunState.PAUSED: coordinator_pb2.RUN_STATE_PAUSED,
+    RunState.RECOVERING: coordinator_pb2.RUN_STATE_RECOVERING,
     RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
     RunState.STOPPED: coordinator_pb2.RUN_STATE_STOPPED,
     RunState.FAILED: coordinator_pb2.RUN_STATE_FAILED,
@@ -44,7 +45,7 @@ def to_state(
     """
     if is_stop_wanted and not state.is_final:
         return coordinator_pb2.RUN_STATE_STOPPING
-    if is_pause_wanted and state in (RunState.STARTING, RunState.RUNNING):
+    if is_pause_wanted and state in (RunState.STARTING, RunState.RUNNING, RunState.RECOVERING):
         return coordinator_pb2.RUN_STATE_PAUSING
     return _STATES[state]
 

@@ -35,7 +35,7 @@ from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import folder as run_files
 from rolemesh.coordinator.run.launch import LaunchError
-from rolemesh.coordinator.run.resume import CONFIG_FILE, holds_run
+from rolemesh.coordinator.run.resume import CONFIG_FILE
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState, StateStoreError
@@ -72,8 +72,8 @@ def train(
         bool,
         typer.Option(
             "--restartable",
-            help="Go on with the run in --out if there is one, else begin it: for compose, systemd "
-            "or Slurm, which start a command again.",
+            help="Go on with the newest run of this recipe that has not succeeded, if there is one: "
+            "for compose, systemd or Slurm, which start a command again.",
         ),
     ] = False,
     as_json: Json = False,
@@ -84,7 +84,7 @@ def train(
 ) -> None:
     """Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything saved."""
     try:
-        resumed = _resumed(resume, out, may_resume=may_resume)
+        resumed = None if resume is None else _folder_of(resume)
         files = recipe or ([] if resumed is None else [resumed / CONFIG_FILE])
         if not files:
             raise InputError("RECIPE is missing: give a YAML file, or --resume with a run's folder")
@@ -92,6 +92,8 @@ def train(
         if print_config:
             print(dump_recipe(loaded), end="")
             return
+        if may_resume and resumed is None:
+            resumed = run_files.unfinished_run(loaded.run.name, out or loaded.run.directory)
         directory = resumed or _run_directory(loaded, out)
         code = _train(loaded, directory, run_id, resumes=resumed is not None, as_json=as_json)
     except (RecipeError, InputError, run_files.NoRunError) as error:
@@ -117,14 +119,10 @@ def _run_directory(recipe: Recipe, out: Path | None) -> Path:
     return run_files.RUNS_FOLDER / f"{recipe.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _resumed(resume: str | None, out: Path | None, *, may_resume: bool) -> Path | None:
-    """Folder of the run that is to go on; None where one begins."""
-    if resume is not None:
-        folder = Path(resume)
-        return folder if folder.is_dir() else run_files.run_of_id(resume)
-    if may_resume and out is None:
-        raise InputError("--restartable needs --out: name the folder that the run has each time")
-    return out if may_resume and out is not None and holds_run(out) else None
+def _folder_of(run: str) -> Path:
+    """Folder of a run, given by folder or by id."""
+    folder = Path(run)
+    return folder if folder.is_dir() else run_files.run_of_id(run)
 
 
 def _train(

@@ -22,7 +22,7 @@ from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.checkpoints import COMMITTED
 from rolemesh.coordinator.run.metrics import GRAPHS_FILE
-from rolemesh.coordinator.run.resume import RUN_FILE
+from rolemesh.coordinator.run.resume import RUN_FILE, holds_run
 from rolemesh.coordinator.run.session import COORDINATOR_FILE, living_coordinator
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import RolemeshError
@@ -99,6 +99,23 @@ def run_of_id(run_id: str) -> Path:
         f"{run_id!r} is neither a folder nor the id of a run in {RUNS_FOLDER.absolute()}: name the "
         "folder of the run"
     )
+
+
+def unfinished_run(name: str, directory: Path | None) -> Path | None:
+    """The newest run of that name that has not come to its end; None where there is none.
+
+    Args:
+        name: Of the run, in its recipe.
+        directory: The one folder to look at; None: all in runs/.
+    """
+    folders = [directory] if directory is not None else list(RUNS_FOLDER.glob("*/"))
+    found = [folder for folder in folders if holds_run(folder)]
+    for folder in sorted(found, key=_changed_at, reverse=True):
+        if _config(folder)["run"]["name"] == name:
+            summary = folder / "summary.json"
+            is_made = summary.is_file() and json.loads(summary.read_text())["state"] == "succeeded"
+            return None if is_made else folder
+    return None
 
 
 def _changed_at(directory: Path) -> float:

@@ -186,7 +186,10 @@ class Session:
             stack.enter_context(_held(self.directory))
             stack.enter_context(self._traced())
             try:
-                if not self._resumes:
+                if self._resumes:
+                    # Until it ends again, the run has not ended.
+                    (self.directory / "summary.json").unlink(missing_ok=True)
+                else:
                     # Another run may have used the folder since the first look.
                     check_directory_is_free(self.directory)
                     known = json.dumps({"run_id": self.run_id})
@@ -221,7 +224,7 @@ class Session:
                 store=store,
                 observer=self._observer,
                 run_id=self.run_id,
-                restart=launcher.restart,
+                restart=getattr(launcher, "restart", None),
                 resumed=resumed,
             )
             self._run = run

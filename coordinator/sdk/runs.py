@@ -29,6 +29,7 @@ class RunState(StrEnum):
     FAILED = "failed"
     PAUSING = "pausing"
     PAUSED = "paused"
+    RECOVERING = "recovering"
 
     @property
     def is_final(self) -> bool:

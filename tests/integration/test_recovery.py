@@ -178,9 +178,7 @@ async def test_a_failed_run_saves_its_newest_step_and_can_be_resumed(tmp_path: P
         progress, where = await reached(store, run.run_id, folder)
         assert progress.step == made
         assert "journal" in where
-        resumed = make_run(
-            mesh, folder, recipe(), store, run_id=run.run_id, resumed=progress
-        )
+        resumed = make_run(mesh, folder, recipe(), store, run_id=run.run_id, resumed=progress)
         summary = await resumed.execute()
         assert mesh.roles["actor"].weight == expected_weight(STEPS)
     assert summary.state is RunState.SUCCEEDED

@@ -96,6 +96,7 @@ _STATE_WORDS: dict[int, RunStateWord] = {
     coordinator_pb2.RUN_STATE_FAILED: "failed",
     coordinator_pb2.RUN_STATE_PAUSING: "pausing",
     coordinator_pb2.RUN_STATE_PAUSED: "paused",
+    coordinator_pb2.RUN_STATE_RECOVERING: "recovering",
 }
 
 

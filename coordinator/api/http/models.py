@@ -27,7 +27,15 @@ Number = float | None
 """A double; null stands for NaN and the infinities."""
 
 RunStateWord = Literal[
-    "starting", "running", "stopping", "succeeded", "stopped", "failed", "pausing", "paused"
+    "starting",
+    "running",
+    "stopping",
+    "succeeded",
+    "stopped",
+    "failed",
+    "pausing",
+    "paused",
+    "recovering",
 ]
 AlertLevelWord = Literal["info", "warning", "critical"]
 
