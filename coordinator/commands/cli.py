@@ -1,4 +1,4 @@
-"""The command line: `rolemesh train|coordinator|serve|status|logs|trace|export|doctor|...`.
+"""The command line: `rolemesh train|coordinator|serve|status|logs|trace|checkpoints|export|...`.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -18,6 +18,8 @@ COMMANDS = {
     "status": "Shows runs and, for one that goes on, its services.",
     "logs": "Prints the logs of a run, by role.",
     "trace": "Writes a run's calls as a Chrome trace, and shows what each step had to wait for.",
+    "checkpoints": "Lists the checkpoints of a run, verifies and prunes them. Exit code 1: one is "
+    "damaged.",
     "export": "Writes the policy of a checkpoint as a Hugging Face folder.",
     "doctor": "Checks what this machine has, and says what to do about what it lacks.",
     "compliance": "Holds a server to the contract of its role. Exit code 0: all that it MUST do, "

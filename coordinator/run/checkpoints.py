@@ -53,7 +53,7 @@ class Checkpoints:
 
     def folder(self, step: int) -> Path:
         """Folder of a step's checkpoint."""
-        return _folder(self.directory, step)
+        return checkpoint_folder(self.directory, step)
 
     def committed(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -156,7 +156,7 @@ def committed_steps(directory: Path) -> list[int]:
         return []
     names = (_FOLDER.fullmatch(path.name) for path in directory.iterdir())
     steps = sorted(int(name[1]) for name in names if name)
-    return [step for step in steps if (_folder(directory, step) / COMMITTED).is_file()]
+    return [step for step in steps if (checkpoint_folder(directory, step) / COMMITTED).is_file()]
 
 
 def read_marker(directory: Path, step: int) -> dict[str, Any]:
@@ -165,9 +165,12 @@ def read_marker(directory: Path, step: int) -> dict[str, Any]:
     Raises:
         OSError, ValueError: It cannot be read.
     """
-    marker: dict[str, Any] = json.loads((_folder(directory, step) / COMMITTED).read_text())
+    marker: dict[str, Any] = json.loads(
+        (checkpoint_folder(directory, step) / COMMITTED).read_text()
+    )
     return marker
 
 
-def _folder(directory: Path, step: int) -> Path:
+def checkpoint_folder(directory: Path, step: int) -> Path:
+    """Folder of a step's checkpoint."""
     return directory / f"step-{step:08d}"

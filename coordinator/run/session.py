@@ -224,7 +224,7 @@ class Session:
                 store=store,
                 observer=self._observer,
                 run_id=self.run_id,
-                restart=getattr(launcher, "restart", None),
+                restart=launcher.restart,
                 resumed=resumed,
             )
             self._run = run

@@ -1,0 +1,82 @@
+"""`rolemesh checkpoints`: what a run could be resumed from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rolemesh.coordinator.commands.console import JsonConsole
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.options import Json
+from rolemesh.coordinator.run import folder as run_files
+from rolemesh.coordinator.run.kept_checkpoints import KeptCheckpoint, kept_checkpoints, prune
+from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER
+from rolemesh.coordinator.run.session import living_coordinator
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def checkpoints(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and compare its hash.")
+    ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option("--prune", metavar="N", help="Remove all but the newest N checkpoints."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Lists the checkpoints of a run, verifies and prunes them. Exit code 1: one is damaged."""
+    if not run_files.is_run(directory):
+        error = run_files.NoRunError(f"{directory} holds no run: name the folder of one")
+        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+    folder = directory / CHECKPOINTS_FOLDER
+    try:
+        if keep is not None:
+            if living_coordinator(directory) is not None:
+                raise ValueError(
+                    "--prune: the run goes on and keeps run.checkpoint.keep checkpoints itself: "
+                    "wait until it has ended"
+                )
+            for step in prune(folder, keep):
+                _tell(as_json, step)
+    except ValueError as error:
+        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+    known = list(kept_checkpoints(folder, verify=verify))
+    if as_json:
+        for one in known:
+            JsonConsole().write("checkpoint", one.to_dict())
+    else:
+        _print(known)
+    if any(one.damage for one in known):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _tell(as_json: bool, step: int) -> None:
+    if as_json:
+        JsonConsole().write("removed", {"step": step})
+    else:
+        print(f"removed the checkpoint of step {step}")
+
+
+def _print(known: list[KeptCheckpoint]) -> None:
+    table = Table()
+    for heading in ("step", "roles", "GiB", "saved", "state"):
+        table.add_column(heading, justify="right" if heading in ("step", "GiB") else "left")
+    for one in known:
+        state = {None: "complete", "": "verified"}.get(one.damage, one.damage)
+        table.add_row(
+            str(one.step),
+            ", ".join(one.roles),
+            f"{one.num_bytes / 2**30:.2f}",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.committed_at)),
+            state,
+        )
+    Console().print(table if known else "no checkpoint is complete yet")

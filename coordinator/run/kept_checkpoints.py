@@ -1,0 +1,121 @@
+"""Checkpoints of a run as a person keeps them: listed, verified against their hashes, pruned.
+
+Reads manifests and bytes, and no tensor: it needs neither torch nor a service.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.run.checkpoints import (
+    COMMITTED,
+    checkpoint_folder,
+    committed_steps,
+    read_marker,
+)
+
+_MANIFEST = "manifest.json"
+_BLOCK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptCheckpoint:
+    """One complete checkpoint of a run."""
+
+    step: int
+    """Steps made before it."""
+    num_bytes: int
+    """Bytes of all its files."""
+    committed_at: float
+    """Unix time, seconds."""
+    roles: tuple[str, ...]
+    damage: str | None = None
+    """What is wrong with it, for people; empty: nothing; None: it was not looked at."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "roles": list(self.roles)}
+
+
+def kept_checkpoints(directory: Path, *, verify: bool) -> Iterator[KeptCheckpoint]:
+    """The complete checkpoints under a folder, oldest first.
+
+    Args:
+        directory: Folder checkpoints of a run.
+        verify: Whether to read every byte and compare its hash.
+    """
+    for step in committed_steps(directory):
+        folder = checkpoint_folder(directory, step)
+        damage = None
+        roles: tuple[str, ...] = ()
+        try:
+            roles = tuple(sorted(read_marker(directory, step)["roles"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            damage = f"{folder / COMMITTED} cannot be read ({error})"
+        if verify and damage is None:
+            damage = _damage(directory, step)
+        yield KeptCheckpoint(
+            step=step,
+            num_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+            committed_at=(folder / COMMITTED).stat().st_mtime,
+            roles=roles,
+            damage=damage,
+        )
+
+
+def _damage(directory: Path, step: int) -> str:
+    """What is wrong with a checkpoint; empty where every byte is the one that was written."""
+    folder = checkpoint_folder(directory, step)
+    for role, committed in read_marker(directory, step)["roles"].items():
+        path = folder / role / _MANIFEST
+        try:
+            content = path.read_bytes()
+            files = json.loads(content)["files"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return f"{path} cannot be read ({error})"
+        if hashlib.sha256(content).hexdigest() != committed["manifest_sha256"]:
+            return f"{path} is not the one that was committed"
+        for name, expected in files.items():
+            if Path(name).name != name:
+                return f"{path} names {name!r}, which is no file of its folder"
+            file = folder / role / name
+            if not file.is_file():
+                return f"{file} is missing"
+            if _sha256(file) != expected["sha256"]:
+                return f"{file} does not match its hash"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def prune(directory: Path, keep: int) -> list[int]:
+    """Removes all but the newest checkpoints; returns the steps that are gone.
+
+    Args:
+        directory: Folder checkpoints of a run that does not go on.
+        keep: How many stay, at least 1.
+
+    Raises:
+        ValueError: keep is less.
+    """
+    if keep < 1:
+        raise ValueError(f"--prune is {keep}: keep 1 checkpoint at least, or remove the folder")
+    gone = committed_steps(directory)[:-keep]
+    for step in gone:
+        folder = checkpoint_folder(directory, step)
+        # The marker first: a folder that is half removed must not look complete.
+        (folder / COMMITTED).unlink()
+        shutil.rmtree(folder)
+    return gone
