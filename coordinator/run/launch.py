@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,6 +35,9 @@ QUICK_STOP_GRACE_S = 2.0
 _LAST_GRACE_S = 1.0
 """Pause between a second SIGTERM, at which a service frees its shared memory and ends at once, and
 SIGKILL."""
+
+_GROUP_END_S = 10.0
+"""Longest wait for the end of what a killed service started: it gives memory of devices back."""
 
 _DRAIN_TIMEOUT_S = 5.0
 """How long a service works on by itself after its coordinator is gone."""
@@ -187,13 +190,19 @@ def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) ->
     return ",".join(names)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Child:
     role: str
     process: asyncio.subprocess.Process
     announce: Path
     log: Path
     num_ranks: int
+    is_restart: bool
+    """Whether it starts again: an end is then told by `restart`, until it has announced itself."""
+    is_unwanted: bool = False
+    """Whether its end is asked for."""
+    exit: ServiceExit | None = None
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Launcher:
@@ -210,6 +219,7 @@ class Launcher:
         async with Launcher(roles, service_commands(recipe), log_directory) as launcher:
             addresses = await launcher.start()  # {"actor": "127.0.0.1:41235", ...}
             launcher.on_exit = lambda exit: run.service_lost(exit.role, exit.reason)
+            address = await launcher.restart("actor")  # dead, or not what it should be
     """
 
     def __init__(
@@ -228,28 +238,31 @@ class Launcher:
         self._make_command = make_command
         self._log_directory = log_directory
         self._announcements = tempfile.TemporaryDirectory(prefix="rolemesh-")
-        self._children: list[_Child] = []
+        self._children: dict[str, _Child] = {}
         self._watches: list[asyncio.Task[None]] = []
-        self._exits: list[ServiceExit] = []
-        self._has_exit = asyncio.Event()
+        self._num_starts = 0
         self._on_exit: Callable[[ServiceExit], None] | None = None
         self._is_closing = False
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by role."""
-        return {child.role: child.process.pid for child in self._children}
+        return {role: child.process.pid for role, child in self._children.items()}
 
     @property
     def on_exit(self) -> Callable[[ServiceExit], None] | None:
-        """Callback for each service that ends unasked, also for those that have ended already."""
+        """Callback for each service that ends unasked, also for those that have ended already.
+
+        One that was started again since is not told again.
+        """
         return self._on_exit
 
     @on_exit.setter
     def on_exit(self, callback: Callable[[ServiceExit], None]) -> None:
         self._on_exit = callback
-        for gone in self._exits:
-            callback(gone)
+        for child in list(self._children.values()):
+            if child.exit is not None and not child.is_restart:
+                callback(child.exit)
 
     async def start(self, deadline_s: float = START_DEADLINE_S) -> dict[str, str]:
         """Starts every service and returns their addresses once all have announced themselves.
@@ -260,20 +273,69 @@ class Launcher:
         self._log_directory.mkdir(parents=True, exist_ok=True)
         for role in self._roles:
             await self._spawn(role)
+        children = list(self._children.values())
         try:
             async with asyncio.timeout(deadline_s):
                 return {
-                    child.role: await self._announced_address(child) for child in self._children
+                    child.role: await self._announced_address(child, children) for child in children
                 }
         except TimeoutError:
-            silent = [c for c in self._children if not c.announce.exists()]
-            names = ", ".join(f"{c.role} (pid {c.process.pid}, {c.log})" for c in silent)
-            raise LaunchError(
-                f"not ready after {deadline_s:.0f} s: {names}; see what the log says last"
-            ) from None
+            raise _not_ready(children, deadline_s) from None
 
-    async def _spawn(self, role: str) -> None:
-        announce = Path(self._announcements.name) / f"{role}.json"
+    async def restart(self, service: str, deadline_s: float = START_DEADLINE_S) -> str:
+        """Starts a service again, with the command and log that it had, and returns its address.
+
+        Its processes are killed if any still lives; that end is not told as a loss.
+
+        Args:
+            service: Name of the service.
+            deadline_s: Longest wait until it has announced itself, in seconds.
+
+        Raises:
+            ValueError: This launcher does not start the service.
+            LaunchError: It ended, or did not announce itself. It may be tried again.
+        """
+        if service not in self._roles:
+            raise ValueError(
+                f"service {service!r} cannot be started again: this launcher starts "
+                f"{', '.join(self._roles) or 'none'}; start it where it runs"
+            )
+        if service in self._children:
+            await self._kill(self._children.pop(service))
+        child = await self._spawn(service, is_restart=True)
+        try:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    address = await self._announced_address(child, [child])
+            except TimeoutError:
+                raise _not_ready([child], deadline_s) from None
+            if child.exit is not None:
+                raise LaunchError(f"while starting: {child.exit.reason}")
+        except LaunchError:
+            await self._kill(self._children.pop(service))
+            raise
+        child.is_restart = False
+        return address
+
+    async def _kill(self, child: _Child) -> None:
+        """Ends a service at once, with all processes that it started."""
+        child.is_unwanted = True
+        group = child.process.pid
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _GROUP_END_S
+        # The group may outlive its leader.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+            await child.process.wait()
+            while loop.time() < deadline:
+                os.killpg(group, 0)
+                await asyncio.sleep(_ANNOUNCE_POLL_S)
+        await child.process.wait()
+
+    async def _spawn(self, role: str, *, is_restart: bool = False) -> _Child:
+        # Each start has a file of its own: that of an earlier process must not stand for a new one.
+        self._num_starts += 1
+        announce = Path(self._announcements.name) / f"{role}-{self._num_starts}.json"
         command = self._make_command(role, announce)
         log = self._log_directory / f"{role}.log"
         with log.open("ab") as stream:
@@ -292,15 +354,17 @@ class Launcher:
                 # With a group of its own, all processes that the service starts can be ended.
                 start_new_session=True,
             )
-        child = _Child(role, process, announce, log, command.num_ranks)
-        self._children.append(child)
+        child = _Child(role, process, announce, log, command.num_ranks, is_restart)
+        self._children[role] = child
+        self._watches = [watch for watch in self._watches if not watch.done()]
         self._watches.append(asyncio.create_task(self._watch(child), name=f"watch {role}"))
+        return child
 
     async def _watch(self, child: _Child) -> None:
         code = await child.process.wait()
-        if self._is_closing:
+        if self._is_closing or child.is_unwanted:
             return
-        gone = ServiceExit(
+        child.exit = ServiceExit(
             role=child.role,
             num_ranks=child.num_ranks,
             pid=child.process.pid,
@@ -309,17 +373,18 @@ class Launcher:
             log=child.log,
             last_lines=last_lines(child.log),
         )
-        self._exits.append(gone)
-        self._has_exit.set()
-        if self._on_exit is not None:
-            self._on_exit(gone)
+        child.has_ended.set()
+        if self._on_exit is not None and not child.is_restart:
+            self._on_exit(child.exit)
 
-    async def _announced_address(self, child: _Child) -> str:
+    async def _announced_address(self, child: _Child, children: Sequence[_Child]) -> str:
+        """The address of one of several services that start; raises if any of them ends."""
         while not child.announce.exists():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_exit.wait(), _ANNOUNCE_POLL_S)
-            if self._exits:
-                raise LaunchError(f"while starting: {self._exits[0].reason}")
+                await asyncio.wait_for(child.has_ended.wait(), _ANNOUNCE_POLL_S)
+            for other in children:
+                if other.exit is not None:
+                    raise LaunchError(f"while starting: {other.exit.reason}")
         return str(json.loads(child.announce.read_text())["address"])
 
     async def close(self) -> None:
@@ -327,16 +392,16 @@ class Launcher:
         self._is_closing = True
         await self._signal_and_wait(signal.SIGTERM, self.close_grace_s)
         await self._signal_and_wait(signal.SIGTERM, _LAST_GRACE_S)
-        for child in self._children:
+        for child in self._children.values():
             # The group may outlive its leader.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
-        await asyncio.gather(*(child.process.wait() for child in self._children))
+        await asyncio.gather(*(child.process.wait() for child in self._children.values()))
         await asyncio.gather(*self._watches)
         self._announcements.cleanup()
 
     async def _signal_and_wait(self, number: signal.Signals, grace_s: float) -> None:
-        running = [c for c in self._children if c.process.returncode is None]
+        running = [c for c in self._children.values() if c.process.returncode is None]
         if not running:
             return
         for child in running:
@@ -358,6 +423,12 @@ class Launcher:
         if error is not None:
             self.close_grace_s = min(self.close_grace_s, QUICK_STOP_GRACE_S)
         await self.close()
+
+
+def _not_ready(children: Sequence[_Child], deadline_s: float) -> LaunchError:
+    silent = [c for c in children if not c.announce.exists()]
+    names = ", ".join(f"{c.role} (pid {c.process.pid}, {c.log})" for c in silent)
+    return LaunchError(f"not ready after {deadline_s:.0f} s: {names}; see what the log says last")
 
 
 def last_lines(log: Path, num_lines: int = _TAIL_LINES) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.fake_roles import fake_recipe
+from support.fake_roles import fake_recipe, until
 
 from rolemesh.coordinator.run.launch import (
     Launcher,
@@ -158,6 +158,87 @@ async def test_no_exit_is_reported_for_services_that_were_told_to_end(tmp_path: 
         await subject.start()
         subject.on_exit = told.append
     assert told == []
+
+
+async def test_a_dead_service_is_started_again_with_its_command_and_log(tmp_path: Path) -> None:
+    program = SERVE.replace("announce();", "print(os.environ['MARK'], flush=True); announce();")
+    told: list[ServiceExit] = []
+    async with launcher(tmp_path, "actor", "critic", program=program) as subject:
+        old = await subject.start()
+        dead, other = subject.pids["actor"], subject.pids["critic"]
+        subject.on_exit = told.append
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: len(told) == 1)
+        address = await subject.restart("actor")
+        assert address == f"127.0.0.1:{subject.pids['actor']}" != old["actor"]
+        assert subject.pids["critic"] == other
+        assert (tmp_path / "actor.log").read_text() == "actor\nactor\n"
+        # It counts as any other now, and what was told before is not told again.
+        later: list[ServiceExit] = []
+        subject.on_exit = later.append
+        assert later == []
+        os.kill(subject.pids["actor"], signal.SIGKILL)
+        await until(lambda: len(later) == 1)
+        await subject.restart("actor")
+        pids = [dead, other, *subject.pids.values()]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_living_service_is_killed_with_its_group_and_started_again(
+    tmp_path: Path, is_stopped: bool
+) -> None:
+    told: list[ServiceExit] = []
+    async with launcher(tmp_path, "actor", program=WITH_GRANDCHILD) as subject:
+        await subject.start()
+        subject.on_exit = told.append
+        old, grandchild = subject.pids["actor"], int((tmp_path / "actor.log").read_text())
+        if is_stopped:
+            os.kill(old, signal.SIGSTOP)
+        address = await subject.restart("actor")
+        assert address == f"127.0.0.1:{subject.pids['actor']}"
+        assert subject.pids["actor"] != old
+        assert not is_alive(old)
+        assert not is_alive(grandchild)
+        assert told == []
+
+
+async def test_what_a_dead_service_left_running_is_ended_before_the_new_one_starts(
+    tmp_path: Path,
+) -> None:
+    async with launcher(tmp_path, "actor", program=WITH_GRANDCHILD) as subject:
+        await subject.start()
+        grandchild = int((tmp_path / "actor.log").read_text())
+        os.kill(subject.pids["actor"], signal.SIGKILL)
+        await first_exit(subject)
+        assert is_alive(grandchild)
+        await subject.restart("actor")
+        assert not is_alive(grandchild)
+
+
+async def test_a_service_that_does_not_start_again_is_a_launch_error_and_may_be_tried_again(
+    tmp_path: Path,
+) -> None:
+    # What it does is said by a file, anew at each start.
+    program = ANNOUNCE + f"exec(open({str(tmp_path / 'program')!r}).read())"
+    (tmp_path / "program").write_text("announce(); time.sleep(600)")
+    told: list[ServiceExit] = []
+    async with launcher(tmp_path, "actor", "critic", program=program) as subject:
+        await subject.start()
+        subject.on_exit = told.append
+        (tmp_path / "program").write_text("raise RuntimeError('no memory')")
+        with pytest.raises(LaunchError, match="while starting: actor rank 0") as caught:
+            await subject.restart("actor")
+        assert "RuntimeError: no memory" in str(caught.value)
+        (tmp_path / "program").write_text("time.sleep(600)")
+        with pytest.raises(LaunchError, match=r"not ready after 1 s: actor \(pid"):
+            await subject.restart("actor", deadline_s=1)
+        assert "actor" not in subject.pids
+        (tmp_path / "program").write_text("announce(); time.sleep(600)")
+        assert (await subject.restart("actor")).endswith(str(subject.pids["actor"]))
+        assert told == []
+        with pytest.raises(ValueError, match=r"'reward' cannot be started again: .* actor, critic"):
+            await subject.restart("reward")
 
 
 PARENT = """
