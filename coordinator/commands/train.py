@@ -72,7 +72,7 @@ def train(
         bool,
         typer.Option(
             "--restartable",
-            help="Go on with the newest run of this recipe that has not succeeded, if there is one: "
+            help="Go on with the newest run of this recipe that has not succeeded, if any: "
             "for compose, systemd or Slurm, which start a command again.",
         ),
     ] = False,

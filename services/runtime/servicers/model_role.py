@@ -11,6 +11,7 @@ from torch import nn
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.model_in_training import TrainedModel, kind_of
+from rolemesh.engine.train.randomness import seed_random_state
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner
 from rolemesh.rpc.errors import PreconditionError
@@ -52,6 +53,9 @@ class ModelRole(Role):
     ) -> InitializeResult:
         """Makes the trainer of a model that was just loaded."""
         self.run_seed = run_seed
+        # What draws from the process's own generators, and their state in a checkpoint, depends on
+        # the run alone.
+        seed_random_state("training", run_seed, self.name, model.mesh.rank)
         self._trainer = Trainer(kind_of(model), model, optimizer)
         return InitializeResult(
             policy_version=self._trainer.policy_version,
