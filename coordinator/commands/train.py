@@ -29,7 +29,7 @@ from rolemesh.coordinator.commands.ending import (
     fail,
 )
 from rolemesh.coordinator.commands.options import Json, Verbose
-from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -180,7 +180,8 @@ def _exit_code(error: Exception) -> int:
         return EXIT_INTERRUPTED
     # A service refused its section of the recipe.
     is_refusal = isinstance(error, InvalidRequestError)
-    is_refusal |= isinstance(error.__cause__, InvalidRequestError)
+    if not isinstance(error, NodeFailedError):
+        is_refusal |= isinstance(error.__cause__, InvalidRequestError)
     return EXIT_BAD_INPUT if is_refusal else EXIT_FAILED
 
 

@@ -195,7 +195,9 @@ class Session:
                     known = json.dumps({"run_id": self.run_id})
                     write_atomically(self.directory / RUN_FILE, known + "\n")
                 store = await stack.enter_async_context(
-                    open_store(self.recipe.store, self.directory)
+                    open_store(
+                        self.recipe.store, self.directory, on_restart=self._observer.on_event
+                    )
                 )
             except StoreUnavailableError as error:
                 raise InputError(f"store.url: {error}") from error

@@ -73,7 +73,7 @@ class RunSummary:
     seconds: float
     """Wall time of the whole run."""
     seconds_by_phase: Mapping[str, float]
-    recoveries: tuple[Recovered, ...]
+    recoveries: tuple[Recovered, ...] = ()
     """What the run survived, in this process."""
     versions: Mapping[str, Mapping[str, str]]
     """Versions of components, by role."""

@@ -185,9 +185,10 @@ def test_far_longer_completions_leave_the_coordinator_s_bytes_alone(start, model
     assert abs(moved[200] / moved[2] - 1) < MAX_TRAFFIC_CHANGE, moved
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_a_killed_service_ends_the_run_with_role_rank_and_cause(start, model, role):
-    run = start(tiny_recipe(model, run__steps=100000), is_warm=role != "actor")
+def test_a_killed_service_ends_a_run_that_does_not_recover(start, model):
+    role = "actor"
+    recipe = tiny_recipe(model, run__steps=100000, run__recovery={"attempts": 0})
+    run = start(recipe, is_warm=False)
     run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
     family = run.descendants()
     forks = [psutil.Process(warm_processes.forked(process.pid)) for process in family]

@@ -108,7 +108,7 @@ async def test_a_paused_run_makes_no_step_and_goes_on_when_resumed(tmp_path: Pat
             assert shown == coordinator_pb2.RUN_STATE_PAUSING
             gate.set()
             await until(lambda: one.is_in("PAUSED"))
-            assert (one.run._loop.step if one.run._loop else None) == 1
+            assert one.run.progress.step == 1
             # Services are looked after: nobody else may take them meanwhile.
             assert mesh.roles["actor"].run_id == one.run_id
             # A checkpoint can be had while the run is paused, once for each request.
@@ -117,7 +117,12 @@ async def test_a_paused_run_makes_no_step_and_goes_on_when_resumed(tmp_path: Pat
                     coordinator_pb2.CheckpointRunRequest(run_id=one.run_id, request_id=request_id)
                 )
             await until(lambda: (tmp_path / "checkpoints/step-00000001/COMMITTED").is_file())
-            await until(lambda: one.run._activity == "paused after step 1")
+            await until(
+                lambda: (
+                    one.run._attempt is not None
+                    and one.run._attempt.activity == "paused after step 1"
+                )
+            )
             assert mesh.methods(2) == []
             await one.stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=one.run_id))
             await until(lambda: bool(mesh.methods(2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -80,11 +81,12 @@ class CliRun:
     def __init__(
         self, recipe: dict[str, Any], folder: Path, *flags: str, is_warm: bool = True
     ) -> None:
+        """Starts it in the folder; `--resume` among the flags goes on with the run that is there."""
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
         recipe_file.write_text(yaml.safe_dump(recipe))
-        self._stdout = (folder / "stdout.log").open("wb")
-        self._stderr = (folder / "stderr.log").open("wb")
+        self._stdout = (folder / "stdout.log").open("ab")
+        self._stderr = (folder / "stderr.log").open("ab")
         # A child inherits what is ignored, e.g. when the tests run in a shell's background.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -97,7 +99,7 @@ class CliRun:
                         "train",
                         str(recipe_file),
                     ),
-                    *("--out", str(self.out), *flags),
+                    *(flags if "--resume" in flags else ("--out", str(self.out), *flags)),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._stdout,
@@ -184,3 +186,10 @@ class CliRun:
         self.process.wait(10)
         self._stdout.close()
         self._stderr.close()
+        known = self.out / "run.json"
+        if known.is_file():
+            # Cuts outlive a run that is killed, so that it can be resumed; this one will not be.
+            run_id = json.loads(known.read_text())["run_id"]
+            name = hashlib.sha256(run_id.encode()).hexdigest()[:16]
+            for cut in Path("/dev/shm").glob(f"rolemesh-cut-{name}-*"):
+                cut.unlink(missing_ok=True)

@@ -1,0 +1,30 @@
+"""Results of a run, without what depends on the clock: for runs that must end alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+_TIMED = ("time/", "coordinator/", "dataflow/", "memory/", "tokens_per_second")
+
+
+def learnt(directory: Path) -> list[dict[str, float]]:
+    """What metrics.jsonl says of learning: all but times, memory and traffic."""
+    return [
+        {
+            name: value
+            for name, value in json.loads(line).items()
+            if not name.startswith(_TIMED) and not name.endswith("fetched_bytes")
+        }
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def written(directory: Path) -> dict[str, str]:
+    """Hashes of checkpoints and model by file: weights, optimizer state, random state."""
+    files = sorted(directory.glob("checkpoints/*/*/*")) + sorted(directory.glob("model/*"))
+    return {
+        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
