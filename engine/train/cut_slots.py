@@ -409,20 +409,28 @@ def _check(header: CutHeader, plan: _Plan, kind: str, layout: str, step: int) ->
     for group in GROUPS:
         found, expected = header.tensors.get(group, {}), plan.entries[group]
         # What an optimizer does not keep yet is absent.
-        names = [*found, *(expected if group == WEIGHTS else ())]
+        names = dict.fromkeys([*found, *(expected if group == WEIGHTS else ())])
         for name in names:
-            theirs, own = found.get(name), expected.get(name)
-            if theirs != own:
+            if (theirs := _kind_of(found.get(name))) != (own := _kind_of(expected.get(name))):
                 raise CutMismatchError(
                     f"the cut of step {step} is of another model: {name!r} of {group!r} is "
                     f"{theirs}, but the model's is {own}: give the model that the run began with"
                 )
+        if any(found[name].offset != expected[name].offset for name in found):
+            raise CutMismatchError(
+                f"the cut of step {step} has {group!r} in another order: give the model that the "
+                "run began with"
+            )
     kept = [header.tensors.get(name, {}).keys() for name in STATE_NAMES]
     if header.tensors.keys() - set(GROUPS) or any(names != kept[0] for names in kept):
         raise CutMismatchError(
             f"the cut of step {step} has the groups {sorted(header.tensors)}, which do not fit "
             "each other: restore it with the version that saved it"
         )
+
+
+def _kind_of(entry: TensorEntry | None) -> str:
+    return "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
 
 
 def _parsed(text: bytes | None) -> CutHeader | None:

@@ -47,6 +47,8 @@ class ToySpec(RoleSpec):
     """How long "slow" and "deaf" work."""
     failing_rank: int = -1
     """Raises instead of what the others do."""
+    quick_rank: int = -1
+    """Works for no time."""
     layout: LayoutSpec = LayoutSpec()
 
     def rank_layout(self) -> HybridLayout:
@@ -100,7 +102,7 @@ class ToyRole(Role):
             torch.distributed.barrier(self.mesh.world.process_group)
         if self.spec.behaviour == "deaf":
             time.sleep(self.spec.seconds)
-        if self.spec.behaviour == "slow":
+        if self.spec.behaviour == "slow" and self.spec.quick_rank != self.mesh.rank:
             started = time.monotonic()
             while (elapsed := time.monotonic() - started) < self.spec.seconds:
                 progress("slow", int(1000 * elapsed), int(1000 * self.spec.seconds))
