@@ -59,12 +59,3 @@ class Journal:
                 epoch=self.epoch, step=step, operation=operation, sequence=sequence, result=result
             ),
         )
-
-    async def read(self) -> list[JournalEntry]:
-        """Everything that was recorded, oldest first."""
-        return await self._store.read_journal(self.run_id)
-
-    async def last_commit(self) -> int:
-        """The newest step that was made, 0 when none was."""
-        entries = await self.read()
-        return max((e.step for e in entries if e.operation == COMMIT_OPERATION), default=0)
