@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rolemesh.engine.layout.payload import PayloadLayout, plan_payload
+from rolemesh.engine.layout.payload import ColumnMissingError, PayloadLayout, plan_payload
 from rolemesh.engine.specs.columns import COLUMNS
 
 
@@ -30,10 +30,6 @@ class ColumnKind(enum.Enum):
     """One value for each completion token."""
     TEXT = "text"
     """UTF-8 bytes of a row."""
-
-
-class ColumnMissingError(ValueError):
-    """An experience lacks a column that a computation needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +218,7 @@ class Experience:
         try:
             return self._columns[name]
         except KeyError:
-            raise ColumnMissingError(
-                f"column {name!r} is missing; the experience has {sorted(self._columns)}: "
-                "call the role that produces it first"
-            ) from None
+            raise ColumnMissingError(name, self._columns) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns

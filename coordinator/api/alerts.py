@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
-from rolemesh.coordinator.dataflow.trace import critical_path, span_seconds
+from rolemesh.coordinator.dataflow.trace import span_seconds, waiting_seconds
 from rolemesh.v1 import coordinator_pb2
 
 RECENT_STEPS = 10
@@ -88,10 +88,6 @@ HELD_OUT_ERRORS = 2.0
 """Standard errors of the difference by which a held-out score must have fallen: by chance alone one
 time in 40."""
 
-_INFO = coordinator_pb2.ALERT_LEVEL_INFO
-_WARNING = coordinator_pb2.ALERT_LEVEL_WARNING
-_CRITICAL = coordinator_pb2.ALERT_LEVEL_CRITICAL
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -109,6 +105,10 @@ class _Run:
         """Its mean over the recent steps; None where there are fewer."""
         values = self.values(name)[-RECENT_STEPS:]
         return statistics.fmean(values) if len(values) == RECENT_STEPS else None
+
+    def recent_sum(self, name: str) -> float:
+        """Its sum over the recent steps, of which not all need have it."""
+        return sum(record.get(name, 0.0) for record in self.records[-RECENT_STEPS:])
 
     def earlier(self, name: str) -> float | None:
         """Its mean over the steps before the recent ones; None where there are fewer."""
@@ -139,10 +139,13 @@ def alerts_of(
     return sorted(found, key=lambda alert: -alert.level)
 
 
-def _alert(level: int, rule: str, text: str, remedy: str) -> coordinator_pb2.Alert:
-    return coordinator_pb2.Alert(
-        level=coordinator_pb2.AlertLevel.ValueType(level), rule=rule, text=text, remedy=remedy
-    )
+def _alert(
+    rule: str,
+    text: str,
+    remedy: str,
+    level: coordinator_pb2.AlertLevel.ValueType = coordinator_pb2.ALERT_LEVEL_WARNING,
+) -> coordinator_pb2.Alert:
+    return coordinator_pb2.Alert(level=level, rule=rule, text=text, remedy=remedy)
 
 
 def _percent(share: float) -> str:
@@ -154,10 +157,10 @@ def _not_finite(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     names = sorted(name for name, value in newest.items() if not math.isfinite(value))
     if names:
         yield _alert(
-            _CRITICAL,
             "NOT_FINITE",
             f"The newest step has metrics that are no numbers: {', '.join(names)}.",
             "Stop the run, lower the learning rate and go on with `rolemesh train --resume`.",
+            coordinator_pb2.ALERT_LEVEL_CRITICAL,
         )
 
 
@@ -169,13 +172,13 @@ def _kl_high(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     before = run.earlier("kl/mean")
     if now >= KL_PER_TOKEN:
         text = f"The policy is {now:.2f} nats a token away from the reference."
-        yield _alert(_WARNING, "KL_HIGH", text, remedy)
+        yield _alert("KL_HIGH", text, remedy)
     elif before is not None and now >= KL_GROWTH_FROM and now >= KL_GROWTH * max(before, 0.0):
         text = (
             f"The KL to the reference grew from {before:.2f} to {now:.2f} nats a token "
             f"within {RECENT_STEPS + EARLIER_STEPS} steps."
         )
-        yield _alert(_WARNING, "KL_GROWS", text, remedy)
+        yield _alert("KL_GROWS", text, remedy)
 
 
 def _entropy_collapsed(run: _Run) -> Iterator[coordinator_pb2.Alert]:
@@ -185,7 +188,6 @@ def _entropy_collapsed(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     first = statistics.fmean(run.values("entropy")[:RECENT_STEPS])
     if now < ENTROPY_LEFT * first:
         yield _alert(
-            _WARNING,
             "ENTROPY_COLLAPSED",
             f"Entropy fell from {first:.2f} to {now:.4f} nats a token: "
             "samples of a prompt are nearly all alike.",
@@ -203,10 +205,10 @@ def _reward_flat(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     spread = run.recent("reward/std")
     if spread is not None and spread <= REWARD_SPREAD:
         text = f"All rewards of each of the last {RECENT_STEPS} steps are equal: nothing is learned"
-        yield _alert(_CRITICAL, "REWARD_FLAT", f"{text}.", remedy)
+        yield _alert("REWARD_FLAT", f"{text}.", remedy, coordinator_pb2.ALERT_LEVEL_CRITICAL)
     elif alike is not None and groups is not None and alike >= ALIKE_GROUPS * groups > 0:
         text = f"In {_percent(alike / groups)} of groups all completions have one reward"
-        yield _alert(_WARNING, "GROUPS_ALIKE", f"{text}: they teach nothing.", remedy)
+        yield _alert("GROUPS_ALIKE", f"{text}: they teach nothing.", remedy)
 
 
 def _clipped(run: _Run) -> Iterator[coordinator_pb2.Alert]:
@@ -214,7 +216,6 @@ def _clipped(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     share = (high or 0.0) + (low or 0.0)
     if share > CLIPPED_SHARE:
         yield _alert(
-            _WARNING,
             "CLIP_HIGH",
             f"{_percent(share)} of tokens are clipped in the actor's updates: "
             "the policy moves further than its samples can tell.",
@@ -230,7 +231,6 @@ def _gradient_grew(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         usual = statistics.median(values[-1 - RECENT_STEPS - EARLIER_STEPS : -1])
         if usual > 0 and values[-1] > GRADIENT_GROWTH * usual:
             yield _alert(
-                _WARNING,
                 "GRADIENT_GREW",
                 f"The gradient of the {role} is {values[-1]:.3g}, "
                 f"{values[-1] / usual:.0f} times its usual size.",
@@ -243,7 +243,6 @@ def _completions_cut(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     finished = run.recent("finished_fraction")
     if finished is not None and 1.0 - finished > CUT_SHARE:
         yield _alert(
-            _WARNING,
             "COMPLETIONS_CUT",
             f"{_percent(1.0 - finished)} of completions reach the length limit before they end.",
             "Raise the limit of new tokens, or punish overlong completions.",
@@ -257,7 +256,6 @@ def _sampler_differs(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     behind = run.recent("staleness/max") or 0.0
     if behind > 0:
         yield _alert(
-            _WARNING,
             "SAMPLES_STALE",
             f"Samples are up to {behind:.0f} steps old, and the policy has moved on by "
             f"{difference:.2f} nats a token since.",
@@ -266,7 +264,6 @@ def _sampler_differs(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         )
     else:
         yield _alert(
-            _WARNING,
             "SAMPLER_DIFFERS",
             f"Sampler and trainer disagree by {difference:.2f} nats a token about the same "
             "weights.",
@@ -275,26 +272,22 @@ def _sampler_differs(run: _Run) -> Iterator[coordinator_pb2.Alert]:
 
 
 def _reward_trouble(run: _Run) -> Iterator[coordinator_pb2.Alert]:
-    recent = run.records[-RECENT_STEPS:]
+    num_steps = len(run.records[-RECENT_STEPS:])
     for name, reward in run.named(r"reward/(.+)/dropped_rows"):
-        dropped = sum(record.get(name, 0.0) for record in recent)
-        if dropped > 0:
+        if (dropped := run.recent_sum(name)) > 0:
             yield _alert(
-                _WARNING,
                 "REWARD_ROWS_DROPPED",
-                f"{dropped:.0f} rows of the last {len(recent)} steps were left out, because "
+                f"{dropped:.0f} rows of the last {num_steps} steps were left out, because "
                 f"the reward {reward} could not judge them.",
                 "See the log of the reward service; check the endpoint with "
                 "`rolemesh reward check`.",
             )
     for name, reward in run.named(r"reward/(.+)/errors"):
-        errors = sum(record.get(name, 0.0) for record in recent)
-        if errors > 0:
+        if (errors := run.recent_sum(name)) > 0:
             yield _alert(
-                _WARNING,
                 "REWARD_ERRORS",
                 f"Calls of the reward {reward} failed {errors:.0f} times in the last "
-                f"{len(recent)} steps.",
+                f"{num_steps} steps.",
                 "See the log of the reward service; give the endpoint more replicas or a longer "
                 "timeout.",
             )
@@ -317,7 +310,6 @@ def _step_slowed(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     most = max(growth, key=lambda name: growth[name], default=None)
     where = f"; most of it in {most.removeprefix('time/').replace('_', ' ')}" if most else ""
     yield _alert(
-        _WARNING,
         "STEP_SLOWED",
         f"The last {SLOW_STEPS} steps took {statistics.fmean(newest):.1f} s, usual were "
         f"{usual:.1f} s{where}.",
@@ -340,7 +332,6 @@ def _held_out_fell(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     error = math.hypot(*(r.get("held_out/standard_error", 0.0) for r in (newest, best)))
     if fall > HELD_OUT_ERRORS * error and fall > 0:
         yield _alert(
-            _WARNING,
             "HELD_OUT_FELL",
             f"The held-out score is {newest['held_out/score']:.3f}, {fall:.3f} below that of step "
             f"{best.get('step', 0):.0f}.",
@@ -355,7 +346,6 @@ def _devices_used(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         if use.memory_bytes and use.memory_bytes[-1] > MEMORY_SHARE * use.memory_total_bytes > 0:
             share = use.memory_bytes[-1] / use.memory_total_bytes
             yield _alert(
-                _WARNING,
                 "MEMORY_NEARLY_FULL",
                 f"Memory of {who} is {_percent(share)} full.",
                 "Make micro-batches smaller, shard over more ranks, or let the roles of the pool "
@@ -366,10 +356,10 @@ def _devices_used(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         seconds = use.times[-1].ToNanoseconds() / 1e9 - use.times[0].ToNanoseconds() / 1e9
         if seconds >= IDLE_SECONDS and (busy := statistics.fmean(use.busy)) < IDLE_SHARE:
             yield _alert(
-                _INFO,
                 "DEVICE_IDLE",
                 f"{who} computed {_percent(busy)} of the last {seconds / 60:.0f} minutes.",
                 "Put the role into a pool with others, or take the device away from it.",
+                coordinator_pb2.ALERT_LEVEL_INFO,
             )
 
 
@@ -391,38 +381,17 @@ def _roles_wait(run: _Run) -> Iterator[coordinator_pb2.Alert]:
             # A reward function on a CPU holds no device that other roles could use.
             is_judge = node.role in ("reward", "cost") and node.kind is not NodeKind.UPDATE
             is_worth[node.pool] |= not is_judge or node.service in with_accelerator
-        for pool in {node.pool for node in nodes}:
-            for part in critical_path(nodes):
-                if part.node.pool != pool:
-                    idle = _uncovered(part.node, [node for node in nodes if node.pool == pool])
-                    waits[pool, part.node.role] += idle
+        for waits_for, idle in waiting_seconds(nodes).items():
+            waits[waits_for] += idle
     for pool, waiting in roles.items():
-        seconds, other = max(
-            ((waits[pool, name], name) for held in roles.values() for name in held),
-            default=(0.0, ""),
-        )
+        seconds, other = max((waits[pool, name], name) for held in roles.values() for name in held)
         if is_worth[pool] and total > 0 and seconds >= WAIT_SHARE * total:
-            verb = "waits" if len(waiting) == 1 else "wait"
+            who, verb = " and ".join(waiting), "waits" if len(waiting) == 1 else "wait"
             yield _alert(
-                _WARNING,
                 "ROLE_WAITS",
-                f"{' and '.join(waiting)} {verb} for {other} "
-                f"{_percent(seconds / total)} of the time.",
-                f"Give the {other} more devices, or let it share the pool of "
-                f"{' and '.join(waiting)}.",
+                f"{who} {verb} for {other} {_percent(seconds / total)} of the time.",
+                f"Give the {other} more devices, or let it share the pool of {who}.",
             )
-
-
-def _uncovered(node: Node, others: Sequence[Node]) -> float:
-    """Seconds of a node during which none of the others ran."""
-    at, end = node.started_at or 0.0, node.ended_at or 0.0
-    left = 0.0
-    for other in sorted(others, key=lambda other: other.started_at or 0.0):
-        if other.started_at is None or other.ended_at is None:
-            continue
-        left += max(0.0, min(other.started_at, end) - at)
-        at = max(at, other.ended_at)
-    return left + max(0.0, end - at)
 
 
 RULES: tuple[Callable[[_Run], Iterator[coordinator_pb2.Alert]], ...] = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.credentials import check_exposure
-from rolemesh.coordinator.api.operations import Operations
+from rolemesh.coordinator.api.store_operations import StoreOperations
 
 _GRACE_S = 1.0
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -27,7 +27,7 @@ class Doors:
 
 @asynccontextmanager
 async def open_doors(
-    operations: Operations,
+    operations: StoreOperations,
     *,
     host: str,
     grpc_port: int,

@@ -62,7 +62,13 @@ class RunCreator(Protocol):
 
 
 class StoreOperations:
-    """Implements `Operations`. Owner: one asyncio loop; methods may be called concurrently."""
+    """The operations of one coordinator, the same over every protocol.
+
+    CoordinatorService (gRPC) and the REST routes are thin translations of this one class. Every
+    method raises a RolemeshError with a reason of coordinator.proto: NotFoundError,
+    InvalidRequestError, PreconditionError, OutOfRangeError, CapacityError, or UnavailableError
+    (STORE_UNAVAILABLE). Owner: one asyncio loop; methods may be called concurrently on it.
+    """
 
     def __init__(self, store: StateStore, creator: RunCreator | None = None) -> None:
         """Prepares; nothing is read before the first call.

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 from grpc_status import rpc_status
 
+from rolemesh.coordinator.compliance.held_rows import HeldRows
 from rolemesh.coordinator.compliance.publisher import Publisher
 from rolemesh.coordinator.compliance.samples import Sample
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import ColumnData, Columns, encode
-from rolemesh.rpc.errors import NotFoundError, RolemeshError, to_status
+from rolemesh.rpc.columns import ColumnData, Columns
+from rolemesh.rpc.errors import RolemeshError, to_status
 from rolemesh.v1 import experience_pb2
 
 ROLE = "compliance"
@@ -44,19 +43,14 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    columns: Columns
-    is_torn: bool
-
-
 class Producer:
     """Serves made-up rows by ExperienceService, and pulls rows of others. Owner: the loop."""
 
     def __init__(self) -> None:
         self.address = ""
         self.publisher = Publisher()
-        self._held: dict[str, _Held] = {}
+        self._held = HeldRows()
+        self._torn: set[str] = set()
         self._server: grpc.aio.Server | None = None
         self._channels: dict[str, MeshChannel] = {}
 
@@ -114,28 +108,10 @@ class Producer:
         """
         whole = columns_of(samples) | (more or {})
         kept = Columns({name: whole[name] for name in whole if name not in without})
-        group = experience_pb2.ColumnGroup(
-            columns=[column.schema for column in encode(kept)[0].columns]
-        )
-        for rows in shards or (range(len(samples)),):
-            part = kept.select(list(rows))
-            experience_id = f"{ROLE}-{uuid.uuid4().hex}"
-            self._held[experience_id] = _Held(part, is_torn)
-            shard = group.shards.add(
-                experience_id=experience_id,
-                row_start=rows[0],
-                num_rows=len(rows),
-                address=self.address,
-                role=ROLE,
-                num_bytes=encode(part)[0].num_bytes,
-            )
-            if shards:
-                shard.rows.extend(rows)
-            if "tokens" in part:
-                shard.row_tokens.extend(part["tokens"].lengths().tolist())
-        return experience_pb2.ExperienceRef(
-            run_id=run_id, step=1, num_rows=len(samples), groups=[group]
-        )
+        ref = self._held.refer(kept, run_id, 1, role=ROLE, address=self.address, shards=shards)
+        if is_torn:
+            self._torn.update(shard.experience_id for shard in ref.groups[0].shards)
+        return ref
 
     async def fetch(
         self, ref: experience_pb2.ExperienceRef, columns: Sequence[str], timeout_s: float
@@ -157,20 +133,12 @@ class Producer:
     async def _fetch(
         self, request: experience_pb2.FetchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[experience_pb2.FetchResponse]:
-        held = self._held.get(request.experience_id)
-        missing = (
-            [] if held is None else [one for one in request.columns if one not in held.columns]
-        )
-        if held is None or missing:
-            error: RolemeshError = NotFoundError(
-                f"the suite holds no {missing or request.experience_id}",
-                reason="COLUMN_NOT_FOUND" if missing else "EXPERIENCE_NOT_FOUND",
-            )
+        try:
+            header, chunks = self._held.fetched(request)
+        except RolemeshError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
             return
-        names = list(request.columns) or list(held.columns)
-        rows = list(request.rows) or list(range(request.row_start, request.row_stop))
-        header, chunks = encode(Columns({name: held.columns[name] for name in names}).select(rows))
+        is_torn = request.experience_id in self._torn
         yield experience_pb2.FetchResponse(header=header)
         for chunk in chunks:
-            yield experience_pb2.FetchResponse(chunk=chunk[:-1] if held.is_torn else chunk)
+            yield experience_pb2.FetchResponse(chunk=chunk[:-1] if is_torn else chunk)

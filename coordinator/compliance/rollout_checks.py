@@ -29,7 +29,7 @@ from rolemesh.coordinator.compliance.subject import (
     result_in,
     shorten,
 )
-from rolemesh.engine.specs.columns import ROLLOUT_COLUMNS
+from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.references import names_of
 from rolemesh.v1 import rollout_pb2
@@ -175,7 +175,7 @@ async def lengths(subject: Subject) -> None:
         if batch[name].lengths().tolist() != completion.tolist()
     ]
     # An episode also holds the words of the environment.
-    is_episode = "environment_rewards" in batch
+    is_episode = ENVIRONMENT_REWARDS in batch
     if completion.min() < 1 or (completion.max() > SAMPLING.max_new_tokens and not is_episode):
         problems.append("completions out of bounds")
     cut = ~batch["finished"].values
@@ -291,7 +291,7 @@ async def slices(subject: Subject) -> None:
 async def greedy(subject: Subject) -> None:
     """Both samples of a prompt have the same tokens, in two steps."""
     first, again = [await _sample(subject, step=step, greedy=True) for step in (1, 2)]
-    if "environment_rewards" in first:
+    if ENVIRONMENT_REWARDS in first:
         raise NotApplicableError("an environment may answer differently each time")
     number = SAMPLING.samples_per_prompt
     twins = first.select(range(0, NUM_ROWS, number)), first.select(range(1, NUM_ROWS, number))

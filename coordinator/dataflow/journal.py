@@ -63,7 +63,3 @@ class Journal:
                 epoch=self.epoch, step=step, operation=operation, sequence=sequence, result=result
             ),
         )
-
-    async def read(self) -> list[JournalEntry]:
-        """Everything that was recorded, oldest first."""
-        return await self._store.read_journal(self.run_id)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rolemesh.coordinator.recipe.schema import PoolSpec
+from rolemesh.coordinator.recipe.placement import PoolSpec
 
 AFTER_ALL_NODES = 2**62
 """Place in the order of calls of what is no node of a step."""

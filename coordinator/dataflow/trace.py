@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,34 @@ def span_seconds(nodes: Sequence[Node]) -> float:
     started = [node.started_at for node in nodes if node.started_at is not None]
     ended = [node.ended_at for node in nodes if node.ended_at is not None]
     return max(ended) - min(started) if started and ended else 0.0
+
+
+def waiting_seconds(nodes: Sequence[Node]) -> Mapping[tuple[str, str], float]:
+    """Seconds of a step that a pool did nothing while the path was with a role of another pool.
+
+    Returns:
+        By the pool that waited and the role that it waited for.
+    """
+    path = critical_path(nodes)
+    waited: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for pool in {node.pool for node in nodes}:
+        own = [node for node in nodes if node.pool == pool]
+        for part in path:
+            if part.node.pool != pool:
+                waited[pool, part.node.role] += _uncovered(part.node, own)
+    return waited
+
+
+def _uncovered(node: Node, others: Sequence[Node]) -> float:
+    """Seconds of a node during which none of the others ran."""
+    at, end = node.started_at or 0.0, node.ended_at or 0.0
+    left = 0.0
+    for other in sorted(others, key=lambda other: other.started_at or 0.0):
+        if other.started_at is None or other.ended_at is None:
+            continue
+        left += max(0.0, min(other.started_at, end) - at)
+        at = max(at, other.ended_at)
+    return left + max(0.0, end - at)
 
 
 def path_summary(nodes: Sequence[Node]) -> dict[str, Any]:

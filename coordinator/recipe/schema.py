@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from rolemesh.coordinator.recipe.addresses import plain_address
 from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec, SampledSpec
+from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.engine.layout.ranks import TrainLayout
@@ -98,62 +98,6 @@ class RunSpec(Spec):
     recovery: RecoverySpec = RecoverySpec()
     samples: int = Field(default=4, ge=0, le=64)
     """Trajectories of each step that are kept for people, of the newest steps; 0 keeps none."""
-
-
-class PoolSpec(Spec):
-    """A named set of devices. Its roles take turns; pools run side by side."""
-
-    devices: tuple[str, ...] = ("cpu",)
-    """Devices, e.g. ["cpu"] or ["cuda:0", "cuda:1"]."""
-    roles: tuple[str, ...] = Field(min_length=1)
-    """Roles that share the devices."""
-    sleep: Literal["auto", "always", "never"] = "auto"
-    """Whether a role leaves the devices while another one of the pool computes: "auto" when
-    several roles share GPUs."""
-
-    @property
-    def lets_roles_sleep(self) -> bool:
-        """What `sleep` comes to."""
-        if self.sleep == "auto":
-            return len(self.roles) > 1 and any(d.startswith("cuda") for d in self.devices)
-        return self.sleep == "always"
-
-
-Address = Annotated[
-    str, BeforeValidator(plain_address), Field(pattern=r"^(\[[^\]\s]+\]|[^:\s]+):\d{1,5}$")
-]
-"""host:port, or grpc://host:port, which means the same."""
-
-
-class ServiceSpec(Spec):
-    """Where a role's service is, or its services."""
-
-    address: Address | None = None
-    """host:port or grpc://host:port of a service that runs already; None: the coordinator starts
-    one on loopback."""
-    addresses: tuple[Address, ...] = ()
-    """The same for several replicas of a rollout role."""
-    replicas: int = Field(default=1, ge=1)
-    """Services that the coordinator starts for the role; more than 1 for rollout only."""
-    threads: int | None = Field(default=None, ge=1)
-    """Compute threads of each rank that the coordinator starts; None: every core."""
-    experience_capacity_mib: int = Field(default=1024, ge=1)
-    """Bound on the experience that each rank of a started service holds, in MiB."""
-
-    @model_validator(mode="after")
-    def _check_one_way(self) -> Self:
-        given = [
-            name
-            for name, is_given in (
-                ("address", self.address is not None),
-                ("addresses", bool(self.addresses)),
-                ("replicas", self.replicas > 1),
-            )
-            if is_given
-        ]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given: give one of them")
-        return self
 
 
 class EmbeddedStoreSpec(Spec):

@@ -18,7 +18,6 @@ from rolemesh.coordinator.sdk.weights import (
     Weights,
 )
 from rolemesh.rpc.columns import Array, read_values
-from rolemesh.rpc.errors import DataLossError
 from rolemesh.rpc.tensors import ITEM_BYTES, data_type_of
 from rolemesh.v1 import weights_pb2
 
@@ -76,16 +75,15 @@ class WeightCalls(ServiceCalls):
             weights_pb2.WeightsBox(parameter=one.name, start=[0] * len(one.shape), stop=one.shape)
             for one in wanted
         ]
-        payload = await self._call(
-            self._client.fetch_weights, weights.reference.run_id, weights.policy_version, boxes
-        )
         dtype = weights.reference.dtype
         sizes = [math.prod(one.shape) for one in wanted]
-        if len(payload) != sum(sizes) * ITEM_BYTES[dtype]:
-            raise DataLossError(
-                f"{self.name} sent {len(payload)} bytes for {sum(sizes)} elements",
-                reason="PAYLOAD_MALFORMED",
-            )
+        payload = await self._call(
+            self._client.fetch_weights,
+            weights.reference.run_id,
+            weights.policy_version,
+            boxes,
+            sum(sizes) * ITEM_BYTES[dtype],
+        )
         fetched, at = {}, 0
         for one, size in zip(wanted, sizes, strict=True):
             fetched[one.name] = read_values(payload, dtype, size, at).reshape(one.shape)

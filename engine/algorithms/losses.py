@@ -11,9 +11,10 @@ Only the M are ever read: a masked token has gradient exactly 0, whatever it hol
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -21,11 +22,13 @@ from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs.base import PartSpec
 
 __all__ = [
     "Loss",
     "LossScale",
     "ModelOutputs",
+    "SpecLoss",
     "UnmaskedReader",
     "add_metrics",
     "largest",
@@ -34,6 +37,9 @@ __all__ = [
     "to_numbers",
     "token_share",
 ]
+
+
+S = TypeVar("S", bound=PartSpec)
 
 
 @dataclass(slots=True)
@@ -74,6 +80,23 @@ class Loss(Protocol):
             The scalar to run backward on, and metrics to combine with `add_metrics`. Without
             unmasked tokens (or pairs) the scalar is 0 and still has a gradient, of zeros.
         """
+
+
+class SpecLoss(ABC, Generic[S]):
+    """Base of the losses here: a `Loss` that reads what its spec says."""
+
+    needs: Literal["logprobs", "values", "scores"] = "logprobs"
+    needs_entropy = False
+
+    def __init__(self, spec: S) -> None:
+        self.spec = spec
+        self.columns = spec.columns()
+
+    @abstractmethod
+    def __call__(
+        self, outputs: ModelOutputs, batch: Experience, scale: LossScale
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Computes this micro-batch's share; see `Loss`."""
 
 
 def add_metrics(totals: dict[str, float], share: Mapping[str, float]) -> None:

@@ -8,9 +8,9 @@ Shape letters: N packed completion tokens of the micro-batch, M those of them wi
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
 from rolemesh.engine.algorithms.kl import MAX_LOG_RATIO, kl_loss
 from rolemesh.engine.algorithms.losses import (
     ModelOutputs,
+    SpecLoss,
     UnmaskedReader,
     largest,
     loss_for,
@@ -66,7 +67,7 @@ class TokenLosses:
     """Numbers or truths [M], reported as means over tokens."""
 
 
-class PolicyLoss(ABC, Generic[S]):
+class PolicyLoss(SpecLoss[S]):
     """A policy loss with its entropy and KL terms, all aggregated alike.
 
         loss = policy_loss - entropy_coefficient * entropy + kl_in_loss * kl
@@ -76,12 +77,7 @@ class PolicyLoss(ABC, Generic[S]):
     therefore the numerical difference between the two.
     """
 
-    needs: Literal["logprobs", "values", "scores"] = "logprobs"
     needs_entropy = True
-
-    def __init__(self, spec: S) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:

@@ -8,13 +8,11 @@ mask 1, P pairs, J judged rows.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch.nn.functional import logsigmoid
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
-from rolemesh.engine.algorithms.losses import ModelOutputs, loss_for, to_numbers
+from rolemesh.engine.algorithms.losses import ModelOutputs, SpecLoss, loss_for, to_numbers
 from rolemesh.engine.algorithms.pairs import Pairs, log_ratios, preference_of
 from rolemesh.engine.algorithms.ragged import loss_mask_of, unmasked_per_row
 from rolemesh.engine.experience import Experience
@@ -24,19 +22,12 @@ __all__ = ["BradleyTerryLoss", "DpoLoss", "KtoLoss", "SftLoss"]
 
 
 @loss_for(SftLossSpec)
-class SftLoss:
+class SftLoss(SpecLoss[SftLossSpec]):
     """Negative log-likelihood of the unmasked tokens: -log pi(y_t | x, y_<t).
 
     Averaged over all tokens, so that long completions weigh more, or over rows of their means.
     The metric `nll` is the mean over tokens in both cases: exp of it is the perplexity.
     """
-
-    needs: Literal["logprobs", "values", "scores"] = "logprobs"
-    needs_entropy = False
-
-    def __init__(self, spec: SftLossSpec) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
@@ -57,7 +48,7 @@ class SftLoss:
 
 
 @loss_for(DpoLossSpec)
-class DpoLoss:
+class DpoLoss(SpecLoss[DpoLossSpec]):
     """Direct preference optimisation (arXiv 2305.18290, eq. 7) and two relatives.
 
     With the log-ratio h(y) = log pi(y | x) - log pi_ref(y | x) of a completion and the margin
@@ -69,13 +60,6 @@ class DpoLoss:
     s is label_smoothing: 0 gives DPO, more gives cDPO (E. Mitchell, "A note on DPO with noisy
     preferences", 2023). Averaged over the pairs of the mini-batch.
     """
-
-    needs: Literal["logprobs", "values", "scores"] = "logprobs"
-    needs_entropy = False
-
-    def __init__(self, spec: DpoLossSpec) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
@@ -102,7 +86,7 @@ class DpoLoss:
 
 
 @loss_for(KtoLossSpec)
-class KtoLoss:
+class KtoLoss(SpecLoss[KtoLossSpec]):
     """Kahneman-Tversky optimisation (arXiv 2402.01306, eq. 8).
 
     With the log-ratio h of a completion and the reference point z_0, a judged row's loss is
@@ -114,13 +98,6 @@ class KtoLoss:
     column kl_reference_point, which `algorithms.kto.reference_point` estimates once a batch; no
     gradient goes through it, as in the paper.
     """
-
-    needs: Literal["logprobs", "values", "scores"] = "logprobs"
-    needs_entropy = False
-
-    def __init__(self, spec: KtoLossSpec) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
@@ -152,7 +129,7 @@ class KtoLoss:
 
 
 @loss_for(BradleyTerryLossSpec)
-class BradleyTerryLoss:
+class BradleyTerryLoss(SpecLoss[BradleyTerryLossSpec]):
     """Loss of a reward model on pairs (Bradley-Terry; arXiv 2203.02155, eq. 1).
 
     With the scores s of a pair, its loss is
@@ -164,12 +141,7 @@ class BradleyTerryLoss:
     Averaged over the pairs of the mini-batch.
     """
 
-    needs: Literal["logprobs", "values", "scores"] = "scores"
-    needs_entropy = False
-
-    def __init__(self, spec: BradleyTerryLossSpec) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
+    needs = "scores"
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale

@@ -5,13 +5,12 @@ Shape letters: N packed completion tokens of the micro-batch, M those of them wi
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
 from rolemesh.engine.algorithms.losses import (
     ModelOutputs,
+    SpecLoss,
     UnmaskedReader,
     largest,
     loss_for,
@@ -23,7 +22,7 @@ from rolemesh.engine.specs import PpoValueLossSpec
 
 
 @loss_for(PpoValueLossSpec)
-class PpoValueLoss:
+class PpoValueLoss(SpecLoss[PpoValueLossSpec]):
     """The clipped squared error of values (arXiv 2006.05990, section 3.1).
 
     With clipped = clip(values, old - clip, old + clip), a token's loss is
@@ -33,12 +32,7 @@ class PpoValueLoss:
     The old values are the column values, those of the critic when advantages were estimated.
     """
 
-    needs: Literal["logprobs", "values"] = "values"
-    needs_entropy = False
-
-    def __init__(self, spec: PpoValueLossSpec) -> None:
-        self.spec = spec
-        self.columns = spec.columns()
+    needs = "values"
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale

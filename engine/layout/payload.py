@@ -30,6 +30,17 @@ OFFSET_BYTES = 8
 """Offsets are int64."""
 
 
+class ColumnMissingError(ValueError):
+    """A batch lacks a column that is asked for; it has `column`, the missing one's name."""
+
+    def __init__(self, column: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"column {column!r} is missing; the experience has {sorted(known)}: "
+            "call the role that produces it first"
+        )
+        self.column = column
+
+
 def aligned(num_bytes: int) -> int:
     """The number of bytes, rounded up to the next boundary."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

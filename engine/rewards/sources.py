@@ -20,6 +20,7 @@ from rolemesh.engine.specs import (
     OwnRewardSpec,
     ReasoningGymRewardSpec,
 )
+from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS
 
 if TYPE_CHECKING:
     from rolemesh.engine.models.rank_model import RankModel
@@ -154,14 +155,14 @@ class ReasoningGymReward:
 class EnvironmentReward:
     """The reward that the environment gave while the trajectory was sampled."""
 
-    columns: tuple[str, ...] = ("environment_rewards",)
+    columns: tuple[str, ...] = (ENVIRONMENT_REWARDS,)
 
     def __init__(self, spec: EnvironmentRewardSpec) -> None:
         self.full_score = spec.full_score
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B]."""
-        return batch["environment_rewards"].values.to(torch.float32)
+        return batch[ENVIRONMENT_REWARDS].values.to(torch.float32)
 
 
 class ClassifierReward:

@@ -28,12 +28,12 @@ from rolemesh.engine.weights.checkpoint import (
     open_checkpoint,
     write_checkpoint,
 )
+from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.disk_layout import (
     scalar_layout,
     scalar_shard,
     tensor_parameters,
 )
-from rolemesh.engine.weights.plan import Copy
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, tensors_manifest
 
 

@@ -14,7 +14,8 @@ import torch
 
 from rolemesh.engine.transport.cuda_queue import DeviceQueue, Mark
 from rolemesh.engine.transport.rendezvous import OfferInvalidError
-from rolemesh.engine.transport.ring import NUM_SLOTS, Copying, RingTransport, Slots
+from rolemesh.engine.transport.ring import RingTransport
+from rolemesh.engine.transport.ring_slots import NUM_SLOTS, Copying, Slots
 
 HANDLE_BYTES = 64
 """sizeof(cudaIpcMemHandle_t)."""

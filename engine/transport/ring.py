@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,10 +29,8 @@ from rolemesh.engine.transport.rendezvous import (
     decode_offer,
     encode_offer,
 )
+from rolemesh.engine.transport.ring_slots import NUM_SLOTS, Copying, Slots
 from rolemesh.engine.transport.shm import PeerSegment, Segment, host_identity
-
-NUM_SLOTS = 2
-"""Double-buffered: the receiver empties one while the sender fills the other."""
 
 _WORDS = 16
 """int64 words of each (owner, peer) record; two cache lines, so that writers do not collide."""
@@ -46,55 +43,6 @@ _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 _LIVENESS_S = 0.05
 """How often the other side's lock is tried while nothing moves."""
-
-
-class Copying(ABC):
-    """A copy that was started."""
-
-    @abstractmethod
-    def is_done(self) -> bool:
-        """Whether all of its bytes have arrived."""
-
-
-class Slots(ABC):
-    """Where chunks lie between sender and receiver. Owned by one `RingTransport`."""
-
-    name: str
-    """Name of the transport."""
-
-    @property
-    @abstractmethod
-    def handle(self) -> str:
-        """What a peer needs to read this rank's slots."""
-
-    @property
-    @abstractmethod
-    def place(self) -> str:
-        """Equal for ranks that can reach each other's slots."""
-
-    @abstractmethod
-    def open(self, peer: int, handle: str) -> None:
-        """Makes a peer's slots readable."""
-
-    @abstractmethod
-    def all_opened(self) -> None:
-        """Every peer has opened the slots: names can go."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """A round begins: its buffers are ready once what the caller has queued is done."""
-
-    @abstractmethod
-    def write(self, peer: int, slot: int, source: torch.Tensor) -> Copying | None:
-        """Copies a source, uint8 [bytes], into a slot for a peer; None when it is done already."""
-
-    @abstractmethod
-    def read(self, peer: int, slot: int, target: torch.Tensor) -> Copying | None:
-        """Copies what a peer wrote for this rank into a target, uint8 [bytes]; None when done."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets go of the memory. Safe to repeat."""
 
 
 class RingTransport(Transport):
@@ -241,13 +189,11 @@ class RingTransport(Transport):
         self._slots.start()
         with self._changed:
             for message in receives:
-                self._lanes[message.peer].receives.append(
-                    _PendingMessage(message, exchange, is_control)
-                )
+                part = _PendingMessage(message, exchange, is_control)
+                self._lanes[message.peer].receives.append(part)
             for message in sends:
-                self._lanes[message.peer].sends.append(
-                    _PendingMessage(message, exchange, is_control)
-                )
+                part = _PendingMessage(message, exchange, is_control)
+                self._lanes[message.peer].sends.append(part)
             self._busy.add(exchange)
             self._changed.notify_all()
         return exchange

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rolemesh.engine.transport.ring import NUM_SLOTS, Copying, RingTransport, Slots
+from rolemesh.engine.transport.ring import RingTransport
+from rolemesh.engine.transport.ring_slots import NUM_SLOTS, Copying, Slots
 from rolemesh.engine.transport.shm import PeerSegment, Segment, host_identity
 
 SLOT_BYTES = 1 << 20

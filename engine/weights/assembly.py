@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from rolemesh.engine.layout.manifest import Piece, WeightLayout, num_elements
-from rolemesh.engine.weights.plan import Copy
+from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.sharded_tensors import part, place, tensor_dtypes
 
 

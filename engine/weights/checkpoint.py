@@ -33,6 +33,7 @@ from rolemesh.engine.layout.manifest import (
 )
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.weights.assembly import Assembly
+from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.disk_layout import (
     check_whole,
     decode_group,
@@ -42,7 +43,6 @@ from rolemesh.engine.weights.disk_layout import (
     written_files,
 )
 from rolemesh.engine.weights.folders import FolderExistsError, settle_file, sync_path, whole_folder
-from rolemesh.engine.weights.plan import Copy
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part, place, ranges
 
 MANIFEST_FILE = "manifest.json"

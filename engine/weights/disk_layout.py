@@ -20,7 +20,7 @@ from rolemesh.engine.layout.manifest import (
     WeightLayout,
     num_elements,
 )
-from rolemesh.engine.weights.plan import Copy, copy_between, part_of, split_box, take
+from rolemesh.engine.weights.copies import Copy, copy_between, part_of, split_box, take
 
 
 def written_pieces(

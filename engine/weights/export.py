@@ -19,9 +19,9 @@ from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype
 from rolemesh.engine.weights.assembly import Assembly
+from rolemesh.engine.weights.copies import part_of
 from rolemesh.engine.weights.disk_layout import written_pieces
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
-from rolemesh.engine.weights.plan import part_of
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, ShardedTensors, part
 
 COMPANION_FILES = (

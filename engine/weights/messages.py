@@ -14,7 +14,8 @@ import torch
 
 from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.layout.payload import aligned
-from rolemesh.engine.weights.plan import Copy, Plan
+from rolemesh.engine.weights.copies import Copy
+from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
 

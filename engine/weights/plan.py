@@ -24,6 +24,7 @@ from rolemesh.engine.layout.manifest import (
     intersection,
     num_elements,
 )
+from rolemesh.engine.weights.copies import Copy, copy_between, parts_of, take
 
 BUCKET_BYTES = 64 * 2**20
 """What a rank sends or receives in one round, unless told otherwise."""
@@ -31,38 +32,6 @@ BUCKET_BYTES = 64 * 2**20
 _PARTS_A_ROUND = 4
 """Copies larger than this part of a round are cut, so that rounds can be filled: with 70B of 8
 stages to 1, rounds are 90 % full on the busiest rank instead of 79 %."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One box of a parameter, from a tensor of one rank into a tensor of another (or the same)."""
-
-    parameter: str
-    """Hugging Face name."""
-    box: Box
-    """What of it, in global coordinates."""
-    source: int
-    """Rank that has the box."""
-    source_tensor: str
-    """Tensor of that rank that holds the box."""
-    source_origin: tuple[int, ...]
-    """Where the box begins in that tensor."""
-    target: int
-    """Rank that wants the box."""
-    target_tensor: str
-    """Tensor of that rank that the box belongs to."""
-    target_origin: tuple[int, ...]
-    """Where the box begins in that tensor."""
-
-    @property
-    def held(self) -> Piece:
-        """The box as the source holds it."""
-        return Piece(self.parameter, self.box, self.source_tensor, self.source_origin)
-
-    @property
-    def wanted(self) -> Piece:
-        """The box as the target wants it."""
-        return Piece(self.parameter, self.box, self.target_tensor, self.target_origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,58 +235,6 @@ class _Planner:
             yield from sorted(candidates, key=nearness)
 
 
-def take(missing: list[Box], held: Box) -> tuple[list[Box], list[Box]]:
-    """What `held` gives of the missing boxes, and what is then left of them.
-
-    Example: of rows 0 to 8, a holder of rows 6 to 12 gives rows 6 to 8; rows 0 to 6 are left.
-    """
-    taken, left = [], []
-    for box in missing:
-        common = intersection(box, held)
-        if common is None:
-            left.append(box)
-        else:
-            taken.append(common)
-            left += _difference(box, common)
-    return taken, left
-
-
-def _difference(box: Box, inner: Box) -> Iterator[Box]:
-    """Disjoint boxes that make up `box` without `inner`, which lies inside it."""
-    for dim, ((start, stop), (inner_start, inner_stop)) in enumerate(zip(box, inner, strict=True)):
-        for extent in ((start, inner_start), (inner_stop, stop)):
-            if extent[0] < extent[1]:
-                yield (*inner[:dim], extent, *box[dim + 1 :])
-
-
-def part_of(piece: Piece, box: Box) -> Piece:
-    """The part of a piece that is a box inside it."""
-    origin = _origin(box, piece.box, piece.origin)
-    return Piece(piece.parameter, box, piece.tensor, origin)
-
-
-def copy_between(box: Box, source: int, held: Piece, target: int, wanted: Piece) -> Copy:
-    """The copy of a box that lies in both pieces, from rank `source` to rank `target`."""
-    return Copy(
-        wanted.parameter,
-        box,
-        source,
-        held.tensor,
-        _origin(box, held.box, held.origin),
-        target,
-        wanted.tensor,
-        _origin(box, wanted.box, wanted.origin),
-    )
-
-
-def _origin(box: Box, outer: Box, origin: tuple[int, ...]) -> tuple[int, ...]:
-    """Where `box` begins in a tensor that holds `outer` at `origin`."""
-    return tuple(
-        at + start - outer_start
-        for at, (start, _), (outer_start, _) in zip(origin, box, outer, strict=True)
-    )
-
-
 def _buckets(
     copies: Sequence[Copy], item_bytes: Mapping[str, int], bound: int
 ) -> Iterator[list[Copy]]:
@@ -334,7 +251,7 @@ def _buckets(
         copies, key=lambda copy: (positions[copy.parameter], copy.target_tensor, copy.box)
     ):
         item = item_bytes[copy.parameter]
-        for part in _parts(copy, max(1, bound // _PARTS_A_ROUND // item)):
+        for part in parts_of(copy, max(1, bound // _PARTS_A_ROUND // item)):
             queues[copy.source, copy.target].append((num_elements(part.box) * item, part))
 
     def lane(source: int, target: int) -> tuple[int, int, int]:
@@ -377,26 +294,6 @@ def _buckets(
         for blocked in waiting.values():
             heapq.heapify(blocked)
         lanes = waiting
-
-
-def split_box(box: Box, most: int) -> Iterator[Box]:
-    """The box in parts of at most `most` elements: whole rows where one fits."""
-    if num_elements(box) <= most:
-        yield box
-        return
-    # The first dimension of which single entries fit, cut into runs of as many as fit; a dimension
-    # before it is taken entry by entry.
-    dim = next(dim for dim, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dim]
-    run = max(1, most // (num_elements(box) // (stop - start)))
-    for at in range(start, stop, run):
-        yield from split_box((*box[:dim], (at, min(at + run, stop)), *box[dim + 1 :]), most)
-
-
-def _parts(copy: Copy, most: int) -> Iterator[Copy]:
-    """The copy in parts of at most `most` elements."""
-    for box in split_box(copy.box, most):
-        yield copy_between(box, copy.source, copy.held, copy.target, copy.wanted)
 
 
 def _wire_dtype(source: WeightLayout, target: WeightLayout, parameter: str) -> DtypeName:

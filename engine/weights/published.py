@@ -34,7 +34,8 @@ from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import Segment
 from rolemesh.engine.weights.assembly import Assembly
-from rolemesh.engine.weights.plan import Copy, make_plan, part_of
+from rolemesh.engine.weights.copies import Copy, part_of
+from rolemesh.engine.weights.plan import make_plan
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 
 _UNCUT = 1 << 60

@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from rolemesh.engine.layout.manifest import ManifestError
 from rolemesh.engine.models.causal_lm import CausalLm
-from rolemesh.engine.weights.plan import Copy, Plan
+from rolemesh.engine.weights.copies import Copy
+from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.sharded_tensors import part
 
 

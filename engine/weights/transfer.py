@@ -22,6 +22,7 @@ from rolemesh.engine.transport.base import (
     Transport,
 )
 from rolemesh.engine.weights.assembly import Assembly
+from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.messages import (
     Parcel,
     Round,
@@ -30,7 +31,7 @@ from rolemesh.engine.weights.messages import (
     make_parcels,
     pack,
 )
-from rolemesh.engine.weights.plan import Bucket, Copy, Plan
+from rolemesh.engine.weights.plan import Bucket, Plan
 from rolemesh.engine.weights.sharded_tensors import tensor_dtypes
 
 _HEADER = struct.Struct("<8sq32s?")

@@ -61,7 +61,7 @@ class ValueServicer(value_pb2_grpc.ValueServiceServicer):
         self._role = role
         self._runtime = runtime
 
-    async def ComputeValues(
+    def ComputeValues(
         self, request: value_pb2.ComputeValuesRequest, context: Context
     ) -> AsyncIterator[value_pb2.ComputeValuesResponse]:
         """See value.proto."""
@@ -81,7 +81,4 @@ class ValueServicer(value_pb2_grpc.ValueServiceServicer):
                 report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
-        async for response in self._runtime.keyed(
-            request, context, value_pb2.ComputeValuesResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, context, value_pb2.ComputeValuesResponse, work)

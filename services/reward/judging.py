@@ -6,10 +6,9 @@ Shape letters: B rows.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +18,7 @@ from rolemesh.engine.rewards.sources import RewardInvalidError, RewardSource, ch
 from rolemesh.engine.specs import DropGroupSpec, FailurePolicySpec, GiveValueSpec
 from rolemesh.engine.specs.columns import TRAJECTORY_COLUMNS
 from rolemesh.rpc.loop_thread import LoopThread
+from rolemesh.rpc.together import together
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
@@ -146,20 +146,26 @@ class RewardSources:
             RewardInvalidError: A reward of ours is wrong, or no source applies to a row.
         """
         num_rows = len(batch)
-        tasks: dict[str, asyncio.Task[Judgement]] = {}
         values: dict[str, torch.Tensor] = {}
-        async with _bare_errors() as group:
-            for source in self._sources:
-                if isinstance(source, OutsideSource):
-                    rows = await call.compute(source.reader.read, batch)
-                    asking = self._loop.run_async(_judgement(source.reward, rows))
-                    tasks[source.name] = group.create_task(asking)
+
+        async def ask(source: OutsideSource) -> Judgement:
+            rows = await call.compute(source.reader.read, batch)
+            return await self._loop.run_async(_judgement(source.reward, rows))
+
+        async def score() -> None:
             for source in self._sources:
                 if isinstance(source, OwnSource):
                     scores = await call.compute(source.reward.score, batch, call.progress)
                     values[source.name] = checked(scores, num_rows)
             with call.phase(ASK):
                 await _all_done(tasks, call)
+
+        tasks = {
+            source.name: asyncio.ensure_future(ask(source))
+            for source in self._sources
+            if isinstance(source, OutsideSource)
+        }
+        await together([*tasks.values(), score()])
         metrics: dict[str, float] = {}
         failed_B = torch.zeros(num_rows, dtype=torch.bool)
         for source in self._sources:
@@ -274,13 +280,3 @@ async def _all_done(tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> No
         )
         for task in done:
             task.result()
-
-
-@contextlib.asynccontextmanager
-async def _bare_errors() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises its first error itself, not an ExceptionGroup around it."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None

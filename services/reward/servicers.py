@@ -169,7 +169,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._role = role
         self._runtime = runtime
 
-    async def ComputeReward(
+    def ComputeReward(
         self,
         request: reward_pb2.ComputeRewardRequest,
         context: Context,
@@ -250,15 +250,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 "an experience, or leave it out",
                 reason="PASS_AT_INVALID",
             )
-        stream = self._runtime.keyed(
+        return self._runtime.keyed(
             request,
             context,
             reward_pb2.ComputeRewardResponse,
             by_reference if is_reference else inline,
             finish=summarise if is_reference else None,
         )
-        async for response in stream:
-            yield response
 
     async def _judged(
         self, batch: Experience, prompt_ids: torch.Tensor | None, call: Call, *, counts: bool

@@ -202,7 +202,7 @@ class StandAloneRolloutServicer(RolloutServicer):
         self._rollout = role
         self._updating = asyncio.Lock()
 
-    async def UpdateWeights(
+    def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
         """See rollout.proto."""
@@ -221,10 +221,9 @@ class StandAloneRolloutServicer(RolloutServicer):
             report = result.report
             report.metrics["weight_sync_bytes"] = sum(report.fetched_bytes.values())
 
-        async for response in self._runtime.keyed(
+        return self._runtime.keyed(
             request, context, rollout_pb2.UpdateWeightsResponse, work, finish=count
-        ):
-            yield response
+        )
 
     async def _fetch(self, ref: weights_pb2.WeightsRef, call: Call) -> Delivery:
         """Brings this rank's boxes here, while the compute thread goes on.

@@ -46,7 +46,7 @@ from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.dataflow.role_calls import ServiceNodes, StepContext
-from rolemesh.coordinator.recipe.schema import PoolSpec
+from rolemesh.coordinator.recipe.placement import PoolSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.rpc.channel import ChannelTraffic, open_channel

@@ -8,7 +8,7 @@ from support.scripted_outsider import outsider
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.recipe.schema import ServiceSpec
+from rolemesh.coordinator.recipe.placement import ServiceSpec
 from rolemesh.rpc.channel import ChannelTraffic
 
 HEALTHY_S = 60.0

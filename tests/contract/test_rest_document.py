@@ -161,4 +161,4 @@ def test_every_rpc_but_attach_run_has_a_route() -> None:
     named = {operation["operationId"] for _, _, operation in operations_of(document_of())}
     rpcs = {"".join(f"_{c.lower()}" if c.isupper() else c for c in m.name)[1:] for m in methods}
     assert rpcs - named == {"attach_run"}
-    assert {route.operation_id for route in router.routes} == named & rpcs  # type: ignore[attr-defined]
+    assert {route.name for route in router.routes} == named & rpcs  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from support.service_calls import initialize, last, values
 from support.services import ToyRole, make_experience, operation_key, serving
 
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.rpc.channel import REQUEST_ID_KEY, open_channel
 from rolemesh.rpc.errors import (
     CapacityError,
@@ -26,7 +27,6 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from rolemesh.rpc.references import ColumnMissingError
 from rolemesh.services.runtime.process import ServiceStartError
 from rolemesh.v1 import (
     experience_pb2,

@@ -13,7 +13,8 @@ from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch
 
 from rolemesh.engine.algorithms.estimation import Controllers, estimate_advantages
 from rolemesh.engine.algorithms.kl import KlController
-from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import AdaptiveKlSpec, FixedKlSpec, GaeSpec, KlForm
 
 FLOAT32_TOLERANCE = 1e-5

@@ -12,7 +12,8 @@ from support import oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch, random_masks
 
 from rolemesh.engine.algorithms.aggregation import LossScale, token_weights
-from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import Aggregation
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -14,7 +14,7 @@ from support import oracles, policy_oracles
 from support.ragged_batches import RaggedBatch, mixed_masks, pack, random_batch, random_masks
 
 from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
-from rolemesh.engine.experience import ColumnMissingError
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (
     Aggregation,
     CispoPolicyLossSpec,

@@ -14,7 +14,8 @@ from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import update_whole
 
-from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel

@@ -18,7 +18,8 @@ from rolemesh.engine.algorithms.estimation import (
     estimate_advantages,
 )
 from rolemesh.engine.algorithms.lagrange import LagrangeMultiplier
-from rolemesh.engine.experience import Column, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import AdaptiveKlSpec, GaeSpec, SafeRlhfSpec
 
 TOLERANCE = 1e-5

@@ -13,7 +13,8 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 from transformers import AutoModelForCausalLM
 
-from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (
     LossSpec,
     ModelSpec,

@@ -11,7 +11,7 @@ import httpx
 
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import HttpServer, serve_http
-from rolemesh.coordinator.api.operations import Operations
+from rolemesh.coordinator.api.store_operations import StoreOperations
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -19,7 +19,7 @@ NO_PAGES = Path(__file__).parent / "no-such-folder"
 
 
 def client_of(
-    operations: Operations, *, pages: Path = NO_PAGES, **settings: Any
+    operations: StoreOperations, *, pages: Path = NO_PAGES, **settings: Any
 ) -> httpx.AsyncClient:
     """A client that calls the app directly."""
     app = make_app(operations, pages=pages, **settings)
@@ -29,7 +29,7 @@ def client_of(
 
 @asynccontextmanager
 async def served(
-    operations: Operations, *, stuck_reader_s: float = 60.0, **settings: Any
+    operations: StoreOperations, *, stuck_reader_s: float = 60.0, **settings: Any
 ) -> AsyncIterator[tuple[httpx.AsyncClient, HttpServer]]:
     """A client and the server that it asks, which ends with the block."""
     app = make_app(operations, pages=NO_PAGES, **settings)

@@ -18,6 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from rolemesh.coordinator.compliance.held_rows import HeldRows
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import ColumnData, Columns, encode
@@ -25,8 +26,6 @@ from rolemesh.rpc.errors import (
     CapacityError,
     DataLossError,
     InvalidRequestError,
-    NotFoundError,
-    OutOfRangeError,
     PreconditionError,
     RolemeshError,
     to_status,
@@ -58,7 +57,7 @@ class OutsiderCore:
         self.version = 0
         self._epochs: dict[str, int] = {}
         self._answers: dict[tuple[Any, ...], tuple[bytes, asyncio.Task[Any]]] = {}
-        self._held: dict[str, Columns] = {}
+        self._held = HeldRows()
         self._ids = itertools.count()
         self._channels: dict[str, MeshChannel] = {}
         self._server: grpc.aio.Server | None = None
@@ -275,22 +274,11 @@ class OutsiderCore:
         }
 
     async def _fetch(self, request: Any) -> AsyncIterator[Any]:
-        held = self._held.get(request.experience_id)
-        if held is None and self.has("makes_up_experience") and self._held:
-            held = next(iter(self._held.values()))
-        if held is None:
-            raise NotFoundError("unknown id", reason="EXPERIENCE_NOT_FOUND")
-        names = list(request.columns) or list(held)
-        if any(name not in held for name in names):
-            raise NotFoundError("unknown column", reason="COLUMN_NOT_FOUND")
-        if request.rows and (request.row_start or request.row_stop):
-            raise InvalidRequestError("both", reason="ROWS_AMBIGUOUS")
-        rows = list(request.rows) or list(range(request.row_start, request.row_stop))
-        if any(not 0 <= row < held.num_rows for row in rows):
-            raise OutOfRangeError("rows", reason="ROWS_OUT_OF_RANGE")
+        if request.experience_id not in self._held and self.has("makes_up_experience"):
+            request.experience_id = next(iter(self._held), "")
         if self.has("sorts_rows"):
-            rows = sorted(rows)
-        header, chunks = encode(Columns({name: held[name] for name in names}).select(rows))
+            request.rows[:] = sorted(request.rows)
+        header, chunks = self._held.fetched(request)
         payload = b"".join(chunks)
         if self.has("giant_chunks"):
             payload = payload.ljust(GIANT_BYTES, b"\0")
@@ -318,23 +306,9 @@ class OutsiderCore:
         return experience_pb2.ReleaseResponse(released_bytes=freed)
 
     def _publish(self, key: Any, columns: Columns) -> experience_pb2.ExperienceRef:
-        experience_id = f"outside-{next(self._ids)}"
-        self._held[experience_id] = columns
-        shard = experience_pb2.Shard(
-            experience_id=experience_id,
-            num_rows=columns.num_rows - self.has("loses_a_row"),
-            address=self.address,
-            role=self.role,
-        )
-        if "tokens" in columns:
-            shard.row_tokens.extend(columns["tokens"].lengths().tolist())
-        schemas = [column.schema for column in encode(columns)[0].columns]
-        return experience_pb2.ExperienceRef(
-            run_id=key.run_id,
-            step=key.step,
-            num_rows=columns.num_rows,
-            groups=[experience_pb2.ColumnGroup(columns=schemas, shards=[shard])],
-        )
+        ref = self._held.refer(columns, key.run_id, key.step, role=self.role, address=self.address)
+        ref.groups[0].shards[0].num_rows -= self.has("loses_a_row")
+        return ref
 
     async def _pull(self, given: Any, names: Sequence[str]) -> Columns:
         ref = experience_pb2.ExperienceRef()

@@ -21,6 +21,7 @@ from rolemesh.rpc.errors import (
     InvalidRequestError,
     PreconditionError,
 )
+from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import (
     experience_pb2,
     logprob_pb2,
@@ -31,7 +32,6 @@ from rolemesh.v1 import (
     trainer_pb2,
     value_pb2,
     weights_pb2,
-    weights_pb2_grpc,
 )
 
 VOCABULARY = 256
@@ -260,17 +260,10 @@ class ScriptedOutsider(OutsiderCore):
             weights = request.weights
             box = weights_pb2.WeightsBox(parameter="weight", start=[0], stop=[1])
             async with open_channel(weights.addresses[0]) as channel:
-                parts = [
-                    part
-                    async for part in weights_pb2_grpc.WeightsServiceStub(channel).FetchWeights(
-                        weights_pb2.FetchWeightsRequest(
-                            run_id=weights.run_id,
-                            policy_version=weights.policy_version,
-                            boxes=[box],
-                        )
-                    )
-                ]
-            self._weight = float(np.frombuffer(parts[1].chunk, "<f4")[0])
+                payload = await ServiceClient(channel).fetch_weights(
+                    weights.run_id, weights.policy_version, [box], 4
+                )
+            self._weight = float(np.frombuffer(payload, "<f4")[0])
             self.version = weights.policy_version
             return rollout_pb2.UpdateWeightsResult(
                 policy_version=0 if self.has("old_version") else self.version

@@ -68,7 +68,7 @@ def commands() -> dict[str, str]:
 def forked(pid: int) -> int:
     """The process id of a fork, by that of the process in front of it.
 
-    That one itself where there is no fork.
+    That one itself where there is no fork, or none any more.
     """
     told = _folder() / str(pid)
     return int(told.read_text()) if told.exists() else pid
@@ -138,8 +138,9 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
                 return None
             if key.fileobj is not listener:
                 # The end of a fork.
-                pid, asked = key.data
+                pid, asked, told = key.data
                 _, status = os.waitpid(pid, 0)
+                told.unlink()
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 _tell(asked, os.waitstatus_to_exitcode(status))
@@ -162,9 +163,10 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
             for descriptor in descriptors:
                 os.close(descriptor)
             in_front, *_ = struct.unpack("3i", asked.getsockopt(*PEER, struct.calcsize("3i")))
-            Path(listener.getsockname()).with_name(str(in_front)).write_text(str(pid))
+            told = Path(listener.getsockname()).with_name(str(in_front))
+            told.write_text(str(pid))
             _tell(asked, pid)
-            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asked))
+            selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asked, told))
 
 
 def _tell(asked: socket.socket, number: int) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rolemesh.engine.layout.manifest import Box, Manifest, WeightLayout
-from rolemesh.engine.weights.plan import Copy, Plan
+from rolemesh.engine.weights.copies import Copy
+from rolemesh.engine.weights.plan import Plan
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Shards = list[dict[str, Array]]

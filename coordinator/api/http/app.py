@@ -25,7 +25,7 @@ from rolemesh.coordinator.api.http.problems import (
     problems,
 )
 from rolemesh.coordinator.api.http.routes import router
-from rolemesh.coordinator.api.operations import Operations
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
 
 _DESCRIPTION = """What a rolemesh coordinator tells and takes: runs, their live events, and what \
@@ -45,7 +45,7 @@ _SCHEME = "token"
 
 
 def make_app(
-    operations: Operations,
+    operations: StoreOperations,
     *,
     token: str | None = None,
     pages: Path = DASHBOARD,
@@ -88,7 +88,7 @@ def make_app(
     return app
 
 
-def _add_process_routes(app: FastAPI, operations: Operations, metrics: RequestMetrics) -> None:
+def _add_process_routes(app: FastAPI, operations: StoreOperations, metrics: RequestMetrics) -> None:
     refused = problems(403, 500)
 
     @app.get(

@@ -6,11 +6,9 @@ number that is NaN or infinite is null. A member of the proto that may be absent
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from rolemesh.v1 import coordinator_pb2
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """Pattern of a run's id and of a log's name."""
@@ -395,27 +393,3 @@ class Problem(BaseModel):
     """Id under which the request is found in the coordinator's log; also in X-Request-Id."""
     errors: list[InvalidField] = []
     """All that is wrong with the request, when it is the request that is wrong."""
-
-
-MESSAGES: dict[type[Answer], Any] = {
-    Run: coordinator_pb2.Run,
-    RunList: coordinator_pb2.ListRunsResponse,
-    RunStateChange: coordinator_pb2.RunStateChange,
-    StepMade: coordinator_pb2.StepMade,
-    Evaluated: coordinator_pb2.Evaluated,
-    CheckpointSaved: coordinator_pb2.CheckpointSaved,
-    Note: coordinator_pb2.Note,
-    RunEvent: coordinator_pb2.RunEvent,
-    DataflowNode: coordinator_pb2.DataflowNode,
-    Dataflow: coordinator_pb2.GetDataflowResponse,
-    Sample: coordinator_pb2.Sample,
-    SampleList: coordinator_pb2.ListSamplesResponse,
-    DeviceUseSeries: coordinator_pb2.DeviceUseSeries,
-    DeviceUse: coordinator_pb2.GetDeviceUseResponse,
-    Alert: coordinator_pb2.Alert,
-    AlertList: coordinator_pb2.ListAlertsResponse,
-    LogPiece: coordinator_pb2.ReadLogResponse,
-    RegisteredService: coordinator_pb2.RegisteredService,
-    ServiceList: coordinator_pb2.ListServicesResponse,
-}
-"""The message that each model stands for."""

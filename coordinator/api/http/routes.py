@@ -16,7 +16,7 @@ from rolemesh.coordinator.api.http.conversion import to_metrics, to_plain
 from rolemesh.coordinator.api.http.events import EVENT_SCHEMA, EVENT_STREAM_TYPE, EventStreams
 from rolemesh.coordinator.api.http.problems import problems
 from rolemesh.coordinator.api.messages import FINAL_STATES
-from rolemesh.coordinator.api.operations import Operations
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.errors import InvalidRequestError
 
 _TIME = re.compile(
@@ -41,8 +41,8 @@ async def refuse_unknown_query(request: Request) -> None:
         raise InvalidRequestError(f"no query parameter {unknown[0]!r} here: there are {has}")
 
 
-def _operations(request: Request) -> Operations:
-    operations: Operations = request.app.state.operations
+def _operations(request: Request) -> StoreOperations:
+    operations: StoreOperations = request.app.state.operations
     return operations
 
 
@@ -51,7 +51,7 @@ def _streams(request: Request) -> EventStreams:
     return streams
 
 
-TheOperations = Annotated[Operations, Depends(_operations)]
+TheOperations = Annotated[StoreOperations, Depends(_operations)]
 RunId = Annotated[
     str,
     Path(pattern=models.NAME_PATTERN, description="Id of the run.", examples=["arithmetic-1"]),
@@ -61,16 +61,13 @@ Step = Annotated[
     Query(ge=0, le=models.MAX_INT64, description="The step, from 1; 0 for the newest there is."),
 ]
 
-router = APIRouter(
-    prefix="/api/v1",
-    responses=problems(400, 403, 500, 503),
-    dependencies=[Depends(refuse_unknown_query)],
-)
-_ABOUT_RUN = problems(404)
-_ABOUT_LIVE_RUN = problems(404, 409)
+_runs = APIRouter(prefix="/runs", tags=["runs"])
+_run = APIRouter(prefix="/runs/{run_id}", tags=["runs"], responses=problems(404))
+_observation = APIRouter(prefix="/runs/{run_id}", tags=["observation"], responses=problems(404))
+_services = APIRouter(prefix="/services", tags=["services"])
 
 
-@router.get("/runs", tags=["runs"], operation_id="list_runs", response_model=models.RunList)
+@_runs.get("", response_model=models.RunList)
 async def list_runs(
     operations: TheOperations,
     page_size: Annotated[int, Query(ge=1, le=1000, description="Most runs sent.")] = 100,
@@ -79,10 +76,8 @@ async def list_runs(
     return {"runs": [to_plain(run) for run in await operations.list_runs(page_size)]}
 
 
-@router.post(
-    "/runs",
-    tags=["runs"],
-    operation_id="create_run",
+@_runs.post(
+    "",
     status_code=201,
     response_model=models.Run,
     responses={
@@ -99,61 +94,31 @@ async def create_run(
     return to_plain(run)
 
 
-@router.get(
-    "/runs/{run_id}",
-    tags=["runs"],
-    operation_id="get_run",
-    response_model=models.Run,
-    responses=_ABOUT_RUN,
-)
+@_run.get("", response_model=models.Run)
 async def get_run(operations: TheOperations, run_id: RunId) -> Any:
     """Describes a run."""
     return to_plain(await operations.get_run(run_id))
 
 
-@router.post(
-    "/runs/{run_id}/stop",
-    tags=["runs"],
-    operation_id="stop_run",
-    response_model=models.Run,
-    responses=_ABOUT_RUN,
-)
+@_run.post("/stop", response_model=models.Run)
 async def stop_run(operations: TheOperations, run_id: RunId) -> Any:
     """Asks a run to end after the step in progress, with everything saved."""
     return to_plain(await operations.stop_run(run_id))
 
 
-@router.post(
-    "/runs/{run_id}/pause",
-    tags=["runs"],
-    operation_id="pause_run",
-    response_model=models.Run,
-    responses=_ABOUT_LIVE_RUN,
-)
+@_run.post("/pause", response_model=models.Run, responses=problems(409))
 async def pause_run(operations: TheOperations, run_id: RunId) -> Any:
     """Asks a run to make no further step until it is resumed."""
     return to_plain(await operations.pause_run(run_id))
 
 
-@router.post(
-    "/runs/{run_id}/resume",
-    tags=["runs"],
-    operation_id="resume_run",
-    response_model=models.Run,
-    responses=_ABOUT_LIVE_RUN,
-)
+@_run.post("/resume", response_model=models.Run, responses=problems(409))
 async def resume_run(operations: TheOperations, run_id: RunId) -> Any:
     """Takes the wish to pause back."""
     return to_plain(await operations.resume_run(run_id))
 
 
-@router.post(
-    "/runs/{run_id}/checkpoint",
-    tags=["runs"],
-    operation_id="checkpoint_run",
-    response_model=models.Run,
-    responses={**_ABOUT_LIVE_RUN, **problems(413)},
-)
+@_run.post("/checkpoint", response_model=models.Run, responses=problems(409, 413))
 async def checkpoint_run(
     operations: TheOperations,
     run_id: RunId,
@@ -167,10 +132,8 @@ async def checkpoint_run(
     return to_plain(await operations.checkpoint_run(run_id, request_id))
 
 
-@router.get(
-    "/runs/{run_id}/events",
-    tags=["observation"],
-    operation_id="watch_run",
+@_observation.get(
+    "/events",
     response_class=Response,
     responses={
         200: {
@@ -191,7 +154,6 @@ async def checkpoint_run(
             },
         },
         204: {"description": "The run has ended and all its events were sent: do not come back."},
-        **_ABOUT_RUN,
         **problems(410, 429),
     },
 )
@@ -217,13 +179,7 @@ async def watch_run(
     )
 
 
-@router.get(
-    "/runs/{run_id}/metrics",
-    tags=["observation"],
-    operation_id="get_metrics",
-    response_model=models.Metrics,
-    responses=_ABOUT_RUN,
-)
+@_observation.get("/metrics", response_model=models.Metrics)
 async def get_metrics(
     operations: TheOperations,
     run_id: RunId,
@@ -257,37 +213,19 @@ async def get_metrics(
     return to_metrics(await operations.get_metrics(run_id, names, from_step, max_steps, thin=thin))
 
 
-@router.get(
-    "/runs/{run_id}/dataflow",
-    tags=["observation"],
-    operation_id="get_dataflow",
-    response_model=models.Dataflow,
-    responses=_ABOUT_RUN,
-)
+@_observation.get("/dataflow", response_model=models.Dataflow)
 async def get_dataflow(operations: TheOperations, run_id: RunId, step: Step = 0) -> Any:
     """Sends the graph of a step; without one, that of the step in progress or else the newest."""
     return to_plain(await operations.get_dataflow(run_id, step))
 
 
-@router.get(
-    "/runs/{run_id}/samples",
-    tags=["observation"],
-    operation_id="list_samples",
-    response_model=models.SampleList,
-    responses=_ABOUT_RUN,
-)
+@_observation.get("/samples", response_model=models.SampleList)
 async def list_samples(operations: TheOperations, run_id: RunId, step: Step = 0) -> Any:
     """Sends some trajectories of a step with their rewards and log-probs."""
     return to_plain(await operations.list_samples(run_id, step))
 
 
-@router.get(
-    "/runs/{run_id}/devices",
-    tags=["observation"],
-    operation_id="get_device_use",
-    response_model=models.DeviceUse,
-    responses=_ABOUT_RUN,
-)
+@_observation.get("/devices", response_model=models.DeviceUse)
 async def get_device_use(
     operations: TheOperations,
     run_id: RunId,
@@ -303,25 +241,13 @@ async def get_device_use(
     return to_plain(await operations.get_device_use(run_id, _to_seconds(since)))
 
 
-@router.get(
-    "/runs/{run_id}/alerts",
-    tags=["observation"],
-    operation_id="list_alerts",
-    response_model=models.AlertList,
-    responses=_ABOUT_RUN,
-)
+@_observation.get("/alerts", response_model=models.AlertList)
 async def list_alerts(operations: TheOperations, run_id: RunId) -> Any:
     """Says what deserves an operator's attention, in plain words."""
     return to_plain(await operations.list_alerts(run_id))
 
 
-@router.get(
-    "/runs/{run_id}/logs/{log}",
-    tags=["observation"],
-    operation_id="read_log",
-    response_model=models.LogPiece,
-    responses=_ABOUT_RUN,
-)
+@_observation.get("/logs/{log}", response_model=models.LogPiece)
 async def read_log(
     operations: TheOperations,
     run_id: RunId,
@@ -347,12 +273,7 @@ async def read_log(
     return to_plain(await operations.read_log(run_id, log, offset, max_bytes))
 
 
-@router.get(
-    "/services",
-    tags=["services"],
-    operation_id="list_services",
-    response_model=models.ServiceList,
-)
+@_services.get("", response_model=models.ServiceList)
 async def list_services(operations: TheOperations) -> Any:
     """Lists the services that the coordinator knows, with their leases."""
     return {"services": [to_plain(service) for service in await operations.list_services()]}
@@ -369,3 +290,14 @@ def _to_seconds(text: str | None) -> float:
         raise InvalidRequestError(
             f"since is {text!r}: give a time as in 2026-01-01T00:00:00Z ({error})"
         ) from error
+
+
+router = APIRouter(
+    prefix="/api/v1",
+    responses=problems(400, 403, 500, 503),
+    dependencies=[Depends(refuse_unknown_query)],
+    # The operations that CoordinatorService has too, under the same names.
+    generate_unique_id_function=lambda route: route.name,
+)
+for _part in (_runs, _run, _observation, _services):
+    router.include_router(_part)

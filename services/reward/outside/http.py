@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import httpx
 
@@ -18,10 +18,14 @@ from rolemesh.services.reward.outside.base import (
     SHOWN_CHARACTERS,
     OutsideRewardError,
     RewardAnswerInvalidError,
+    RewardClient,
     RewardRefusedError,
     RewardTimeoutError,
     RewardUnavailableError,
+    checked_rewards,
 )
+
+SpecT = TypeVar("SpecT", bound=EndpointRewardSpec)
 
 TOO_MANY_REQUESTS = 429
 REQUEST_TIMEOUT = 408
@@ -179,6 +183,33 @@ class JsonEndpoint:
             expected=expected,
             found=f"{found}, with status {status}",
             remedy="look whether the URL is that of the reward; raise max_response_bytes if it is",
+        )
+
+
+class JsonClient(RewardClient, Generic[SpecT]):
+    """Base of the clients that post JSON to one URL."""
+
+    remedy: ClassVar[str]
+    """What to do when an answer has another form."""
+
+    def __init__(self, url: str, spec: SpecT) -> None:
+        """Prepares; raises ValueError as `JsonEndpoint` does."""
+        self.endpoint = url
+        self._spec = spec
+        self._http = JsonEndpoint(url, spec)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.close()
+
+    def _rewards(self, values: object, num_rows: int) -> list[float | None]:
+        """One number a row, within the bounds of the spec; see `checked_rewards`."""
+        low, high = self._spec.minimum, self._spec.maximum
+        return checked_rewards(values, num_rows, self.endpoint, minimum=low, maximum=high)
+
+    def _invalid(self, expected: str, found: str) -> RewardAnswerInvalidError:
+        return RewardAnswerInvalidError(
+            self.endpoint, expected=expected, found=found, remedy=self.remedy
         )
 
 

@@ -10,13 +10,10 @@ from typing import Any
 from rolemesh.engine.specs import JudgeRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
-    RewardAnswerInvalidError,
-    RewardClient,
     RewardRow,
-    checked_rewards,
     shown,
 )
-from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+from rolemesh.services.reward.outside.http import JsonClient, encoded
 
 CHAT_PATH = "/chat/completions"
 
@@ -39,17 +36,17 @@ _GIVEN = """
 </completion>"""
 
 
-class JudgeClient(RewardClient):
+class JudgeClient(JsonClient[JudgeRewardSpec]):
     """POST /chat/completions -> text, from which one score is read.
 
     The score is `{"score": n}` or a bare number, alone or as the last line. The model's text is
     data, and is never evaluated.
     """
 
+    remedy = "say so in the rubric, give max_tokens more, or take a model that obeys"
+
     def __init__(self, url: str, spec: JudgeRewardSpec) -> None:
-        self.endpoint = url if url.endswith(CHAT_PATH) else url.rstrip("/") + CHAT_PATH
-        self._spec = spec
-        self._http = JsonEndpoint(self.endpoint, spec)
+        super().__init__(url if url.endswith(CHAT_PATH) else url.rstrip("/") + CHAT_PATH, spec)
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`; of one row."""
@@ -62,7 +59,7 @@ class JudgeClient(RewardClient):
         if score is None:
             raise self._invalid('{"score": n} or a bare number', shown(text))
         low, high = self._spec.minimum, self._spec.maximum
-        (checked,) = checked_rewards([score], 1, self.endpoint, minimum=low, maximum=high)
+        (checked,) = self._rewards([score], 1)
         assert checked is not None  # takes_none is not given
         return Judgement(rewards=[(checked - low) / (high - low)])
 
@@ -86,18 +83,6 @@ class JudgeClient(RewardClient):
                 "seed": spec.seed,
                 "max_tokens": spec.max_tokens,
             }
-        )
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.close()
-
-    def _invalid(self, expected: str, found: str) -> RewardAnswerInvalidError:
-        return RewardAnswerInvalidError(
-            self.endpoint,
-            expected=expected,
-            found=found,
-            remedy="say so in the rubric, give max_tokens more, or take a model that obeys",
         )
 
 

@@ -18,7 +18,7 @@ from rolemesh.services.reward.outside.base import (
     shown,
 )
 from rolemesh.services.reward.outside.grpc_channel import GrpcEndpoint, reward_error
-from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+from rolemesh.services.reward.outside.http import JsonClient, encoded
 from rolemesh.services.reward.outside.inference_protocol import (
     INFER_METHOD,
     ModelInferRequest,
@@ -34,6 +34,8 @@ _CONTENTS = {
     "INT32": "int_contents",
     "INT64": "int64_contents",
 }
+
+_REMEDY = "name the output in the source's output, and see that the model gives one number a row"
 
 
 def make_kserve_client(url: str, spec: KServeRewardSpec) -> RewardClient:
@@ -106,16 +108,16 @@ class KServeGrpcClient(RewardClient):
         return [value for (value,) in number.iter_unpack(raw)]
 
 
-class KServeHttpClient(RewardClient):
+class KServeHttpClient(JsonClient[KServeRewardSpec]):
     """POST /v2/models/<model>[/versions/<version>]/infer with JSON tensors."""
+
+    remedy = _REMEDY
 
     def __init__(self, url: str, spec: KServeRewardSpec) -> None:
         """Prepares; raises ValueError if the token's variable is not set."""
         version = f"/versions/{quote(spec.version, safe='')}" if spec.version else ""
         path = f"/v2/models/{quote(spec.model, safe='')}{version}/infer"
-        self.endpoint = url.rstrip("/") + path
-        self._spec = spec
-        self._http = JsonEndpoint(self.endpoint, spec)
+        super().__init__(url.rstrip("/") + path, spec)
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`."""
@@ -148,10 +150,6 @@ class KServeHttpClient(RewardClient):
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""
         return encoded(_inputs([row], self._spec))
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.close()
 
 
 def _inputs(rows: Sequence[RewardRow], spec: KServeRewardSpec) -> dict[str, list[str]]:
@@ -187,6 +185,5 @@ def _invalid(endpoint: str, spec: KServeRewardSpec, found: str) -> RewardAnswerI
         endpoint,
         expected=f"the output {spec.output!r}, numbers of shape [rows] or [rows, 1]",
         found=found,
-        remedy="name the output in the source's output, and see that the model gives one number "
-        "a row",
+        remedy=_REMEDY,
     )

@@ -10,28 +10,22 @@ from rolemesh.engine.specs import NemoGymRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideRewardError,
-    RewardAnswerInvalidError,
-    RewardClient,
     RewardRow,
-    checked_rewards,
     shown,
 )
-from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+from rolemesh.services.reward.outside.http import JsonClient, encoded
 
 FAILURE_KEY = "_ng_failure_class"
 """Key that a verifier adds to reward 0.0 if it could not judge: a failure, not a reward."""
 
 
-class NemoGymClient(RewardClient):
+class NemoGymClient(JsonClient[NemoGymRewardSpec]):
     """POST /verify {responses_create_params, response, fields of the data row} -> {"reward"}.
 
     Fields of the data row are its metadata. If they lack "answer", the row's answer is added.
     """
 
-    def __init__(self, url: str, spec: NemoGymRewardSpec) -> None:
-        self.endpoint = url
-        self._spec = spec
-        self._http = JsonEndpoint(url, spec)
+    remedy = "give the URL of /verify of a resources server"
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`; of one row."""
@@ -42,12 +36,7 @@ class NemoGymClient(RewardClient):
             _, cookies = await self._http.post(seed, url=urljoin(self.endpoint, "seed_session"))
         answer, _ = await self._http.post(self.sent(row), cookies=cookies)
         if not isinstance(answer, dict) or "reward" not in answer:
-            raise RewardAnswerInvalidError(
-                self.endpoint,
-                expected='a mapping with "reward"',
-                found=shown(answer),
-                remedy="give the URL of /verify of a resources server",
-            )
+            raise self._invalid('a mapping with "reward"', shown(answer))
         if answer.get(FAILURE_KEY):
             raise OutsideRewardError(
                 self.endpoint,
@@ -55,22 +44,11 @@ class NemoGymClient(RewardClient):
                 found=f"{FAILURE_KEY} {shown(answer[FAILURE_KEY])}",
                 remedy="look into the log of the resources server",
             )
-        reward = checked_rewards(
-            [answer["reward"]],
-            1,
-            self.endpoint,
-            minimum=self._spec.minimum,
-            maximum=self._spec.maximum,
-        )
-        return Judgement(rewards=reward)
+        return Judgement(rewards=self._rewards([answer["reward"]], 1))
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""
         return encoded({**_fields(row), "response": _response(row.completion)})
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.close()
 
 
 def _fields(row: RewardRow) -> dict[str, Any]:

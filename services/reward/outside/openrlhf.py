@@ -9,13 +9,11 @@ from typing import Any
 from rolemesh.engine.specs import OpenRlhfRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
-    RewardAnswerInvalidError,
-    RewardClient,
     RewardRow,
     checked_rewards,
     shown,
 )
-from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+from rolemesh.services.reward.outside.http import JsonClient, encoded
 
 MAX_EXTRA_LOGS = 32
 """Most names in extra_logs, each of which becomes a curve of the run; more are refused."""
@@ -23,7 +21,7 @@ MAX_EXTRA_LOGS = 32
 _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
-class OpenRlhfClient(RewardClient):
+class OpenRlhfClient(JsonClient[OpenRlhfRewardSpec]):
     """POST {"query", "prompts", "labels"} -> {"rewards", "scores"?, "extra_logs"?}.
 
     Every field is a list with one entry for each row. OpenRLHF itself posts one row at a time, so
@@ -31,10 +29,9 @@ class OpenRlhfClient(RewardClient):
     and `extra_logs` become metrics.
     """
 
-    def __init__(self, url: str, spec: OpenRlhfRewardSpec) -> None:
-        self.endpoint = url
-        self._spec = spec
-        self._http = JsonEndpoint(url, spec)
+    remedy = (
+        "set batch_size to 1 if the server takes one row at a time; its form is in docs/rewards.md"
+    )
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`."""
@@ -46,22 +43,12 @@ class OpenRlhfClient(RewardClient):
         answer, _ = await self._http.post(encoded(payload))
         if not isinstance(answer, dict) or "rewards" not in answer:
             raise self._invalid('a mapping with "rewards"', shown(answer))
-        rewards = checked_rewards(
-            self._listed(answer["rewards"], len(rows)),
-            len(rows),
-            self.endpoint,
-            minimum=self._spec.minimum,
-            maximum=self._spec.maximum,
-        )
+        rewards = self._rewards(self._listed(answer["rewards"], len(rows)), len(rows))
         return Judgement(rewards=rewards, metrics=self._metrics(answer, len(rows)))
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""
         return encoded([row.query, row.prompt, row.answer])
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.close()
 
     def _metrics(self, answer: dict[str, Any], num_rows: int) -> dict[str, float]:
         extra = answer.get("extra_logs") or {}
@@ -90,12 +77,3 @@ class OpenRlhfClient(RewardClient):
         if num_rows > 1:
             raise self._invalid(f"a list of {num_rows} numbers", f"one number, {values}")
         return [values]
-
-    def _invalid(self, expected: str, found: str) -> RewardAnswerInvalidError:
-        return RewardAnswerInvalidError(
-            self.endpoint,
-            expected=expected,
-            found=found,
-            remedy="set batch_size to 1 if the server takes one row at a time; its form is in "
-            "docs/rewards.md",
-        )

@@ -7,22 +7,16 @@ from collections.abc import Sequence
 from rolemesh.engine.specs import SlimeRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
-    RewardAnswerInvalidError,
-    RewardClient,
     RewardRow,
-    checked_rewards,
     shown,
 )
-from rolemesh.services.reward.outside.http import JsonEndpoint, encoded
+from rolemesh.services.reward.outside.http import JsonClient, encoded
 
 
-class SlimeClient(RewardClient):
+class SlimeClient(JsonClient[SlimeRewardSpec]):
     """POST {"prompt", "response", "label"} of one row -> a number, or a mapping that has it."""
 
-    def __init__(self, url: str, spec: SlimeRewardSpec) -> None:
-        self.endpoint = url
-        self._spec = spec
-        self._http = JsonEndpoint(url, spec)
+    remedy = "give reward_key the name under which the reward stands, or leave it out"
 
     async def ask(self, rows: Sequence[RewardRow]) -> Judgement:
         """See `RewardClient.ask`; of one row."""
@@ -35,26 +29,10 @@ class SlimeClient(RewardClient):
             answer = answer[key]
         elif isinstance(answer, dict):
             raise self._invalid("a number, since reward_key is not given", shown(answer))
-        return Judgement(
-            rewards=checked_rewards(
-                [answer], 1, self.endpoint, minimum=self._spec.minimum, maximum=self._spec.maximum
-            )
-        )
+        return Judgement(rewards=self._rewards([answer], 1))
 
     def sent(self, row: RewardRow) -> bytes:
         """See `RewardClient.sent`."""
         return encoded(
             {"prompt": row.prompt, "response": row.completion, "label": row.answer or None}
-        )
-
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.close()
-
-    def _invalid(self, expected: str, found: str) -> RewardAnswerInvalidError:
-        return RewardAnswerInvalidError(
-            self.endpoint,
-            expected=expected,
-            found=found,
-            remedy="give reward_key the name under which the reward stands, or leave it out",
         )

@@ -26,7 +26,7 @@ from rolemesh.engine.layout.manifest import (
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
-from rolemesh.engine.weights.plan import Copy
+from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.published import Publication
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 from rolemesh.rpc.channel import MeshChannel

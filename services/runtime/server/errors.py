@@ -39,7 +39,9 @@ _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
         # engine
-        "rolemesh.engine.experience.ColumnMissingError": CatalogueEntry(_INVALID, "COLUMN_MISSING"),
+        "rolemesh.engine.layout.payload.ColumnMissingError": CatalogueEntry(
+            _INVALID, "COLUMN_MISSING"
+        ),
         "rolemesh.engine.algorithms.pairs.PairIncompleteError": CatalogueEntry(
             _INVALID, "PAIR_INCOMPLETE"
         ),
@@ -114,7 +116,6 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.rpc.payload_stream.PayloadMalformedError": CatalogueEntry(
             _INVALID, "TENSOR_MALFORMED"
         ),
-        "rolemesh.rpc.references.ColumnMissingError": CatalogueEntry(_INVALID, "COLUMN_MISSING"),
         # runtime
         "rolemesh.services.runtime.server.config.ConfigError": CatalogueEntry(
             _INVALID, "CONFIG_INVALID"

@@ -45,7 +45,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
         self._role = role
         self._runtime = runtime
 
-    async def ReadBatch(
+    def ReadBatch(
         self, request: data_pb2.ReadBatchRequest, context: Context
     ) -> AsyncIterator[data_pb2.ReadBatchResponse]:
         """See data.proto."""
@@ -78,7 +78,6 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
             )
 
         # Texts become tokens in no time: one rank reads, and all ranks pull their rows of it.
-        async for response in self._runtime.keyed(
+        return self._runtime.keyed(
             request, context, data_pb2.ReadBatchResponse, work, on_all_ranks=False
-        ):
-            yield response
+        )

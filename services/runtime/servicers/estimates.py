@@ -41,7 +41,7 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._runtime = runtime
         self._estimating = asyncio.Lock()
 
-    async def ComputeAdvantages(
+    def ComputeAdvantages(
         self, request: trainer_pb2.ComputeAdvantagesRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.ComputeAdvantagesResponse]:
         """See trainer.proto."""
@@ -71,12 +71,11 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
             return result
 
         # Whitening takes the whole batch, which is numbers only: one rank computes it.
-        async for response in self._runtime.keyed(
+        return self._runtime.keyed(
             request, context, trainer_pb2.ComputeAdvantagesResponse, work, on_all_ranks=False
-        ):
-            yield response
+        )
 
-    async def SelectGroups(
+    def SelectGroups(
         self, request: trainer_pb2.SelectGroupsRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.SelectGroupsResponse]:
         """See trainer.proto."""
@@ -108,10 +107,9 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
             )
 
         # A group's rows may lie anywhere in the batch: one rank looks at all of it.
-        async for response in self._runtime.keyed(
+        return self._runtime.keyed(
             request, context, trainer_pb2.SelectGroupsResponse, work, on_all_ranks=False
-        ):
-            yield response
+        )
 
 
 def algorithm_part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:

@@ -51,7 +51,7 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
         self._role = role
         self._runtime = runtime
 
-    async def ComputeLogprobs(
+    def ComputeLogprobs(
         self, request: logprob_pb2.ComputeLogprobsRequest, context: Context
     ) -> AsyncIterator[logprob_pb2.ComputeLogprobsResponse]:
         """See logprob.proto."""
@@ -83,16 +83,13 @@ class LogprobServicer(logprob_pb2_grpc.LogprobServiceServicer):
                 report=call.report({}, batch.num_tokens if share.counts else 0),
             )
 
-        async for response in self._runtime.keyed(
-            request, context, logprob_pb2.ComputeLogprobsResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, context, logprob_pb2.ComputeLogprobsResponse, work)
 
 
 class TrainerServicer(EstimateServicer):
     """TrainerService over a trainer: what changes weights, besides what estimates."""
 
-    async def ForwardBackward(
+    def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.ForwardBackwardResponse]:
         """See trainer.proto."""
@@ -117,10 +114,7 @@ class TrainerServicer(EstimateServicer):
                 outputs=self._runtime.publish(request.key, outputs, share=share),
             )
 
-        async for response in self._runtime.keyed(
-            request, context, trainer_pb2.ForwardBackwardResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, context, trainer_pb2.ForwardBackwardResponse, work)
 
     async def OptimStep(
         self, request: trainer_pb2.OptimStepRequest, context: Context
@@ -143,7 +137,7 @@ class TrainerServicer(EstimateServicer):
 
         return await self._runtime.keyed_unary(request, context, work)
 
-    async def Update(
+    def Update(
         self, request: trainer_pb2.UpdateRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.UpdateResponse]:
         """See trainer.proto."""
@@ -190,10 +184,7 @@ class TrainerServicer(EstimateServicer):
                 report=call.report(metrics, num_tokens if counts else 0),
             )
 
-        async for response in self._runtime.keyed(
-            request, context, trainer_pb2.UpdateResponse, work
-        ):
-            yield response
+        return self._runtime.keyed(request, context, trainer_pb2.UpdateResponse, work)
 
     async def _judged_rows(self, ref: experience_pb2.ExperienceRef, call: Call) -> Sequence[int]:
         """The rows that there is something to learn from: the others are in no mini-batch."""

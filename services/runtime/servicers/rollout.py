@@ -158,7 +158,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._role = role
         self._runtime = runtime
 
-    async def Generate(
+    def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """See rollout.proto."""
@@ -199,15 +199,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             sampled = await self._runtime.pull(result.experience, SAMPLING_COLUMNS, call)
             result.report.metrics.update(call.finite(sampling_metrics(sampled)))
 
-        async for response in self._runtime.keyed(
+        return self._runtime.keyed(
             request,
             context,
             rollout_pb2.GenerateResponse,
             work,
             finish=summarise,
             join_events=BlockParts,
-        ):
-            yield response
+        )
 
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.columns import ColumnData, Columns, decode
 from rolemesh.rpc.errors import CapacityError, DataLossError, InvalidRequestError
 from rolemesh.rpc.payload import layout_of
 from rolemesh.rpc.payload_stream import PayloadMalformedError
 from rolemesh.rpc.pull import Answer, fetch_request, pull_rows
-from rolemesh.rpc.references import ColumnMissingError, by_group, names_of, order_of, place
+from rolemesh.rpc.references import by_group, names_of, order_of, place
 from rolemesh.rpc.together import together
 from rolemesh.v1 import experience_pb2
 

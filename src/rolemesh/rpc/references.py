@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.v1 import experience_pb2
 
 TOKENS = "tokens"
@@ -18,17 +19,6 @@ TOKENS = "tokens"
 Placed: TypeAlias = tuple[experience_pb2.Shard, Sequence[int], list[int]]
 """A shard, positions of rows in it (a range where they are neighbours), and for each of them its
 position among the rows that are wanted."""
-
-
-class ColumnMissingError(ValueError):
-    """A reference names no such column."""
-
-    def __init__(self, column: str, known: Iterable[str]) -> None:
-        super().__init__(
-            f"column {column!r} is missing; the experience has {sorted(known)}: "
-            "call the role that produces it first"
-        )
-        self.column = column
 
 
 # --- what a reference names -----------------------------------------------------------------

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
 
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.columns import Columns, encode
+from rolemesh.rpc.errors import DataLossError
+from rolemesh.rpc.payload_stream import PayloadMalformedError
+from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
 from rolemesh.rpc.result_call import ResultCall
 from rolemesh.v1 import (
     cuts_pb2,
@@ -67,6 +69,7 @@ class ServiceClient:
         """
         self._peer = f"{name} at {channel.address}"
         self._timeout_s = timeout_s
+        self._channel = channel
         self._worker = worker_pb2_grpc.WorkerServiceStub(channel)
         self._experience = experience_pb2_grpc.ExperienceServiceStub(channel)
         self._rollout = rollout_pb2_grpc.RolloutServiceStub(channel)
@@ -345,18 +348,39 @@ class ServiceClient:
         return self._followed(self._weights.PublishWeights, request)
 
     async def fetch_weights(
-        self, run_id: str, policy_version: int, boxes: Iterable[weights_pb2.WeightsBox]
+        self,
+        run_id: str,
+        policy_version: int,
+        boxes: Iterable[weights_pb2.WeightsBox],
+        num_bytes: int,
     ) -> bytearray:
-        """Pulls boxes of published weights: their elements in the order of the boxes."""
+        """Pulls boxes of published weights: their elements, `num_bytes` in all, in their order."""
         request = weights_pb2.FetchWeightsRequest(
             run_id=run_id, policy_version=policy_version, boxes=boxes
         )
-        payload = bytearray()
-        stream: Any = self._weights.FetchWeights(request, timeout=self._timeout_s)
-        async with aclosing(aiter(stream)) as messages:
-            async for message in messages:
-                payload += message.chunk
-        return payload
+
+        async def take(answer: Answer[weights_pb2.FetchWeightsHeader]) -> bytearray:
+            if answer.header.total_bytes != num_bytes:
+                raise PayloadMalformedError(
+                    f"{num_bytes} bytes of weights were asked for, but {answer.header.total_bytes} "
+                    "are announced"
+                )
+            payload = bytearray(num_bytes)
+            await answer.read_into(payload)
+            return payload
+
+        try:
+            return await pull(
+                self._channel,
+                FETCH_WEIGHTS,
+                request,
+                take,
+                peer=self._peer,
+                metadata={},
+                timeout_s=self._timeout_s,
+            )
+        except PayloadMalformedError as error:
+            raise DataLossError(str(error), reason="PAYLOAD_MALFORMED") from error
 
     def save_checkpoint(self, key: _Key, directory: str) -> _Saved:
         """Writes what training goes on from to a folder on the service's host."""

@@ -1,22 +1,22 @@
-"""Awaiting of several coroutines side by side, of which the first failure ends all."""
+"""Awaiting of several works side by side, of which the first failure ends all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
-async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Runs coroutines side by side.
+async def together(works: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Runs coroutines, or tasks that have begun, side by side.
 
     When one fails, the others are cancelled and have ended before its exception is raised, alone
     and as it is. The same holds when the caller is cancelled.
 
     Returns:
-        The results, in the order of the coroutines.
+        The results, in the order of the works.
     """
     # Not a TaskGroup: its exception is a group, a failing task hides that the caller is cancelled,
     # and after a failure Python 3.11 leaves the caller marked as one that is being cancelled.

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from rolemesh.engine.experience import (
     Column,
     ColumnKind,
-    ColumnMissingError,
     Experience,
     payload_layout,
     read_payload,
     write_payload,
 )
-from rolemesh.engine.layout.payload import ALIGNMENT_BYTES
+from rolemesh.engine.layout.payload import ALIGNMENT_BYTES, ColumnMissingError
 
 DTYPES = st.sampled_from(
     [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
+from support.references import ref, shard
 
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.rpc.references import (
-    ColumnMissingError,
     by_group,
     concat_references,
     cut_out,
     group_with,
-    is_consecutive,
     join_parts,
     join_references,
     merge_parts,
@@ -25,29 +24,6 @@ from rolemesh.rpc.references import (
     shards_of,
 )
 from rolemesh.v1 import experience_pb2
-
-
-def shard(
-    rows: Sequence[int], name: str = "one", tokens: Sequence[int] = (), rank: int = 0
-) -> experience_pb2.Shard:
-    return experience_pb2.Shard(
-        experience_id=name,
-        row_start=rows[0],
-        num_rows=len(rows),
-        rows=() if is_consecutive(rows) else rows,
-        row_tokens=tokens,
-        rank=rank,
-    )
-
-
-def ref(
-    num_rows: int, *shards: experience_pb2.Shard, columns: Sequence[str] = ("tokens",)
-) -> experience_pb2.ExperienceRef:
-    group = experience_pb2.ColumnGroup(
-        columns=[experience_pb2.ColumnSchema(name=name) for name in columns], shards=shards
-    )
-    return experience_pb2.ExperienceRef(num_rows=num_rows, groups=[group] if shards else [])
-
 
 # --- lengths --------------------------------------------------------------------------------
 

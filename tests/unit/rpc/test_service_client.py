@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from rolemesh.rpc.errors import InternalError
+from rolemesh.rpc.errors import DataLossError, InternalError
+from rolemesh.rpc.payload_stream import encode_chunk
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.rpc.result_call import ResultCall
 from rolemesh.rpc.service_client import ServiceClient, to_algorithm_part
-from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2, rollout_pb2
+from rolemesh.v1 import experience_pb2, operation_pb2, reward_pb2, rollout_pb2, weights_pb2
 
 
 def following(*messages: Any, field: str = "result") -> ResultCall[Any]:
@@ -66,3 +67,50 @@ def test_a_part_names_its_type_and_holds_what_json_has() -> None:
         to_algorithm_part({"scale": True})
     with pytest.raises(ValueError, match="cannot travel"):
         to_algorithm_part({"type": "grpo", "scale": object()})
+
+
+class Publisher:
+    """A channel to a service that sends the same chunks for whatever weights are asked for."""
+
+    address = "host:1"
+
+    def __init__(self, announced: int, *chunks: bytes) -> None:
+        self.read = 0
+        self._announced, self._chunks = announced, chunks
+
+    def unary_stream(self, *_: Any, **__: Any) -> Any:
+        return lambda request, timeout: self
+
+    unary_unary = stream_unary = unary_stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        header = weights_pb2.FetchWeightsHeader(total_bytes=self._announced)
+        yield weights_pb2.FetchWeightsResponse(header=header).SerializeToString()
+        for chunk in self._chunks:
+            self.read += 1
+            yield encode_chunk([chunk])
+
+    def cancel(self) -> None:
+        pass
+
+
+async def fetched(publisher: Any, num_bytes: int) -> bytearray:
+    return await ServiceClient(publisher, name="actor").fetch_weights("run", 1, [], num_bytes)
+
+
+async def test_weights_come_whole() -> None:
+    assert await fetched(Publisher(4, b"ab", b"cd"), 4) == b"abcd"
+
+
+@pytest.mark.parametrize(
+    ("announced", "message", "read"),
+    [(6, "4 bytes of weights were asked for, but 6 are", 0), (4, "with 4 bytes, but 6 arrived", 3)],
+)
+async def test_more_bytes_of_weights_than_asked_for_are_not_gathered(
+    announced: int, message: str, read: int
+) -> None:
+    publisher = Publisher(announced, *[b"ab"] * 100)
+    with pytest.raises(DataLossError, match=f"actor at host:1: .*{message}") as caught:
+        await fetched(publisher, 4)
+    assert caught.value.reason == "PAYLOAD_MALFORMED"
+    assert publisher.read == read

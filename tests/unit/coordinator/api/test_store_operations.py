@@ -13,7 +13,6 @@ import pytest
 from support.fake_run import append_step, fill_store
 
 from rolemesh.coordinator.api.messages import to_seconds, to_timestamp
-from rolemesh.coordinator.api.operations import Operations
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import _KEPT as KEPT
@@ -39,16 +38,16 @@ async def store(tmp_path: Path) -> StateStore:
 
 
 @pytest.fixture
-def operations(store: StateStore) -> Operations:
+def operations(store: StateStore) -> StoreOperations:
     return StoreOperations(store)
 
 
-async def events_of(operations: Operations, run_id: str, after: str = "") -> list[str]:
+async def events_of(operations: StoreOperations, run_id: str, after: str = "") -> list[str]:
     return [event.event_id async for event in operations.watch_run(run_id, after)]
 
 
 async def test_metrics_come_in_columns_as_they_were_written(
-    operations: Operations, tmp_path: Path
+    operations: StoreOperations, tmp_path: Path
 ) -> None:
     lines = [
         json.loads(line) for line in (tmp_path / "made/metrics.jsonl").read_text().splitlines()
@@ -63,7 +62,9 @@ async def test_metrics_come_in_columns_as_they_were_written(
             assert value == line[series.name] if series.name in line else math.isnan(value)
 
 
-async def test_metrics_are_chosen_by_name_and_by_how_a_name_begins(operations: Operations) -> None:
+async def test_metrics_are_chosen_by_name_and_by_how_a_name_begins(
+    operations: StoreOperations,
+) -> None:
     told = await operations.get_metrics("made", ["entropy", "reward/*", "ghost"])
     assert [series.name for series in told.series] == [
         "entropy",
@@ -75,7 +76,7 @@ async def test_metrics_are_chosen_by_name_and_by_how_a_name_begins(operations: O
     ]
 
 
-async def test_metrics_are_paged_and_thinned(operations: Operations) -> None:
+async def test_metrics_are_paged_and_thinned(operations: StoreOperations) -> None:
     first = await operations.get_metrics("made", ["entropy"], 3, 4)
     assert (list(first.steps), first.next_step) == ([3, 4, 5, 6], 7)
     last = await operations.get_metrics("made", ["entropy"], 10, 4)
@@ -86,7 +87,7 @@ async def test_metrics_are_paged_and_thinned(operations: Operations) -> None:
 
 
 async def test_metrics_go_on_while_the_run_does_and_a_step_made_twice_counts_once(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     await operations.get_metrics("live")
     record = await store.get_run("live")
@@ -130,7 +131,7 @@ async def test_steps_that_a_run_took_back_are_gone_and_come_once(
 
 
 async def test_a_step_in_progress_is_shown_until_it_is_made(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     flow = await operations.get_dataflow("live")
     assert (flow.step, flow.is_made) == (NUM_STEPS + 1, False)
@@ -144,7 +145,7 @@ async def test_a_step_in_progress_is_shown_until_it_is_made(
 
 
 async def test_a_graph_has_times_from_its_beginning_and_its_critical_path(
-    operations: Operations,
+    operations: StoreOperations,
 ) -> None:
     flow = await operations.get_dataflow("made", 3)
     assert (flow.step, flow.is_made) == (3, True)
@@ -162,7 +163,7 @@ async def test_a_graph_has_times_from_its_beginning_and_its_critical_path(
     assert missing.value.reason == "STEP_NOT_FOUND"
 
 
-async def test_samples_are_of_the_step_asked_for(operations: Operations) -> None:
+async def test_samples_are_of_the_step_asked_for(operations: StoreOperations) -> None:
     newest = await operations.list_samples("made")
     assert (newest.step, len(newest.samples)) == (NUM_STEPS, 4)
     assert list(newest.steps) == list(range(1, NUM_STEPS + 1))
@@ -171,7 +172,9 @@ async def test_samples_are_of_the_step_asked_for(operations: Operations) -> None
         await operations.list_samples("made", 99)
 
 
-async def test_device_use_is_one_series_a_device(store: StateStore, operations: Operations) -> None:
+async def test_device_use_is_one_series_a_device(
+    store: StateStore, operations: StoreOperations
+) -> None:
     looks = await store.read_entries("made", RunStream.DEVICES)
     told = await operations.get_device_use("made")
     assert [(one.service, one.rank) for one in told.devices] == [
@@ -238,7 +241,9 @@ async def test_device_use_is_read_once_and_forgotten_with_the_store(
     assert await told() == {"service-0": [15.25, 16.25, 17.25]}
 
 
-async def test_a_watch_sends_every_event_once_and_ends_with_the_run(operations: Operations) -> None:
+async def test_a_watch_sends_every_event_once_and_ends_with_the_run(
+    operations: StoreOperations,
+) -> None:
     events = [event async for event in operations.watch_run("made")]
     made = [event.step for event in events if event.HasField("step_made")]
     assert made == list(range(1, NUM_STEPS + 1))
@@ -250,7 +255,7 @@ async def test_a_watch_sends_every_event_once_and_ends_with_the_run(operations: 
         assert await events_of(operations, "made", ids[place]) == ids[place + 1 :]
 
 
-async def test_a_watch_waits_for_what_comes(store: StateStore, operations: Operations) -> None:
+async def test_a_watch_waits_for_what_comes(store: StateStore, operations: StoreOperations) -> None:
     watch = operations.watch_run("live")
     known = (await store.read_entries("live", RunStream.EVENTS))[-1].entry_id
     watch = operations.watch_run("live", known)
@@ -261,20 +266,20 @@ async def test_a_watch_waits_for_what_comes(store: StateStore, operations: Opera
 
 
 async def test_a_watch_ends_when_the_last_event_was_never_written(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     await store.update_run("live", state=RunState.FAILED)
     assert len(await events_of(operations, "live")) > NUM_STEPS
 
 
-async def test_a_watch_after_an_event_that_is_gone_is_refused(operations: Operations) -> None:
+async def test_a_watch_after_an_event_that_is_gone_is_refused(operations: StoreOperations) -> None:
     with pytest.raises(OutOfRangeError, match="begin anew") as refused:
         await events_of(operations, "live", "0-1")
     assert refused.value.reason == "EVENTS_EXPIRED"
 
 
 async def test_wishes_show_at_once_and_a_stop_goes_before_a_pause(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     assert (await operations.pause_run("live")).state == coordinator_pb2.RUN_STATE_PAUSING
     await store.update_run("live", state=RunState.PAUSED)
@@ -284,7 +289,7 @@ async def test_wishes_show_at_once_and_a_stop_goes_before_a_pause(
     assert (await store.get_run("live")).pause_requested is False
 
 
-async def test_an_ended_run_takes_no_wishes_but_a_stop(operations: Operations) -> None:
+async def test_an_ended_run_takes_no_wishes_but_a_stop(operations: StoreOperations) -> None:
     wishes: tuple[Callable[[], Awaitable[object]], ...] = (
         lambda: operations.pause_run("made"),
         lambda: operations.resume_run("made"),
@@ -299,7 +304,7 @@ async def test_an_ended_run_takes_no_wishes_but_a_stop(operations: Operations) -
 
 
 async def test_only_a_run_of_a_client_can_be_attached_and_not_paused(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     with pytest.raises(PreconditionError) as ours:
         await operations.attach_run("live")
@@ -320,7 +325,7 @@ async def test_only_a_run_of_a_client_can_be_attached_and_not_paused(
 
 
 async def test_alerts_stand_on_what_the_run_told_so_far(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     before = {alert.rule for alert in (await operations.list_alerts("live")).alerts}
     record = await store.get_run("live")
@@ -330,7 +335,7 @@ async def test_alerts_stand_on_what_the_run_told_so_far(
 
 
 async def test_a_log_is_read_piece_by_piece_to_the_last_byte(
-    operations: Operations, tmp_path: Path
+    operations: StoreOperations, tmp_path: Path
 ) -> None:
     text = "".join(f"line {number} äöü 🙂\n" for number in range(50))
     (tmp_path / "live/logs/actor.log").write_text(text, encoding="utf-8")
@@ -350,7 +355,7 @@ async def test_a_log_is_read_piece_by_piece_to_the_last_byte(
     assert (tail.text, tail.next_offset) == ("🙂\n", len(text.encode()))
 
 
-async def test_a_log_is_a_name_and_no_path(operations: Operations, tmp_path: Path) -> None:
+async def test_a_log_is_a_name_and_no_path(operations: StoreOperations, tmp_path: Path) -> None:
     (tmp_path / "secret.log").write_text("secret")
     for name in ("../../secret", str(tmp_path / "secret"), "", "ghost"):
         with pytest.raises(NotFoundError, match="there are actor, coordinator") as missing:
@@ -358,7 +363,7 @@ async def test_a_log_is_a_name_and_no_path(operations: Operations, tmp_path: Pat
         assert missing.value.reason == "LOG_NOT_FOUND"
 
 
-async def test_numbers_out_of_range_are_refused(operations: Operations) -> None:
+async def test_numbers_out_of_range_are_refused(operations: StoreOperations) -> None:
     calls: tuple[Callable[[], Awaitable[object]], ...] = (
         lambda: operations.list_runs(-1),
         lambda: operations.get_metrics("made", (), -1),
@@ -376,7 +381,7 @@ async def test_numbers_out_of_range_are_refused(operations: Operations) -> None:
         assert refused.value.reason == "REQUEST_INVALID"
 
 
-async def test_every_operation_names_an_unknown_run(operations: Operations) -> None:
+async def test_every_operation_names_an_unknown_run(operations: StoreOperations) -> None:
     calls: tuple[Awaitable[object], ...] = (
         operations.get_run("ghost"),
         operations.stop_run("ghost"),
@@ -398,7 +403,7 @@ async def test_every_operation_names_an_unknown_run(operations: Operations) -> N
         assert missing.value.reason == "RUN_NOT_FOUND"
 
 
-async def test_a_coordinator_of_one_run_creates_none(operations: Operations) -> None:
+async def test_a_coordinator_of_one_run_creates_none(operations: StoreOperations) -> None:
     with pytest.raises(PreconditionError, match="rolemesh coordinator") as refused:
         await operations.create_run("new", "run: {}")
     assert refused.value.reason == "CREATION_UNAVAILABLE"

@@ -34,11 +34,11 @@ async def test_operations_notes_and_commits_stand_in_the_order_in_which_they_cam
     await journal.note(1, "step.record", {"record": {"loss": 0.5}})
     await journal.note(1, "step.record", {"record": {"loss": 0.5}})
     await journal.acknowledge(journal.next_key(2, "actor.update"), {"policy_version": 2})
-    assert [entry.operation for entry in await journal.read()] == [
-        "actor.update",
-        COMMIT_OPERATION,
-        "step.record",
-        "actor.update",
+    assert [(entry.step, entry.operation) for entry in await store.read_journal("run")] == [
+        (1, "actor.update"),
+        (1, COMMIT_OPERATION),
+        (1, "step.record"),
+        (2, "actor.update"),
     ]
 
 

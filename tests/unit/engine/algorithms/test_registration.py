@@ -13,7 +13,8 @@ from rolemesh.engine.algorithms.estimation import (
     estimator_for,
 )
 from rolemesh.engine.algorithms.losses import loss_for, make_loss
-from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import (
     EstimatorPartSpec,
     EstimatorSpec,

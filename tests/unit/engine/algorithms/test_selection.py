@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rolemesh.engine.algorithms.pairs import PairIncompleteError
 from rolemesh.engine.algorithms.selection import select_groups
-from rolemesh.engine.experience import Column, ColumnKind, ColumnMissingError, Experience
+from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.layout.payload import ColumnMissingError
 from rolemesh.engine.specs import PairedSpec, RewardSpreadSpec
 
 

@@ -6,7 +6,7 @@ import torch
 
 from rolemesh.engine.layout.manifest import Parameter, Piece, RankShard, WeightLayout
 from rolemesh.engine.weights.assembly import Assembly
-from rolemesh.engine.weights.plan import Copy
+from rolemesh.engine.weights.copies import Copy
 
 TOP = Piece("rows", ((0, 3), (0, 2)), "padded", (0, 0))
 LAST = Piece("rows", ((3, 4), (0, 2)), "padded", (3, 0))

@@ -17,7 +17,29 @@ SCALARS = {
     "float": {"anyOf": [{"type": "number"}, {"type": "null"}]},
 }
 TYPE_NAMES = {1: "double", 2: "float", 3: "int64", 5: "int32", 8: "bool", 9: "string"}
-MODEL_OF = {message.DESCRIPTOR.full_name: model for model, message in models.MESSAGES.items()}
+MESSAGES: dict[type[models.Answer], Any] = {
+    models.Run: coordinator_pb2.Run,
+    models.RunList: coordinator_pb2.ListRunsResponse,
+    models.RunStateChange: coordinator_pb2.RunStateChange,
+    models.StepMade: coordinator_pb2.StepMade,
+    models.Evaluated: coordinator_pb2.Evaluated,
+    models.CheckpointSaved: coordinator_pb2.CheckpointSaved,
+    models.Note: coordinator_pb2.Note,
+    models.RunEvent: coordinator_pb2.RunEvent,
+    models.DataflowNode: coordinator_pb2.DataflowNode,
+    models.Dataflow: coordinator_pb2.GetDataflowResponse,
+    models.Sample: coordinator_pb2.Sample,
+    models.SampleList: coordinator_pb2.ListSamplesResponse,
+    models.DeviceUseSeries: coordinator_pb2.DeviceUseSeries,
+    models.DeviceUse: coordinator_pb2.GetDeviceUseResponse,
+    models.Alert: coordinator_pb2.Alert,
+    models.AlertList: coordinator_pb2.ListAlertsResponse,
+    models.LogPiece: coordinator_pb2.ReadLogResponse,
+    models.RegisteredService: coordinator_pb2.RegisteredService,
+    models.ServiceList: coordinator_pb2.ListServicesResponse,
+}
+"""The message that each model stands for."""
+MODEL_OF = {message.DESCRIPTOR.full_name: model for model, message in MESSAGES.items()}
 
 
 def expected(field: Any, *, is_repeated: bool | None = None) -> dict[str, Any]:
@@ -60,9 +82,9 @@ def bare(schema: Any) -> Any:
     return [bare(one) for one in schema] if isinstance(schema, list) else schema
 
 
-@pytest.mark.parametrize("model", models.MESSAGES, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
 def test_a_model_has_the_fields_of_its_message(model: type[models.Answer]) -> None:
-    fields = models.MESSAGES[model].DESCRIPTOR.fields
+    fields = MESSAGES[model].DESCRIPTOR.fields
     properties = model.model_json_schema()["properties"]
 
     assert list(properties) == [field.name for field in fields]

@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
+from support.references import ref, shard
 
-from rolemesh.rpc.references import is_consecutive, rows_of
+from rolemesh.rpc.references import rows_of
 from rolemesh.services.runtime.experience.blocks import BlockParts, block_of
-from rolemesh.v1 import experience_pb2
-
-
-def shard(
-    rows: Sequence[int], name: str = "one", tokens: Sequence[int] = (), rank: int = 0
-) -> experience_pb2.Shard:
-    return experience_pb2.Shard(
-        experience_id=name,
-        row_start=rows[0],
-        num_rows=len(rows),
-        rows=() if is_consecutive(rows) else rows,
-        row_tokens=tokens,
-        rank=rank,
-    )
-
-
-def ref(
-    num_rows: int, *shards: experience_pb2.Shard, columns: Sequence[str] = ("tokens",)
-) -> experience_pb2.ExperienceRef:
-    group = experience_pb2.ColumnGroup(
-        columns=[experience_pb2.ColumnSchema(name=name) for name in columns], shards=shards
-    )
-    return experience_pb2.ExperienceRef(num_rows=num_rows, groups=[group] if shards else [])
 
 
 def test_a_block_is_whole_with_the_part_that_brings_its_last_rows() -> None:
