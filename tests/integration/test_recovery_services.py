@@ -10,7 +10,7 @@ from support.run_results import learnt, written
 
 START_S = 240
 STEPS = 12
-VICTIMS = ("critic", "actor", "reward", "reference", "valkey")
+VICTIMS = ("critic", "actor", "reward", "reference")
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +46,33 @@ def victim_of(run, name):
     return found
 
 
+def makes_a_step(run):
+    made = len(run.metrics())
+    run.wait_until(lambda: len(run.metrics()) > made, START_S)
+
+
+def recovers(run, number):
+    run.wait_until(lambda: run.stdout.count("recovered in") == number, START_S)
+
+
 def test_a_run_ends_with_the_same_bits_though_every_process_is_killed(model, undisturbed, tmp_path):
     run = CliRun(recipe_of(model), tmp_path)
     try:
         for number, name in enumerate(VICTIMS, start=1):
-            made = len(run.metrics())
-            run.wait_until(lambda: len(run.metrics()) > made, START_S)
+            makes_a_step(run)
             victim_of(run, name).send_signal(signal.SIGKILL)
-            if name != "valkey":
-                told = number
-                run.wait_until(lambda: run.stdout.count("recovered in") == told, START_S)
+            recovers(run, number)
+        makes_a_step(run)
+        victim_of(run, "valkey").send_signal(signal.SIGKILL)
         run.wait_until(lambda: "the embedded store" in run.stdout, START_S)
-        made = len(run.metrics())
-        run.wait_until(lambda: len(run.metrics()) > made, START_S)
+        makes_a_step(run)
         family = run.descendants()
         run.process.send_signal(signal.SIGKILL)
-        run.process.wait(10)
         _, alive = psutil.wait_procs(family, timeout=30)
         assert alive == []
     finally:
         before = run.metrics()
-        run._stdout.close()
-        run._stderr.close()
+        run.kill()
     again = CliRun(recipe_of(model), tmp_path, "--resume", str(tmp_path / "run"))
     try:
         assert again.wait(START_S) == 0, again.output

@@ -81,7 +81,7 @@ class CliRun:
     def __init__(
         self, recipe: dict[str, Any], folder: Path, *flags: str, is_warm: bool = True
     ) -> None:
-        """Starts it in the folder; `--resume` among the flags goes on with the run that is there."""
+        """Starts it in the folder; with the flag --resume it goes on with the run there."""
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
         recipe_file.write_text(yaml.safe_dump(recipe))
@@ -176,8 +176,8 @@ class CliRun:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s\n{self.output}") from None
 
-    def close(self) -> None:
-        """Ends what is left of the run."""
+    def kill(self) -> None:
+        """Ends what is left of the run's processes; it can be resumed."""
         family = [*self.descendants(), self._family]
         for process in family:
             if process.is_running():
@@ -186,6 +186,10 @@ class CliRun:
         self.process.wait(10)
         self._stdout.close()
         self._stderr.close()
+
+    def close(self) -> None:
+        """Ends what is left of the run, which is not resumed."""
+        self.kill()
         known = self.out / "run.json"
         if known.is_file():
             # Cuts outlive a run that is killed, so that it can be resumed; this one will not be.

@@ -101,7 +101,7 @@ async def test_metrics_go_on_while_the_run_does_and_a_step_made_twice_counts_onc
 
 
 async def test_steps_that_a_run_took_back_are_gone_and_come_once(
-    store: StateStore, operations: Operations
+    store: StateStore, operations: StoreOperations
 ) -> None:
     record = await store.get_run("live")
     await operations.get_metrics("live")
