@@ -201,6 +201,7 @@ class Attempt:
             parts.writer.rewind(step, parts.progress.records)
             loop.rewound()
             await loop.cuts.save(step)
+        await loop.begin_ahead()
         parts.events.step = step
 
     async def give_back(self) -> None:
