@@ -64,7 +64,7 @@ class RoleConnection:
         self.address = address
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
-        self._channel = open_channel(address, traffic=traffic)
+        self._channel = open_channel(address, traffic=traffic, is_watched=True)
         self.client = ServiceClient(self._channel, name=service)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
