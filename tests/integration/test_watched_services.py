@@ -22,7 +22,7 @@ from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import UnavailableError
 
 NOTICED_S = 20.0
-"""Bound on a busy machine; measured: 8 s. Without WATCHED_OPTIONS it is more than a minute."""
+"""Bound on a busy machine; measured: 7 s. Without WATCHED_OPTIONS it is more than a minute."""
 
 HOLD_S = 32.0
 """Longer than gRPC's server keeps a call that Python does not take, unless told otherwise."""
