@@ -47,16 +47,20 @@ def values(channel: MeshChannel, **key: Any) -> Any:
     )
 
 
-class Uncounted:
+class RecordingCall:
     """The part of Call that pull uses."""
 
+    def __init__(self) -> None:
+        self.fetched: dict[str, int] = {}
+
     def phase(self, name: str) -> Any:
+        assert name == "fetch"
         return nullcontext()
 
     def add_fetched(self, transport: str, num_bytes: int) -> None:
-        pass
+        self.fetched[transport] = self.fetched.get(transport, 0) + num_bytes
 
 
 async def pulled(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
     """All columns of a batch, as the service's own calls pull them."""
-    return await runtime.pull(ref, names_of(ref), Uncounted())  # type: ignore[arg-type]
+    return await runtime.pull(ref, names_of(ref), RecordingCall())  # type: ignore[arg-type]
