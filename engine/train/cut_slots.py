@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
@@ -59,7 +60,7 @@ class TensorEntry(_Closed):
     """A tensor of a cut."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: DtypeName
     offset: int
     """First byte, counted from the beginning of the slot's tensors."""
 
