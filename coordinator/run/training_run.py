@@ -363,6 +363,13 @@ class TrainingRun:
         if step == 0 or step in attempt.loop.checkpoints.committed():
             return
         trained = [known.service for known in attempt.mesh.trained]
+        gone = sorted(self._lost & set(trained))
+        if gone:
+            self._observer.on_event(
+                f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
+                f"`rolemesh train --resume {self.directory}` goes on from what is left"
+            )
+            return
         epoch = await self._store.next_epoch(self.run_id)
         saver = Attempt(replace(parts, services=trained), epoch, self._addresses)
         try:
