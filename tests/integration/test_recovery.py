@@ -13,6 +13,7 @@ from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe
 from support.fake_runs import Recorder, make_run, read_lines
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
+from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
@@ -210,3 +211,14 @@ async def test_cuts_that_are_lost_cost_the_steps_since_the_checkpoint(tmp_path: 
     assert [one.lost_steps for one in summary.recoveries] == [1]
     steps = [int(entry.values["step"]) for entry in await store.read_metrics(run.run_id)]
     assert steps == [1, 2, 3]
+
+
+async def test_a_kill_between_a_step_and_its_checkpoint_costs_no_checkpoint(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        settings = recipe(checkpoint={"every_steps": 1, "keep": STEPS})
+        run = make_run(mesh, tmp_path, settings, store, restart=mesh.restart)
+        run._loss_grace_s = 0.2
+        summary = await kill_during(run, mesh, "critic", "SaveCheckpoint", "critic", 2)
+    assert [one.lost_steps for one in summary.recoveries] == [0]
+    assert committed_steps(tmp_path / "checkpoints") == [1, 2, 3]
