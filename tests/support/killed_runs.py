@@ -1,6 +1,7 @@
 """Runs that a saboteur kills processes of, as a plan says.
 
-A killed coordinator is started again."""
+A killed coordinator is started again.
+"""
 
 from __future__ import annotations
 
