@@ -13,7 +13,7 @@ from typing import Any
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.state.files import sync_folder, write_atomically
+from rolemesh.coordinator.state.files import make_folder, sync_folder, write_atomically
 from rolemesh.rpc.errors import DataLossError
 from rolemesh.rpc.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.together import together
@@ -96,7 +96,7 @@ class Checkpoints:
         if folder.exists():
             # Remains of an interrupted attempt.
             await asyncio.to_thread(shutil.rmtree, folder)
-        folder.mkdir(parents=True)
+        await asyncio.to_thread(make_folder, folder)
         connections = self._trained()
         results = await together(
             self._checkpoint_call(
@@ -119,11 +119,8 @@ class Checkpoints:
             },
         }
         await asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
-        await asyncio.to_thread(sync_folder, self.directory)
         for old in self.committed()[: -self._keep]:
-            # The marker first: a folder that is half removed must not look complete.
-            (self.folder(old) / COMMITTED).unlink()
-            await asyncio.to_thread(shutil.rmtree, self.folder(old))
+            await asyncio.to_thread(remove_checkpoint, self.directory, old)
         return folder
 
     async def _checkpoint_call(
@@ -157,6 +154,16 @@ def committed_steps(directory: Path) -> list[int]:
     names = (_FOLDER.fullmatch(path.name) for path in directory.iterdir())
     steps = sorted(int(name[1]) for name in names if name)
     return [step for step in steps if (checkpoint_folder(directory, step) / COMMITTED).is_file()]
+
+
+def remove_checkpoint(directory: Path, step: int) -> None:
+    """Removes a complete checkpoint."""
+    folder = checkpoint_folder(directory, step)
+    # The marker first, and for good: what is half removed must not look complete, not even after a
+    # loss of power.
+    (folder / COMMITTED).unlink()
+    sync_folder(folder)
+    shutil.rmtree(folder)
 
 
 def read_marker(directory: Path, step: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rolemesh.coordinator.run.checkpoints import (
     checkpoint_folder,
     committed_steps,
     read_marker,
+    remove_checkpoint,
 )
 
 _MANIFEST = "manifest.json"
@@ -114,8 +114,5 @@ def prune(directory: Path, keep: int) -> list[int]:
         raise ValueError(f"--prune is {keep}: keep 1 checkpoint at least, or remove the folder")
     gone = committed_steps(directory)[:-keep]
     for step in gone:
-        folder = checkpoint_folder(directory, step)
-        # The marker first: a folder that is half removed must not look complete.
-        (folder / COMMITTED).unlink()
-        shutil.rmtree(folder)
+        remove_checkpoint(directory, step)
     return gone

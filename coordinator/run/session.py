@@ -39,7 +39,7 @@ from rolemesh.coordinator.run.records import (
 from rolemesh.coordinator.run.resume import RUN_FILE, check_changes, open_run, reached
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.coordinator.state.files import make_folder, write_atomically
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import (
     RunExistsError,
@@ -181,7 +181,7 @@ class Session:
             self._task.cancel()
 
     async def _execute(self) -> RunSummary:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory)
         async with AsyncExitStack() as stack:
             stack.enter_context(_held(self.directory))
             stack.enter_context(self._traced())

@@ -125,12 +125,12 @@ class TrainingLoop(RunLoop):
             if progress.unrecorded is not None:
                 # The attempt before has made the step, but has not told of it.
                 await self._tell_step()
+            # The attempt before may have ended between a step and its checkpoint.
+            await self._save_due_checkpoint()
             await self._heed_wishes()
             while self.step < spec.steps and not self.wishes.is_stop_wanted:
                 await self._make_step(self.step + 1)
-                every = spec.checkpoint.every_steps
-                if every and self.step % every == 0:
-                    await self._save_checkpoint()
+                await self._save_due_checkpoint()
                 await self._heed_wishes()
         finally:
             await self._drop_ahead()
@@ -417,6 +417,11 @@ class TrainingLoop(RunLoop):
         for step in steps:
             if step <= self._recipe.run.steps and step not in self._ahead:
                 self._sampler.begin(*self._begin(step))
+
+    async def _save_due_checkpoint(self) -> None:
+        every = self._recipe.run.checkpoint.every_steps
+        if every and self.step and self.step % every == 0:
+            await self._save_checkpoint()
 
     async def _save_checkpoint(self, *, is_wished: bool = False) -> None:
         is_new = self.step not in self.checkpoints.committed()

@@ -36,7 +36,7 @@ from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
-from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.coordinator.state.files import make_folder, write_atomically
 from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
 from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
 from rolemesh.coordinator.trackers.tracker import RunFacts
@@ -187,7 +187,7 @@ class TrainingRun:
             StateStoreError: The store failed.
         """
         commit = await git_commit()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory)
         values = self.recipe.model_dump(mode="json")
         write_atomically(
             self.directory / "config.yaml",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -23,6 +24,15 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
         os.fsync(file.fileno())
     draft.replace(path)
     sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and its missing parents, all durable; one that is there stays as it is."""
+    folder = folder.absolute()
+    missing = list(takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe
 from support.fake_runs import Recorder, make_run, read_lines
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
+from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
@@ -254,3 +255,14 @@ async def test_a_kill_with_rollout_services_changes_nothing_that_is_learnt(
         assert mesh.roles["actor"].weight == expected
     assert learnt(tmp_path / "killed") == learnt(tmp_path / "undisturbed")
     assert [one.lost_steps for one in summary.recoveries] == [0]
+
+
+async def test_a_kill_between_a_step_and_its_checkpoint_costs_no_checkpoint(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        settings = recipe(checkpoint={"every_steps": 1, "keep": STEPS})
+        run = make_run(mesh, tmp_path, settings, store, restart=mesh.restart)
+        run._loss_grace_s = 0.2
+        summary = await kill_during(run, mesh, "critic", "SaveCheckpoint", "critic", 2)
+    assert [one.lost_steps for one in summary.recoveries] == [0]
+    assert committed_steps(tmp_path / "checkpoints") == [1, 2, 3]

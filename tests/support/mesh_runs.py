@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,24 @@ class CliRun:
     """
 
     def __init__(
-        self, recipe: dict[str, Any], folder: Path, *flags: str, is_warm: bool = True
+        self,
+        recipe: dict[str, Any],
+        folder: Path,
+        *flags: str,
+        is_warm: bool = True,
+        module: str = "rolemesh.coordinator.commands.cli",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it in the folder; with the flag --resume it goes on with the run there."""
+        """Starts it in the folder; with the flag --resume it goes on with the run there.
+
+        Args:
+            recipe: What to train.
+            folder: For all its files.
+            *flags: More flags of the command.
+            is_warm: Whether its services are forked from a warm process.
+            module: What stands for the command line; one of the tests may be named.
+            variables: Of the environment besides.
+        """
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
         recipe_file.write_text(yaml.safe_dump(recipe))
@@ -95,7 +110,7 @@ class CliRun:
                     *(
                         sys.executable,
                         "-m",
-                        "rolemesh.coordinator.commands.cli",
+                        module,
                         "train",
                         str(recipe_file),
                     ),
@@ -109,6 +124,7 @@ class CliRun:
                     **(warm_processes.services() if is_warm else {}),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONSAFEPATH": "1",
+                    **(variables or {}),
                 },
                 cwd=folder,
             )

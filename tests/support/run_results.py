@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+_TRAFFIC = ("fetched_bytes", "weight_sync_bytes")
+"""What a process that was started again has to get once more."""
 _TIMED = ("time/", "coordinator/", "dataflow/", "memory/", "tokens_per_second")
 
 
@@ -15,7 +17,7 @@ def learnt(directory: Path) -> list[dict[str, float]]:
         {
             name: value
             for name, value in json.loads(line).items()
-            if not name.startswith(_TIMED) and not name.endswith("fetched_bytes")
+            if not name.startswith(_TIMED) and not name.endswith(_TRAFFIC)
         }
         for line in (directory / "metrics.jsonl").read_text().splitlines()
     ]

@@ -1,0 +1,123 @@
+"""Real runs of which every process is killed in every phase, beside ones that are left alone.
+
+Seeds deal pairs of victim and phase out to the runs. ROLEMESH_TEST_KILL_RUNS makes more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.kill_plans import (
+    COMMON,
+    COORDINATOR,
+    STORE,
+    WITH_ROLLOUT,
+    Phase,
+    plans,
+    read_log,
+)
+from support.killed_runs import killed_run, kills_of, left_of
+from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
+from support.run_results import learnt, written
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 600
+STEPS = 10
+RUNS = int(os.environ.get("ROLEMESH_TEST_KILL_RUNS", "6"))
+"""Runs of each recipe."""
+KILLS = 4
+SPLIT = {role: {"roles": [role]} for role in (*ROLES, "rollout")}
+VICTIMS = (STORE, COORDINATOR, *ROLES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recipe, and what can happen to it."""
+
+    changes: dict[str, Any]
+    victims: tuple[str, ...] = VICTIMS
+    phases: tuple[Phase, ...] = COMMON
+
+
+CASES = {
+    "colocated": Case({}),
+    "split": Case({"pools": {role: SPLIT[role] for role in ROLES}}),
+    "two ranks": Case(
+        {"actor__train": {"tp": 2}, "actor__generate": {"tp": 1}},
+        # All pairs of a process are drawn with the others; the ranks come twice as often.
+        ("actor rank 0", "actor rank 1", "actor rank 1", "actor", "critic", COORDINATOR),
+    ),
+    "rollout": Case(
+        {
+            "pools": SPLIT,
+            "rollout": {"rollout": {"type": "hf", "max_model_len": 256}},
+            "schedule__sampler": {"type": "sync"},
+        },
+        ("rollout-0", "rollout-1", "actor", STORE, COORDINATOR),
+        WITH_ROLLOUT,
+    ),
+}
+
+
+def recipe_of(name: str, model: Path) -> dict[str, Any]:
+    recipe = tiny_recipe(
+        model,
+        run__steps=STEPS,
+        run__evaluation={"num_prompts": 4, "every_steps": 3},
+        run__checkpoint={"every_steps": 2, "keep": 9},
+        run__recovery={"pause_s": 0.1},
+        **CASES[name].changes,
+    )
+    if name == "rollout":
+        actor = recipe["actor"]
+        recipe["rollout"] |= {"model": {"path": str(model)}, "data": actor["data"]}
+        recipe["services"]["rollout"] = {"replicas": 2, "threads": 1}
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders of the runs that are left alone, by recipe; each is made when it is first needed."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            run = CliRun(recipe_of(name, model), tmp_path_factory.mktemp("undisturbed"))
+            try:
+                assert run.wait(WAIT_S) == 0, run.output
+            finally:
+                run.close()
+            made[name] = run.out
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.timeout(3 * WAIT_S)
+@pytest.mark.parametrize("number", range(RUNS))
+@pytest.mark.parametrize("name", CASES)
+def test_kill_matrix(name: str, number: int, model: Path, undisturbed: Any, tmp_path: Path) -> None:
+    expected, case = undisturbed(name), CASES[name]
+    seed = list(CASES).index(name)
+    dealt = plans(case.victims, case.phases, runs=RUNS, kills=KILLS, seed=seed)
+    run = killed_run(recipe_of(name, model), tmp_path, dealt[number], WAIT_S)
+    kills = kills_of(tmp_path)
+    told = json.dumps(read_log(tmp_path), indent=1)
+    assert learnt(run.out) == learnt(expected), told
+    assert written(run.out) == written(expected), told
+    assert len(kills) == KILLS, told
+    assert sum(kill["was_found"] for kill in kills) >= 3, told
+    assert left_of(tmp_path) == [], told
+    summary = json.loads((run.out / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("succeeded", STEPS)

@@ -1,0 +1,145 @@
+"""Power that is lost at any write of a checkpoint: the newest whole one loads, and none lies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.power_loss import Disk, Image, write_image
+
+from rolemesh.coordinator.dataflow.journal import Journal
+from rolemesh.coordinator.run.checkpoints import COMMITTED, Checkpoints, committed_steps
+from rolemesh.coordinator.run.kept_checkpoints import kept_checkpoints, prune
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.engine.weights.checkpoint import open_checkpoint, write_checkpoint
+from rolemesh.engine.weights.sharded_tensors import ShardedTensors
+from rolemesh.v1 import weights_pb2
+
+ROLES = ("actor", "critic")
+KEEP = 2
+
+
+class Role:
+    """A trained role: writes real checkpoints of a tensor that says the step."""
+
+    capabilities = None
+
+    def __init__(self, role: str) -> None:
+        self.role = self.service = role
+        self.client = self
+
+    def save_checkpoint(self, key: Any, directory: str) -> Role:
+        tensors = {"weight": torch.full((3,), float(key.step)), "bias": torch.ones(2)}
+        groups = {"weights": ShardedTensors.whole(tensors)}
+        write_checkpoint(Path(directory), groups, {"step": key.step})
+        self._directory = Path(directory)
+        return self
+
+    async def result(self, on_progress: Any) -> weights_pb2.CheckpointResult:
+        manifest = (self._directory / "manifest.json").read_bytes()
+        return weights_pb2.CheckpointResult(manifest_sha256=hashlib.sha256(manifest).hexdigest())
+
+    async def make(self, key: Any, stage: str, call: Any, note: Any, **others: Any) -> Any:
+        return await call(lambda progress: None)
+
+
+class Pools:
+    @asynccontextmanager
+    async def awake(self, service: str, step: int) -> AsyncIterator[None]:
+        yield
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Any:
+    """Writes trees down, each in a folder of its own."""
+    numbers = iter(range(10**6))
+
+    def write(image: Image) -> Path:
+        folder = tmp_path / "images" / str(next(numbers))
+        folder.mkdir(parents=True)
+        write_image(image, folder)
+        return folder
+
+    return write
+
+
+def checkpoints(directory: Path) -> Checkpoints:
+    roles: Any = [Role(role) for role in ROLES]
+    journal = Journal(MemoryStateStore(), "run-1", epoch=1)
+    pools: Any = Pools()
+    return Checkpoints(
+        directory, lambda: roles, journal, pools, keep=KEEP, on_phase=lambda *told: None
+    )
+
+
+def newest_of(directory: Path) -> int:
+    """Step of the newest checkpoint; every one that counts as complete is read to the last byte."""
+    for kept in kept_checkpoints(directory, verify=True):
+        assert kept.damage == "", kept
+        assert kept.roles == ROLES
+    steps = committed_steps(directory)
+    if not steps:
+        return 0
+    for role in ROLES:
+        reader = open_checkpoint(directory / f"step-{steps[-1]:08}" / role)
+        assert reader.state["step"] == steps[-1]
+        whole = dict(reader.whole("weights", ["weight"]))
+        assert whole["weight"].tolist() == [float(steps[-1])] * 3
+    return steps[-1]
+
+
+async def test_power_lost_while_checkpoints_are_saved(tmp_path: Path, images: Any) -> None:
+    run = tmp_path / "disk" / "run"
+    run.parent.mkdir()
+    saved = 0
+
+    def check(image: Image) -> None:
+        newest = newest_of(images(image) / "run" / "checkpoints")
+        assert saved <= newest <= saved + 1, (saved, sorted(image))
+
+    disk = Disk(run.parent, check)
+    with disk.watched():
+        kept = checkpoints(run / "checkpoints")
+        for step in (1, 2, 3):
+            await kept.save(step, {"next_prompt": step})
+            # It was promised: from here on it is there.
+            saved = step
+            disk.promised()
+    assert committed_steps(run / "checkpoints") == [2, 3]
+    assert disk.num_images > 100
+
+
+async def test_power_lost_while_a_failed_attempt_is_replaced(tmp_path: Path, images: Any) -> None:
+    run = tmp_path / "disk" / "run"
+    kept = checkpoints(run / "checkpoints")
+    await kept.save(1, {})
+    await kept.save(2, {})
+    (kept.folder(2) / COMMITTED).unlink()
+    os.sync()
+
+    def check(image: Image) -> None:
+        assert newest_of(images(image) / "run" / "checkpoints") in (1, 2)
+
+    disk = Disk(run.parent, check)
+    with disk.watched():
+        await kept.save(2, {})
+    assert newest_of(run / "checkpoints") == 2
+
+
+async def test_power_lost_while_checkpoints_are_pruned(tmp_path: Path, images: Any) -> None:
+    directory = tmp_path / "disk" / "checkpoints"
+    kept = checkpoints(directory)
+    await kept.save(1, {})
+    await kept.save(2, {})
+
+    def check(image: Image) -> None:
+        assert newest_of(images(image) / "checkpoints") == 2
+
+    with Disk(directory.parent, check).watched():
+        assert prune(directory, 1) == [1]
