@@ -120,11 +120,18 @@ class Checkpoints:
         }
         await asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
         await asyncio.to_thread(sync_folder, self.directory)
-        for old in self.committed()[: -self._keep]:
-            # The marker first: a folder that is half removed must not look complete.
-            (self.folder(old) / COMMITTED).unlink()
-            await asyncio.to_thread(shutil.rmtree, self.folder(old))
+        await self._remove(self.committed()[: -self._keep])
         return folder
+
+    async def remove_after(self, step: int) -> None:
+        """Removes those of later steps: they belong to a lineage that has ended."""
+        await self._remove([saved for saved in self.committed() if saved > step])
+
+    async def _remove(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            # The marker first: a folder that is half removed must not look complete.
+            (self.folder(step) / COMMITTED).unlink()
+            await asyncio.to_thread(shutil.rmtree, self.folder(step))
 
     async def _checkpoint_call(
         self,
