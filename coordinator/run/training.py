@@ -362,10 +362,8 @@ class TrainingLoop(RunLoop):
         """What is known of a step by now; `started` is on the clock time.monotonic()."""
         seconds = time.monotonic() - started
         traffic = traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
-        return {
-            **step_record(step, nodes, seconds, traffic),
-            **steps_behind(nodes, self.progress.actor_versions),
-        }
+        behind = steps_behind(nodes, self.progress.actor_versions)
+        return {**step_record(step, nodes, seconds, traffic), **behind}
 
     async def _commit(self, step: int, position: int, record: Mapping[str, float]) -> None:
         """From here on the step counts, even if something fails later.
