@@ -334,9 +334,7 @@ def _undone(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         text = f"Of the last {len(recent)} steps {skipped} were undone and skipped by run.health."
         yield _alert("STEPS_SKIPPED", text, remedy)
     if went_back > 0:
-        text = (
-            f"In the last {len(recent)} steps run.health took the run back {went_back:.0f} times."
-        )
+        text = f"run.health took the run back {went_back:.0f} times in the newest steps."
         yield _alert("RUN_WENT_BACK", text, remedy)
 
 

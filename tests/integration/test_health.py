@@ -20,8 +20,9 @@ from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.run.health import UnhealthyError
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import JournalEntry, RunState
+from rolemesh.coordinator.state.store import JournalEntry, RunState, RunStream
 from rolemesh.rpc.errors import PreconditionError
+from rolemesh.v1 import coordinator_pb2
 
 STEPS, BAD = 5, 3
 Reported = Callable[[str, Any], Mapping[str, float]]
@@ -91,11 +92,11 @@ def sampled(mesh: FakeMesh) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("fault", [*FAULTS, "loss"])
 async def test_a_step_that_is_skipped_leaves_only_its_record(fault: str, tmp_path: Path) -> None:
     rule, section, call, value = FAULTS.get(fault, ("not_finite", {}, "actor.Update", {}))
-    recorder = Recorder()
+    recorder, store = Recorder(), MemoryStateStore()
     async with fake_mesh(has_cuts=True) as mesh:
         mesh.reported = in_step(call, value) if value else refused(call)
         wanted = recipe({rule: {**section, "do": "skip"}})
-        run = make_run(mesh, tmp_path, wanted, MemoryStateStore(), observer=recorder)
+        run = make_run(mesh, tmp_path, wanted, store, observer=recorder)
         summary = await run.execute()
         assert mesh.roles["actor"].weight == expected_weight(STEPS - 1)
         assert sampled(mesh) == [(step, 0, 3 * (step - 1)) for step in range(1, STEPS + 1)]
@@ -114,6 +115,9 @@ async def test_a_step_that_is_skipped_leaves_only_its_record(fault: str, tmp_pat
     (told,) = [text for text in recorder.events if f"run.health.{rule} struck" in text]
     assert told.startswith(f"step {BAD}: ")
     assert "its updates are undone, and the run goes on with the next prompts" in told
+    entries = await store.read_entries(run.run_id, RunStream.EVENTS)
+    events = [coordinator_pb2.RunEvent.FromString(entry.payload) for entry in entries]
+    assert [event.step for event in events if event.note.text == told] == [BAD - 1]
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "loss"])
