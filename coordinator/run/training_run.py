@@ -28,6 +28,7 @@ from rolemesh.coordinator.run.attempt import Attempt, RunParts
 from rolemesh.coordinator.run.conclusion import Conclusion
 from rolemesh.coordinator.run.early_end import EarlyEnd
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
+from rolemesh.coordinator.run.health import StepUndoneError
 from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
@@ -265,6 +266,9 @@ class TrainingRun:
                     attempt = await self._new_attempt(parts)
                 await attempt.make(self._deadlines_s(started), self.service_lost, self._begun)
                 return
+            except StepUndoneError:
+                await attempt.mesh.close()
+                attempt = await self._new_attempt(parts)
             except Exception as error:
                 pause_s = None
                 if isinstance(attempt.loop, TrainingLoop):
