@@ -157,7 +157,7 @@ class TrainingLoop(RunLoop):
         following, before = self.step + 1, self.step - 1
         if not self._sampler.steps_ahead_while_training or self.step == 0:
             return
-        if following > self._recipe.run.steps:
+        if following > self._recipe.run.steps or self.progress.skipped is not None:
             return
         if before not in await self.cuts.known():
             self._observer.on_event(

@@ -68,7 +68,6 @@ def recovering_run(
     return run
 
 
-@pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("victim", ROLES)
 @pytest.mark.parametrize(("service", "method"), PHASES)
 async def test_a_kill_in_any_phase_changes_nothing_that_is_learnt(
