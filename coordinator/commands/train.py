@@ -35,7 +35,7 @@ from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import folder as run_files
 from rolemesh.coordinator.run.launch import LaunchError
-from rolemesh.coordinator.run.resume import CONFIG_FILE
+from rolemesh.coordinator.run.resume import CONFIG_FILE, ResumeError, open_run
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState, StateStoreError
@@ -96,7 +96,7 @@ def train(
             resumed = run_files.unfinished_run(loaded.run.name, out or loaded.run.directory)
         directory = resumed or _run_directory(loaded, out)
         code = _train(loaded, directory, run_id, resumes=resumed is not None, as_json=as_json)
-    except (RecipeError, InputError, run_files.NoRunError) as error:
+    except (RecipeError, InputError, ResumeError, run_files.NoRunError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
     except InterruptedEarlyError as error:
         fail(str(error), EXIT_INTERRUPTED, error, as_json=as_json, verbose=verbose)
@@ -120,9 +120,14 @@ def _run_directory(recipe: Recipe, out: Path | None) -> Path:
 
 
 def _folder_of(run: str) -> Path:
-    """Folder of a run, given by folder or by id."""
-    folder = Path(run)
-    return folder if folder.is_dir() else run_files.run_of_id(run)
+    """Folder of a run that can be resumed, given by folder or by id.
+
+    Raises:
+        NoRunError, ResumeError: There is none.
+    """
+    folder = Path(run) if Path(run).is_dir() else run_files.run_of_id(run)
+    open_run(folder)
+    return folder
 
 
 def _train(

@@ -61,3 +61,26 @@ def test_arguments_reach_the_command_called() -> None:
     done = CliRunner().invoke(app, ["serve", "critc"])
     assert done.exit_code == 2
     assert "did you mean critic?" in done.output
+
+
+def test_train_without_a_recipe_says_what_to_give(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["train"])
+    assert done.exit_code == 2
+    assert "RECIPE is missing: give a YAML file, or --resume with a run's folder" in done.output
+
+
+def test_resume_of_what_is_no_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", "--resume", "nothing"])
+    assert done.exit_code == 2
+    assert "'nothing' is neither a folder nor the id of a run" in done.output
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(app, ["train", "--resume", "empty"])
+    assert done.exit_code == 2
+    assert "empty holds no run that could be resumed" in done.output
+
+
+def test_checkpoints_of_what_is_no_run_says_so(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["checkpoints", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "holds no run: name the folder of one" in done.output
