@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.tiny_models import write_tiny_classifier
 
+pytestmark = pytest.mark.slow
+
 START_S = 300
 """A rank imports torch and vLLM in seconds on a quiet machine; here eight processes do at once."""
 
@@ -139,9 +141,9 @@ def test_the_summary_is_that_of_a_run_like_any_other(runs):
     assert summary["steps"] == 3
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run_and_is_named(shape, tmp_path):
-    run = begin(tmp_path, shape, is_warm=False, **(SPREAD | {"run__steps": 200}))
+def test_a_killed_rank_ends_a_run_that_does_not_recover_and_is_named(shape, tmp_path):
+    changes = {"run__steps": 200, "run__recovery": {"attempts": 0}}
+    run = begin(tmp_path, shape, is_warm=False, **(SPREAD | changes))
     try:
         run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
         family = run.descendants()
