@@ -12,7 +12,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, alerts_of
+from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, RECOVERIES, alerts_of
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
     to_dataflow,
@@ -298,13 +298,17 @@ class StoreOperations:
         with translated():
             await history.refresh()
             await history.refresh_graphs()
+            if record.recoveries >= RECOVERIES:
+                # There are many events, and few runs recover so often.
+                await history.refresh_recoveries()
         newest = list(history.graphs.values())[-RECENT_GRAPHS:]
         # They are computed once for each step, for any number of callers.
-        told_of = (len(history.steps), max(history.graphs, default=0))
+        told_of = (len(history.steps), max(history.graphs, default=0), len(history.recoveries))
         if history.alerts_of != told_of:
             records = history.records(newest=record.metrics)
             graphs = [read_graph(graph)[1] for graph in newest]
-            history.alerts = alerts_of(records, graphs, await self.get_device_use(run_id))
+            use = await self.get_device_use(run_id)
+            history.alerts = alerts_of(records, graphs, use, history.recoveries)
             history.alerts_of = told_of
         return coordinator_pb2.ListAlertsResponse(alerts=history.alerts)
 

@@ -21,7 +21,7 @@ from rolemesh.coordinator.dataflow.errors import (
     RunError,
     ServiceLostError,
 )
-from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
+from rolemesh.coordinator.dataflow.observer import RECOVERING, QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
@@ -317,6 +317,7 @@ class TrainingRun:
         await attempt.mesh.close()
         told = f"{told_of(error)}{self._awaited()}"
         self._observer.show(f"recovering after {self.progress.step} steps: {told}")
+        self._observer.on_phase(RECOVERING, told, 0, 0)
         self._events.state(coordinator_pb2.RUN_STATE_RECOVERING, told)
         await self._store.update_run(
             self.run_id,
@@ -348,6 +349,7 @@ class TrainingRun:
         )
         self._recovered.append(recovered)
         self._events.recovered(recovered)
+        self._observer.on_phase(RECOVERING, "", 0, 0)
         self._observer.show(
             f"recovered in {recovered.seconds:.1f} s: step {recovered.step + 1} is made again"
             + (f", {recovered.lost_steps} before it are, too" if recovered.lost_steps else "")
