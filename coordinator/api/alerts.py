@@ -89,6 +89,14 @@ HELD_OUT_ERRORS = 2.0
 time in 40."""
 
 
+RECOVERIES = 3
+"""Recoveries within a number of steps from which on there is an alert: one is chance, and a process
+that dies of the same cause again and again makes three before anybody looks."""
+
+RECOVERY_STEPS = 20
+"""Newest steps within which recoveries are counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What the rules look at."""
@@ -96,6 +104,7 @@ class _Run:
     records: Sequence[Mapping[str, float]]
     graphs: Sequence[Sequence[Node]]
     devices: coordinator_pb2.GetDeviceUseResponse
+    recoveries: Sequence[coordinator_pb2.Recovered]
 
     def values(self, name: str) -> list[float]:
         """A metric of all steps that have it, newest last."""
@@ -125,6 +134,7 @@ def alerts_of(
     records: Sequence[Mapping[str, float]],
     graphs: Sequence[Sequence[Node]],
     devices: coordinator_pb2.GetDeviceUseResponse,
+    recoveries: Sequence[coordinator_pb2.Recovered] = (),
 ) -> list[coordinator_pb2.Alert]:
     """Returns all alerts, the most pressing first.
 
@@ -133,8 +143,9 @@ def alerts_of(
             of the held-out score, which looks at all.
         graphs: Executed graphs of steps, newest last.
         devices: How busy the run's devices were.
+        recoveries: Those that the run has survived, newest last.
     """
-    run = _Run(records, graphs, devices)
+    run = _Run(records, graphs, devices, recoveries)
     found = [alert for rule in RULES for alert in rule(run)]
     return sorted(found, key=lambda alert: -alert.level)
 
@@ -355,6 +366,20 @@ def _held_out_fell(run: _Run) -> Iterator[coordinator_pb2.Alert]:
         )
 
 
+def _recovers_often(run: _Run) -> Iterator[coordinator_pb2.Alert]:
+    newest = run.records[-1]["step"] if run.records else 0.0
+    recent = [one for one in run.recoveries if one.step > newest - RECOVERY_STEPS]
+    if len(recent) >= RECOVERIES:
+        yield _alert(
+            "RECOVERS_OFTEN",
+            f"The run recovered {len(recent)} times in the last {RECOVERY_STEPS} steps, in "
+            f"{sum(one.seconds for one in recent):.0f} s in all; the last time from: "
+            f"{recent[-1].cause}.",
+            "Look at the log of what failed and of its machine: a process that is killed by "
+            "signal 9 most often had no memory left.",
+        )
+
+
 def _devices_used(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     for use in run.devices.devices:
         who = f"{use.service}, rank {use.rank}, {use.device}"
@@ -422,6 +447,7 @@ RULES: tuple[Callable[[_Run], Iterator[coordinator_pb2.Alert]], ...] = (
     _sampler_differs,
     _completions_cut,
     _roles_wait,
+    _recovers_often,
     _step_slowed,
     _devices_used,
 )

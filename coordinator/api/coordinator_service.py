@@ -97,7 +97,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.ResumeRunRequest, context: _Context
     ) -> coordinator_pb2.ResumeRunResponse:
         """See coordinator.proto."""
-        run = await self._operations.resume_run(request.run_id)
+        run = await self._operations.resume_run(request.run_id, request.overrides)
         return coordinator_pb2.ResumeRunResponse(run=run)
 
     @_answering

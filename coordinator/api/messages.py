@@ -69,6 +69,7 @@ def to_run(record: RunRecord) -> coordinator_pb2.Run:
         metrics=record.metrics,
         algorithm=record.algorithm,
         activity=record.activity,
+        recoveries=record.recoveries,
     )
 
 

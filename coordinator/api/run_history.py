@@ -11,7 +11,12 @@ from collections.abc import Mapping, Sequence
 
 from rolemesh.coordinator.api.device_history import DeviceHistory
 from rolemesh.coordinator.dataflow.futures import Node
-from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, StateStore
+from rolemesh.coordinator.state.store import (
+    NUM_GRAPHS_KEPT,
+    EntryExpiredError,
+    RunStream,
+    StateStore,
+)
 from rolemesh.v1 import coordinator_pb2
 
 _PAGE = 1000
@@ -31,6 +36,9 @@ class RunHistory:
         self._run_id = run_id
         self.devices = DeviceHistory(store, run_id)
         self._rewind_id = ""
+        self.recoveries: list[coordinator_pb2.Recovered] = []
+        """Recoveries, oldest first."""
+        self._recoveries_id = ""
         self._begin()
         # Two callers that read at the same time would count a record twice.
         self._turn = asyncio.Lock()
@@ -43,8 +51,8 @@ class RunHistory:
         self.graphs: dict[int, bytes] = {}
         """Graphs as the store has them, by step, ascending."""
         self.alerts: list[coordinator_pb2.Alert] = []
-        self.alerts_of = (0, 0)
-        """Number of steps and newest graph from which the alerts were computed."""
+        self.alerts_of = (0, 0, 0)
+        """Number of steps, newest graph and number of recoveries of which the alerts tell."""
         self._metrics_id = ""
         self._graphs_id = ""
 
@@ -92,6 +100,26 @@ class RunHistory:
                 self._graphs_id = entry.entry_id
         for old in list(self.graphs)[:-NUM_GRAPHS_KEPT]:
             del self.graphs[old]
+
+    async def refresh_recoveries(self) -> None:
+        """Reads the recoveries that came since the last time."""
+        async with self._turn:
+            while True:
+                try:
+                    entries = await self._store.read_entries(
+                        self._run_id, RunStream.EVENTS, self._recoveries_id, _PAGE
+                    )
+                except EntryExpiredError:
+                    # More events came since than are kept.
+                    self.recoveries, self._recoveries_id = [], ""
+                    continue
+                for entry in entries:
+                    event = coordinator_pb2.RunEvent.FromString(entry.payload)
+                    if event.HasField("recovered"):
+                        self.recoveries.append(event.recovered)
+                    self._recoveries_id = entry.entry_id
+                if len(entries) < _PAGE:
+                    return
 
     def records(self, newest: Mapping[str, float]) -> list[Mapping[str, float]]:
         """The newest records, oldest first, and before them the very first ones.

@@ -12,7 +12,7 @@ import re
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, alerts_of
+from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, RECOVERIES, alerts_of
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
     to_dataflow,
@@ -51,13 +51,22 @@ _MAX_RECIPE_BYTES = 2**20
 
 
 class RunCreator(Protocol):
-    """Starts runs."""
+    """Starts runs, and runs that have ended again."""
 
     async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
         """Starts a run unless it was started before; afterwards its record is in the store.
 
         Raises:
             RolemeshError: As coordinator.proto says of CreateRun.
+        """
+
+    async def resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
+        """Starts a run that has failed or was stopped from where it is.
+
+        A repeat with the same overrides, while that run goes on, changes nothing.
+
+        Raises:
+            RolemeshError: As coordinator.proto says of ResumeRun.
         """
 
 
@@ -100,12 +109,7 @@ class StoreOperations:
                 "underscores, and no dot in front",
                 reason="RUN_ID_INVALID",
             )
-        num_bytes = len(recipe.encode()) + sum(len(text.encode()) for text in overrides)
-        if num_bytes > _MAX_RECIPE_BYTES:
-            raise InvalidRequestError(
-                f"recipe and overrides have {num_bytes} bytes: give at most {_MAX_RECIPE_BYTES}",
-                reason="RECIPE_INVALID",
-            )
+        _check_size(recipe, overrides)
         with translated():
             await self._creator.create_run(run_id, recipe, overrides)
         return await self.get_run(run_id)
@@ -133,9 +137,23 @@ class StoreOperations:
         self._check_steps_are_ours(await self._going_on(run_id), "paused")
         return await self._wish(run_id, pause_requested=True)
 
-    async def resume_run(self, run_id: str) -> coordinator_pb2.Run:
-        """Cancels the wish to pause."""
-        await self._going_on(run_id)
+    async def resume_run(self, run_id: str, overrides: Sequence[str] = ()) -> coordinator_pb2.Run:
+        """Cancels the wish to pause; starts a run that failed or was stopped from where it is."""
+        record = await self._record(run_id)
+        if record.state is RunState.SUCCEEDED:
+            raise _ended(record)
+        _check_size("", overrides)
+        if record.state.is_final or overrides:
+            if self._creator is None:
+                raise PreconditionError(
+                    f"run {run_id!r} is {record.state.value}, and this coordinator makes one run "
+                    f"alone: `rolemesh train --resume {record.directory}` starts it again once it "
+                    "has ended",
+                    reason="RESUME_UNAVAILABLE",
+                    metadata={"run_id": run_id},
+                )
+            with translated():
+                await self._creator.resume_run(run_id, overrides)
         return await self._wish(run_id, pause_requested=False)
 
     async def checkpoint_run(self, run_id: str, request_id: str) -> coordinator_pb2.Run:
@@ -280,13 +298,17 @@ class StoreOperations:
         with translated():
             await history.refresh()
             await history.refresh_graphs()
+            if record.recoveries >= RECOVERIES:
+                # There are many events, and few runs recover so often.
+                await history.refresh_recoveries()
         newest = list(history.graphs.values())[-RECENT_GRAPHS:]
         # They are computed once for each step, for any number of callers.
-        told_of = (len(history.steps), max(history.graphs, default=0))
+        told_of = (len(history.steps), max(history.graphs, default=0), len(history.recoveries))
         if history.alerts_of != told_of:
             records = history.records(newest=record.metrics)
             graphs = [read_graph(graph)[1] for graph in newest]
-            history.alerts = alerts_of(records, graphs, await self.get_device_use(run_id))
+            use = await self.get_device_use(run_id)
+            history.alerts = alerts_of(records, graphs, use, history.recoveries)
             history.alerts_of = told_of
         return coordinator_pb2.ListAlertsResponse(alerts=history.alerts)
 
@@ -319,11 +341,7 @@ class StoreOperations:
     async def _going_on(self, run_id: str) -> RunRecord:
         record = await self._record(run_id)
         if record.state.is_final:
-            raise PreconditionError(
-                f"run {run_id!r} has ended: it is {record.state.value}",
-                reason="RUN_ENDED",
-                metadata={"run_id": run_id},
-            )
+            raise _ended(record)
         return record
 
     def _check_steps_are_ours(self, record: RunRecord, wish: str) -> None:
@@ -334,6 +352,23 @@ class StoreOperations:
                 reason="RUN_EXTERNAL",
                 metadata={"run_id": record.run_id},
             )
+
+
+def _ended(record: RunRecord) -> PreconditionError:
+    return PreconditionError(
+        f"run {record.run_id!r} has ended: it is {record.state.value}",
+        reason="RUN_ENDED",
+        metadata={"run_id": record.run_id},
+    )
+
+
+def _check_size(recipe: str, overrides: Sequence[str]) -> None:
+    num_bytes = len(recipe.encode()) + sum(len(text.encode()) for text in overrides)
+    if num_bytes > _MAX_RECIPE_BYTES:
+        raise InvalidRequestError(
+            f"recipe and overrides have {num_bytes} bytes: give at most {_MAX_RECIPE_BYTES}",
+            reason="RECIPE_INVALID",
+        )
 
 
 def _check_bound(field: str, value: int, most: int, default: int) -> None:

@@ -56,23 +56,24 @@ class Watches:
     ) -> AsyncIterator[coordinator_pb2.RunEvent]:
         with translated():
             await self._store.get_run(run_id)
-        after, silent_s = after_event_id, 0.0
+        after, silent_s, is_over = after_event_id, 0.0, False
         while True:
             with translated():
                 entries = await self._store.read_entries(run_id, RunStream.EVENTS, after, _PAGE)
             for entry in entries:
                 event = coordinator_pb2.RunEvent.FromString(entry.payload)
                 after = event.event_id = entry.entry_id
+                if event.HasField("state"):
+                    # A run that was resumed has states behind a final one.
+                    is_over = event.state.state in FINAL_STATES
                 yield event
-                if event.state.state in FINAL_STATES:
-                    return
             if entries:
                 silent_s = 0.0
                 continue
             with translated():
                 record = await self._store.get_run(run_id)
             if record.state.is_final:
-                if silent_s >= LAST_EVENT_GRACE_S:
+                if is_over or silent_s >= LAST_EVENT_GRACE_S:
                     return
                 silent_s += _PAUSE_S
             await asyncio.sleep(_PAUSE_S)

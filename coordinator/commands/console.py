@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
 from rolemesh.coordinator.run.summary import RunSummary
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,11 @@ class LiveConsole:
             self._roles.pop(role, None)
             return
         shown = self._roles.get(role)
-        since = shown[3] if shown is not None and shown[0] == stage else time.monotonic()
+        if role == RECOVERING and shown is None:
+            # The calls of the attempt that failed have no end.
+            self._roles.clear()
+        is_same = shown is not None and (role == RECOVERING or shown[0] == stage)
+        since = shown[3] if shown is not None and is_same else time.monotonic()
         self._roles[role] = (stage, done, total, since)
 
     def on_step(self, record: Mapping[str, float]) -> None:
@@ -282,6 +286,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
         console.print("+- is one standard error.", style="dim")
     else:
         console.print(_headline(summary), style="bold")
+    if summary.recoveries:
+        spent_s = sum(one.seconds for one in summary.recoveries)
+        console.print(f"recovered {len(summary.recoveries)} times, in {spent_s:.0f} s")
     total = summary.seconds
     spent = sorted(summary.seconds_by_phase.items(), key=lambda item: -item[1])
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in spent if seconds >= 0.5)

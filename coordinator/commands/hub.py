@@ -2,7 +2,7 @@
 
 All its state is in the store and in the folders of its runs. A later hub on the same data
 therefore continues where this one ended, in whatever way it ended. If the store outlives the hub,
-the runs do, too.
+the runs do, too. A run whose process is gone without a word is started again from where it was.
 """
 
 from __future__ import annotations
@@ -13,31 +13,28 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
-
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from rolemesh.coordinator.commands.run_process import RunProcess, start_train
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import (
-    ENVIRONMENT_PREFIX,
-    SERVICE_PREFIX,
-    dump_recipe,
-    read_recipe,
-)
+from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
 from rolemesh.coordinator.recipe.schema import ApiSpec, Recipe, RedisStoreSpec
+from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.launch import last_lines
-from rolemesh.coordinator.run.records import end_abandoned, enter_run
+from rolemesh.coordinator.run.records import end_abandoned, enter_again, enter_run
+from rolemesh.coordinator.run.resume import ResumeError, check_changes, holds_run, open_run
 from rolemesh.coordinator.run.session import InputError, Session
-from rolemesh.coordinator.state import bound_process
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import (
     RunNotFoundError,
+    RunRecord,
+    RunState,
     StateStore,
     StateStoreError,
     StoreUnavailableError,
@@ -48,6 +45,7 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     UnavailableError,
 )
+from rolemesh.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +60,17 @@ _STORE_PAUSE_S = 5.0
 """Pause before a store that did not answer is asked again."""
 _MAX_RUNS_LISTED = 100_000
 
+MAX_RESTARTS = 3
+"""How often a run is started again without a step made in between. One that dies each time would
+otherwise do so without end."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RunProcess:
-    """The process of a run. The time of creation distinguishes it from a later one with its pid."""
+_ENDED_ON_PURPOSE = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
+"""Exit codes of a run that would end in the same way again, or that somebody ended."""
 
-    pid: int
-    created_at: float
+_GONE = "its process is gone"
 
-    @classmethod
-    def of(cls, pid: int) -> _RunProcess | None:
-        """The process with that pid; None when there is none, or only its exit code is left."""
-        try:
-            found = psutil.Process(pid)
-            if found.status() == psutil.STATUS_ZOMBIE:
-                return None
-            return cls(pid=pid, created_at=found.create_time())
-        except psutil.NoSuchProcess:
-            return None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs still."""
-        return _RunProcess.of(self.pid) == self
+_LAST_WORDS_S = 20.0
+"""Longest wait for the process of a run that has ended, before the run is started again."""
 
 
 class Hub:
@@ -121,7 +107,8 @@ class Hub:
         self._outlives = outlives
         self._max_runs = max_runs
         self._token_file = token_file
-        self._processes: dict[str, _RunProcess] = {}
+        self._processes: dict[str, RunProcess] = {}
+        """By run: those that go on, and those that are gone but whose runs may go on."""
         self._watches: set[asyncio.Task[None]] = set()
         self._creations: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -143,26 +130,107 @@ class Hub:
             if await self._has_begun(run_id, request):
                 return
             # In a thread, since a long recipe takes seconds to read.
-            resolved = await asyncio.to_thread(self._resolved, run_id, recipe, overrides)
-            if len(self._processes) >= self._max_runs:
-                raise CapacityError(
-                    f"{len(self._processes)} runs go on, and this coordinator may have "
-                    f"{self._max_runs}: wait for one to end, stop one, or start the coordinator "
-                    "with a greater --max-runs",
-                    reason="TOO_MANY_RUNS",
-                    metadata={"max_runs": str(self._max_runs)},
-                )
+            resolved = await asyncio.to_thread(
+                self._resolved, run_id, recipe, overrides, os.environ, resumes=False
+            )
+            self._check_capacity()
             folder = self.folder(run_id)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             # The URL of a store may hold its password.
             write_atomically(folder / _REQUEST_FILE, json.dumps(request), is_private=True)
             write_atomically(folder / _RECIPE_FILE, dump_recipe(resolved), is_private=True)
             await enter_run(self._store, resolved, run_id, folder)
-            try:
-                self._spawn(run_id)
-            except OSError as error:
-                await end_abandoned(self._store, run_id, RunError(f"no process: {error}"))
-                raise
+            await self._spawn(run_id)
+
+    def _check_capacity(self) -> None:
+        if len(self._processes) >= self._max_runs:
+            raise CapacityError(
+                f"{len(self._processes)} runs go on, and this coordinator may have "
+                f"{self._max_runs}: wait for one to end, stop one, or start the coordinator "
+                "with a greater --max-runs",
+                reason="TOO_MANY_RUNS",
+                metadata={"max_runs": str(self._max_runs)},
+            )
+
+    async def resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
+        """Starts a run that has failed or was stopped again; see RunCreator."""
+        resumption = asyncio.create_task(self._resume_run(run_id, overrides))
+        self._creations.add(resumption)
+        resumption.add_done_callback(self._creations.discard)
+        # As with a new run.
+        await asyncio.shield(resumption)
+
+    async def _resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
+        await self._until_ended(run_id)
+        async with self._creating:
+            if self._is_closing:
+                raise UnavailableError("this coordinator is about to end")
+            record = await self._store.get_run(run_id)
+            self._check_is_ours(record)
+            if not record.state.is_final:
+                started = RunProcess.read(self._place(run_id))
+                if started is None or started.overrides != tuple(overrides):
+                    raise PreconditionError(
+                        f"run {run_id!r} goes on: its recipe can be changed once it has ended",
+                        reason="RUN_NOT_ENDED",
+                        metadata={"run_id": run_id},
+                    )
+                return
+            self._check_capacity()
+            await self._start_again(record, overrides)
+
+    async def _until_ended(self, run_id: str) -> None:
+        """Returns when no process makes a run that has ended: it lets go of its services last."""
+        waited_s = 0.0
+        while run_id in self._processes and (await self._store.get_run(run_id)).state.is_final:
+            if waited_s >= _LAST_WORDS_S:
+                raise UnavailableError(
+                    f"run {run_id!r} has ended, but its process has not yet: try again later",
+                    reason="RUN_IS_ENDING",
+                )
+            await asyncio.sleep(_POLL_S)
+            waited_s += _POLL_S
+
+    def _check_is_ours(self, record: RunRecord) -> None:
+        if not self._is_ours(record) or not (self.folder(record.run_id) / _RECIPE_FILE).is_file():
+            raise PreconditionError(
+                f"run {record.run_id!r} has its files in {record.directory}, and was not started "
+                f"by this coordinator: use `rolemesh train --resume {record.directory}`",
+                reason="RESUME_UNAVAILABLE",
+                metadata={"run_id": record.run_id},
+            )
+
+    def _is_ours(self, record: RunRecord) -> bool:
+        return Path(record.directory) == self.folder(record.run_id)
+
+    async def _start_again(
+        self, record: RunRecord, overrides: Sequence[str] = (), *, restarts: int = 0
+    ) -> None:
+        """Starts the process of a run that has none any more.
+
+        Args:
+            record: Of the run.
+            overrides: Fields of its recipe to set besides.
+            restarts: How often it was started again since its last step, this time included; 0
+                when a user wants it.
+        """
+        run_id, folder = record.run_id, self.folder(record.run_id)
+        resumes = holds_run(folder)
+        text = await asyncio.to_thread((folder / _RECIPE_FILE).read_text)
+        # Variables of the environment have had their effect on the recipe already.
+        resolved = await asyncio.to_thread(
+            self._resolved, run_id, text, overrides, {}, resumes=resumes
+        )
+        write_atomically(folder / _RECIPE_FILE, dump_recipe(resolved), is_private=True)
+        if not restarts or not resumes:
+            await enter_again(self._store, resolved, run_id, folder)
+        await self._spawn(
+            run_id,
+            resumes=resumes,
+            step=record.step,
+            restarts=restarts,
+            overrides=tuple(overrides),
+        )
 
     def folder(self, run_id: str) -> Path:
         """Folder of a run."""
@@ -185,86 +253,145 @@ class Hub:
             metadata={"run_id": run_id},
         )
 
-    def _resolved(self, run_id: str, text: str, overrides: Sequence[str]) -> Recipe:
+    def _place(self, run_id: str) -> Path:
+        return self.folder(run_id) / _PROCESS_FILE
+
+    def _resolved(
+        self,
+        run_id: str,
+        text: str,
+        overrides: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        resumes: bool,
+    ) -> Recipe:
         """The recipe that the run's process gets, checked as far as it can be checked here."""
         try:
-            recipe = read_recipe(text, "recipe", overrides=overrides, environment=os.environ)
+            recipe = read_recipe(text, "recipe", overrides=overrides, environment=environment)
             # The run's own interface and store: clients ask the hub, and need neither address.
             api = ApiSpec(http_port=None, token_file=self._token_file)
             store = RedisStoreSpec(url=self._store.url)
             recipe = recipe.model_copy(update={"api": api, "store": store})
+            folder = self.folder(run_id)
+            # Only the run's own process may run the code of a custom algorithm.
             if not isinstance(recipe.algorithm, CustomSpec):
-                # Only the run's own process may run the code of a custom algorithm.
-                Session(recipe, self.folder(run_id), QuietObserver(), run_id=run_id)
-        except (RecipeError, InputError) as error:
+                Session(recipe, folder, QuietObserver(), run_id=run_id, resumes=resumes)
+            elif resumes:
+                check_changes(open_run(folder).recipe, recipe)
+        except (RecipeError, InputError, ResumeError) as error:
             raise InvalidRequestError(str(error), reason="RECIPE_INVALID") from error
         return recipe
 
-    def _spawn(self, run_id: str) -> None:
-        folder = self.folder(run_id)
-        program = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
-        flags = {"--out": str(folder), "--run-id": run_id}
-        words = [word for flag, value in flags.items() for word in (flag, value)]
-        command = [*program, "train", str(folder / _RECIPE_FILE), *words]
-        if not self._outlives:
-            # The run cannot go on without its store: the kernel signals it when this process ends.
-            wrapper = [sys.executable, "-I", "-S", str(Path(bound_process.__file__))]
-            command = [*wrapper, str(os.getpid()), *command]
-        with self._log(run_id).open("ab") as stream:
-            # Not a subprocess of asyncio, which kills its children when this process ends normally.
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env=_environment(os.environ),
-                # Ctrl-C in a terminal signals the whole group, but only this process may decide.
-                start_new_session=True,
+    async def _spawn(self, run_id: str, *, resumes: bool = False, **facts: Any) -> None:
+        """Starts the process of a run; the run ends if it cannot be started.
+
+        Args:
+            run_id: The run.
+            resumes: Whether its folder holds it.
+            facts: Further fields of its RunProcess.
+        """
+        try:
+            child = start_train(
+                run_id,
+                self.folder(run_id),
+                recipe=self.folder(run_id) / _RECIPE_FILE,
+                log=self._log(run_id),
+                resumes=resumes,
+                outlives=self._outlives,
             )
-        process = _RunProcess.of(child.pid)
-        if process is not None:
-            facts = {"pid": process.pid, "created_at": process.created_at}
-            write_atomically(folder / _PROCESS_FILE, json.dumps(facts))
-            self._processes[run_id] = process
+        except OSError as error:
+            await end_abandoned(self._store, run_id, RunError(f"no process: {error}"))
+            raise
+        process = RunProcess.of(child.pid, **facts)
+        process.write(self._place(run_id))
+        self._processes[run_id] = process
         logger.info("run %s is made by process %d", run_id, child.pid)
-        self._watch(run_id, child)
+        self._watch(run_id, process, child)
 
     def _log(self, run_id: str) -> Path:
         return self.folder(run_id) / "logs" / f"{CONSOLE_LOG}.log"
 
-    def _watch(self, run_id: str, child: subprocess.Popen[bytes] | None) -> None:
-        task = asyncio.create_task(self._until_gone(run_id, child), name=f"watch {run_id}")
+    def _watch(
+        self, run_id: str, process: RunProcess, child: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """Watches over a process of this or, without a child, of an earlier hub."""
+        task = asyncio.create_task(self._until_gone(run_id, process, child), name=f"watch {run_id}")
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
 
-    async def _until_gone(self, run_id: str, child: subprocess.Popen[bytes] | None) -> None:
-        """Waits for a run's process, and writes the run's end if the process could not."""
-        how = "has ended"
-        while self._goes_on(run_id, child):  # noqa: ASYNC110 - not every one is a child of ours
+    async def _until_gone(
+        self, run_id: str, process: RunProcess, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        """Waits for a run's process, and sees to the run if the process could not."""
+        how, may_go_on = "has ended", True
+        while process.is_alive if child is None else child.poll() is None:  # noqa: ASYNC110 - not every one is a child of ours
             await asyncio.sleep(_POLL_S)
         if child is not None:
             code = child.returncode
             name = signal.Signals(-code).name if code < 0 else ""
             how = f"was killed by {name}" if name else f"ended with exit code {code}"
-        process = self._processes.pop(run_id, None)
-        pid = "" if process is None else f" (pid {process.pid})"
-        logger.info("run %s: its process%s %s", run_id, pid, how)
+            may_go_on = code not in _ENDED_ON_PURPOSE
+        cause = f"its process (pid {process.pid}) {how}"
+        logger.info("run %s: %s", run_id, cause)
+        try:
+            await self._see_to(run_id, cause, may_go_on=may_go_on)
+        finally:
+            if self._processes.get(run_id) is process:
+                del self._processes[run_id]
+
+    async def _see_to(self, run_id: str, cause: str, *, may_go_on: bool) -> None:
+        """Starts a run whose process is gone again or ends it, once the store answers."""
         while True:
             try:
-                await self._abandoned(run_id, f"its process{pid} {how}")
+                async with self._creating:
+                    await self._started_again_or_ended(run_id, cause, may_go_on=may_go_on)
                 return
             except StateStoreError as error:
-                logger.exception("that run %s has ended could not be written down", run_id)
+                logger.exception("what becomes of run %s could not be written down", run_id)
                 # A store that outlives this process comes back. Its loss probably ended the run.
                 if not (self._outlives and isinstance(error, StoreUnavailableError)):
                     return
             await asyncio.sleep(_STORE_PAUSE_S)
 
-    def _goes_on(self, run_id: str, child: subprocess.Popen[bytes] | None) -> bool:
-        if child is not None:
-            return child.poll() is None
-        # The process is a child of an earlier coordinator, not of this one.
-        return self._processes[run_id].is_alive
+    async def _started_again_or_ended(self, run_id: str, cause: str, *, may_go_on: bool) -> None:
+        record = await self._store.get_run(run_id)
+        if record.state.is_final:
+            # It has written its end itself.
+            return
+        before = RunProcess.read(self._place(run_id))
+        is_further = before is None or before.step != record.step
+        restarts = 0 if before is None or is_further else before.restarts
+        if not may_go_on or self._is_closing or record.stop_requested:
+            reason = cause
+        elif restarts >= MAX_RESTARTS:
+            reason = f"{cause}; it was started again {restarts} times without making a step"
+        else:
+            try:
+                await self._tell_recovering(record, cause, "it is started again")
+                await self._start_again(record, restarts=restarts + 1)
+            except (InvalidRequestError, OSError) as error:
+                reason = f"{cause}; it could not be started again: {error}"
+            else:
+                return
+        await self._abandoned(run_id, reason)
+
+    async def _tell_recovering(self, record: RunRecord, cause: str, next_: str) -> None:
+        logger.info("run %s: %s: %s", record.run_id, cause, next_)
+        told, events = f"{cause}; {next_}", EventLog(self._store, record.run_id)
+        events.step = record.step
+        if holds_run(self.folder(record.run_id)):
+            is_new = record.state is not RunState.RECOVERING
+            await self._store.update_run(
+                record.run_id,
+                state=RunState.RECOVERING,
+                activity=f"recovering: {told}",
+                recoveries=record.recoveries + is_new,
+            )
+            events.state(coordinator_pb2.RUN_STATE_RECOVERING, told)
+        else:
+            # It has not got as far as services, and starts anew.
+            events.note(told)
+        await events.flush()
 
     async def _abandoned(self, run_id: str, cause: str) -> None:
         """Ends a run whose process is gone, unless the run has written its end itself."""
@@ -274,23 +401,45 @@ class Hub:
         await end_abandoned(self._store, run_id, RunError(f"{cause}; {said}"))
 
     async def adopt(self) -> None:
-        """Finds the runs of an earlier hub: watches those that go on, and ends the others.
+        """Finds the runs of an earlier hub: watches those that go on, starts the others again.
+
+        A run for which there is no room waits until another one has ended.
 
         Raises:
             StateStoreError: The store failed.
         """
+        gone = []
         for record in await self._store.list_runs(_MAX_RUNS_LISTED):
-            is_ours = Path(record.directory) == self.folder(record.run_id)
-            if record.state.is_final or not is_ours:
+            if record.state.is_final or not self._is_ours(record):
                 continue
-            place = self.folder(record.run_id) / _PROCESS_FILE
-            process = _RunProcess(**json.loads(place.read_text())) if place.is_file() else None
+            process = RunProcess.read(self._place(record.run_id))
             if process is not None and process.is_alive:
                 self._processes[record.run_id] = process
                 logger.info("run %s goes on in process %d", record.run_id, process.pid)
-                self._watch(record.run_id, None)
+                self._watch(record.run_id, process)
             else:
-                await self._abandoned(record.run_id, "its process is gone")
+                gone.append(record)
+        # The oldest first.
+        for record in reversed(gone):
+            if len(self._processes) < self._max_runs:
+                await self._see_to_adopted(record.run_id)
+                continue
+            await self._tell_recovering(record, _GONE, "it waits until another run has ended")
+            task = asyncio.create_task(self._when_there_is_room(record.run_id))
+            self._watches.add(task)
+            task.add_done_callback(self._watches.discard)
+
+    async def _see_to_adopted(self, run_id: str) -> None:
+        async with self._creating:
+            await self._started_again_or_ended(run_id, _GONE, may_go_on=True)
+
+    async def _when_there_is_room(self, run_id: str) -> None:
+        while len(self._processes) >= self._max_runs:
+            await asyncio.sleep(_POLL_S)
+            if self._is_closing:
+                # The next hub finds the run.
+                return
+        await self._see_to(run_id, _GONE, may_go_on=True)
 
     def hurry(self) -> None:
         """Makes runs that are ending end at once."""
@@ -313,20 +462,3 @@ class Hub:
         else:
             self._terminate()
         await asyncio.gather(*self._watches, return_exceptions=True)
-
-
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a run's process, without variables that set fields of a recipe.
-
-    Those have had their effect on the recipe already.
-    """
-    fields = [
-        name
-        for name in environment
-        if name.startswith(ENVIRONMENT_PREFIX)
-        and "__" in name
-        and not name.startswith(SERVICE_PREFIX)
-    ]
-    kept = {name: value for name, value in environment.items() if name not in fields}
-    # The current directory must not shadow a package.
-    return {**kept, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

@@ -19,6 +19,7 @@ export class Chart {
     this.format = spec.format ?? number;
     this.handlers = { onCursor, onChoose };
     this.lines = [];
+    this.marks = [];
     this.xAxis = { format: number, unit: "step" };
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.cursor = el("div", { class: "cursor", hidden: true });
@@ -40,9 +41,11 @@ export class Chart {
       this.legend, this.plot, this.table);
   }
 
-  /** lines: [{label, color, dash, xs, raw, shown, low, high}]; arrays are aligned with xs. */
-  setData(lines, xAxis) {
+  /** lines: [{label, color, dash, xs, raw, shown, low, high}]; arrays are aligned with xs.
+   * marks: [{x, text}], upright lines where something happened. */
+  setData(lines, xAxis, marks) {
     this.lines = lines;
+    this.marks = marks;
     this.xAxis = xAxis;
     this.element.hidden = lines.length === 0;
     this.legend.replaceChildren(...lines.map((line) => {
@@ -76,6 +79,7 @@ export class Chart {
     if (this.spec.stacked) this.drawStack(context, toX, toY);
     // The first line, that of the chosen run, lies on top.
     else for (const line of [...this.lines].reverse()) drawLine(context, line, toX, toY);
+    for (const { x } of this.marks) stroke(context, [[toX(x), 0], [toX(x), bottom]], faded("warn", 0.8), 1, [2, 3]);
     context.restore();
     this.describe();
   }
@@ -194,7 +198,7 @@ export class Chart {
       const newest = line.raw.findLast((value) => !Number.isNaN(value));
       return `${line.label}: newest ${this.format(newest)}, from ${this.format(low)} to ${this.format(high)}`;
     });
-    const text = `${this.spec.title}${this.spec.unit ? `, ${this.spec.unit}` : ""}. ${told.join("; ")}. Arrow keys move along it.`;
+    const text = `${this.spec.title}${this.spec.unit ? `, ${this.spec.unit}` : ""}. ${told.join("; ")}. ${this.marks.map(({ text }) => `${text}. `).join("")}Arrow keys move along it.`;
     if (this.plot.getAttribute("aria-label") !== text) this.plot.setAttribute("aria-label", text);
   }
 

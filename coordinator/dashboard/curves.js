@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { CURVES } from "./curve_list.js";
 import { byId, el, emptyState } from "./dom.js";
 import { number, seconds } from "./format.js";
-import { smoothed } from "./series.js";
+import { nearest, smoothed } from "./series.js";
 import { lineColour, onThemeChange } from "./theme.js";
 
 const SMOOTHING_KEY = "rolemesh.smoothing";
@@ -17,6 +17,7 @@ export class Curves {
   /** onChooseStep(step): the reader wants to see that step elsewhere too. onWantAll(): all metrics. */
   constructor({ onChooseStep, onWantAll }) {
     this.runs = [];
+    this.marks = [];
     this.axis = "step";
     this.smoothing = Number(sessionStorage.getItem(SMOOTHING_KEY) ?? 0.5);
     this.charts = new Map();
@@ -57,9 +58,10 @@ export class Curves {
       el("label", { for: "smoothing" }, "smoothing"), this.slider, shown, axis);
   }
 
-  /** runs: [{id, history}], the chosen run first. */
-  setRuns(runs) {
+  /** runs: [{id, history}], the chosen run first; marks: [{step, text}] of that one. */
+  setRuns(runs, marks) {
     this.runs = runs;
+    this.marks = marks;
     this.render();
   }
 
@@ -86,9 +88,12 @@ export class Curves {
     for (const [chart, width] of measured) chart.draw(width);
   }
 
-  /** Each run's xs, once for all charts. */
+  /** Each run's xs, and the places of the marks, once for all charts. */
   prepareRuns() {
     this.xs = this.runs.map(({ history }) => (this.axis === "time" ? history.elapsed() : history.steps));
+    const steps = this.runs[0]?.history.steps ?? [];
+    this.placed = steps.length === 0 ? []
+      : this.marks.map(({ step, text }) => ({ x: this.xs[0][nearest(steps, step)], text }));
   }
 
   renderOthers() {
@@ -124,7 +129,7 @@ export class Curves {
         order.indexOf(other.spec.title) > order.indexOf(spec.title));
       grid.insertBefore(chart.element, next && order.includes(spec.title) ? next.element : null);
     }
-    chart.setData(lines, AXES[this.axis]);
+    chart.setData(lines, AXES[this.axis], this.placed);
   }
 
   linesOf(spec) {

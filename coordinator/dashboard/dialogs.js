@@ -16,10 +16,13 @@ export function askForToken() {
   });
 }
 
-/** Asks before something that cannot be taken back; resolves with whether it is wanted. */
-export function confirmed(question) {
+/** Asks before something that cannot be taken back, with the words of the two buttons; resolves
+ * with whether it is wanted. */
+export function confirmed(question, yes, no) {
   const dialog = byId("confirm");
   byId("confirm-text").textContent = question;
+  byId("confirm-yes").textContent = yes;
+  byId("confirm-no").textContent = no;
   dialog.returnValue = "cancel";
   dialog.showModal();
   return new Promise((resolve) => {

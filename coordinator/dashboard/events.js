@@ -1,8 +1,9 @@
-// Events of the run, newest first: states, checkpoints and notes. Steps and evaluations are in the
+// Events of the run, newest first: states, recoveries, checkpoints and notes. Steps and evaluations are in the
 // curves; an evaluation also has a note.
 
 import { byId, el } from "./dom.js";
 import { clock, count, dateAndTime } from "./format.js";
+import { lineOf } from "./recoveries.js";
 
 const KEPT = 100;
 
@@ -32,5 +33,6 @@ function textOf(kind, event) {
   if (kind === "state") return event.state.failure ? `${event.state.state}: ${event.state.failure}` : event.state.state;
   if (kind === "checkpoint_saved") return `checkpoint saved in ${event.checkpoint_saved.directory}`;
   if (kind === "note") return event.note.text;
+  if (kind === "recovered" || kind === "resumed") return lineOf(kind, event);
   return null;
 }

@@ -3,7 +3,7 @@
 import { api } from "./api.js";
 import { byId, el, setText } from "./dom.js";
 import { confirmed } from "./dialogs.js";
-import { count } from "./format.js";
+import { count, seconds } from "./format.js";
 import { isFinal } from "./live.js";
 
 const MOST_COMPARED = 7; // The number of line colours, less the one of the chosen run.
@@ -12,6 +12,8 @@ export class Header {
   /** onRun(id): another run is chosen. onCompare(ids): those beside it. onError(error). */
   constructor({ onRun, onCompare, onChanged, onError }) {
     this.run = null;
+    this.failure = "";
+    this.recovery = null;
     this.compared = [];
     this.onCompare = onCompare;
     this.status = { name: "connecting" };
@@ -22,18 +24,25 @@ export class Header {
     act("pause", () => this.togglePause());
     act("checkpoint", () => api.checkpoint(this.run.run_id, crypto.randomUUID()));
     act("stop", () => this.stop());
-    setInterval(() => this.renderStatus(), 1000);
+    setInterval(() => {
+      this.renderStatus();
+      this.renderRecovery();
+    }, 1000);
     closeWhenLeft(byId("compare"));
   }
 
-  togglePause() {
-    const isHeld = ["paused", "pausing"].includes(this.run.state);
-    return isHeld ? api.resume(this.run.run_id) : api.pause(this.run.run_id);
+  async togglePause() {
+    const { run_id: id, state, step } = this.run;
+    if (["paused", "pausing"].includes(state)) return api.resume(id);
+    if (!isFinal(state)) return api.pause(id);
+    if (state === "succeeded") return null;
+    const question = `Start run ${id} again? It goes on after step ${count(step)}.`;
+    return (await confirmed(question, "Start it again", "Leave it")) ? api.resume(id) : null;
   }
 
   async stop() {
     const id = this.run.run_id;
-    const isWanted = await confirmed(`Stop run ${id}? It ends after the step in progress, with everything saved.`);
+    const isWanted = await confirmed(`Stop run ${id}? It ends after the step in progress, with everything saved.`, "Stop the run", "Keep it going");
     return isWanted ? api.stop(id) : null;
   }
 
@@ -70,6 +79,7 @@ export class Header {
   choose(runs, chosen, compared) {
     this.compared = compared;
     this.shownRuns = "";
+    this.failure = "";
     this.setRuns(runs, chosen);
   }
 
@@ -85,11 +95,35 @@ export class Header {
     progress.value = run.step;
     const hasEnded = isFinal(run.state);
     const isHeld = ["paused", "pausing"].includes(run.state);
-    for (const id of ["pause", "checkpoint", "stop"]) byId(id).hidden = hasEnded;
+    for (const id of ["checkpoint", "stop"]) byId(id).hidden = hasEnded;
+    byId("pause").hidden = run.state === "succeeded";
     byId("stop").disabled = run.state === "stopping";
-    setText(byId("pause"), isHeld ? "Resume" : "Pause");
-    document.title = `${run.step}/${run.num_steps} ${run.run_id} \u00b7 rolemesh`;
-    if (run.failure) this.tell(`The run failed: ${run.failure}`);
+    setText(byId("pause"), isHeld || hasEnded ? "Resume" : "Pause");
+    const isRecovering = run.state === "recovering";
+    document.title = `${isRecovering ? "recovering " : ""}${run.step}/${run.num_steps} ${run.run_id} \u00b7 rolemesh`;
+    const recovered = run.recoveries - (isRecovering ? 1 : 0);
+    byId("recoveries").hidden = recovered < 1;
+    setText(byId("recoveries"), `recovered ${recovered === 1 ? "once" : `${count(recovered)} times`}`);
+    this.renderRecovery();
+    if (run.failure === this.failure) return;
+    // It is gone again where the run was resumed.
+    this.failure = run.failure;
+    this.tell(run.failure ? `The run failed: ${run.failure}` : "");
+  }
+
+  /** recovery: {since, cause} while the run recovers, by its events; else null. */
+  setRecovery(recovery) {
+    this.recovery = recovery;
+    this.renderRecovery();
+  }
+
+  renderRecovery() {
+    const isRecovering = this.run?.state === "recovering";
+    byId("recovering").hidden = !isRecovering;
+    if (!isRecovering) return;
+    const { since, cause } = this.recovery ?? { since: Date.parse(this.run.updated_at), cause: this.run.activity };
+    setText(byId("recovering-for"), `for ${seconds(Math.max(0, Math.round((Date.now() - since) / 1000)))}`);
+    setText(byId("recovering-from"), `from: ${cause.replace(/^recovering: /, "")}`);
   }
 
   setStatus(status) {

@@ -18,6 +18,7 @@ export class Watch {
   constructor(run, after, { onEvent, onStatus, onExpired }) {
     this.run = run;
     this.after = after;
+    this.isOver = false; // Whether the newest state was a final one; a run that is resumed has more.
     this.handlers = { onEvent, onStatus, onExpired };
     this.stopping = new AbortController();
     this.hurry = () => undefined;
@@ -49,6 +50,10 @@ export class Watch {
         }
       } catch (error) {
         if (this.stopping.signal.aborted) return;
+        if (this.isOver) {
+          onStatus({ name: "ended" }); // The coordinator of a single run ends with the run.
+          return;
+        }
         if (error instanceof ApiError && error.reason === "EVENTS_EXPIRED") {
           onExpired();
           return;
@@ -64,15 +69,15 @@ export class Watch {
     }
   }
 
-  /** Reads one connection to its end; true when the run's last event has come. */
+  /** Reads one connection to its end; whether the run's last event has come. */
   async read(opened) {
     for await (const event of events(this.run, this.after, this.stopping.signal, opened)) {
       if (event.kind === "problem") throw new ApiError(event.event.status, event.event);
       if (event.id) this.after = event.id;
       this.handlers.onEvent(event);
-      if (event.kind === "state" && isFinal(event.event.state.state)) return true;
+      if (event.kind === "state") this.isOver = isFinal(event.event.state.state);
     }
-    return false;
+    return this.isOver;
   }
 
   pause(ms) {

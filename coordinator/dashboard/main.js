@@ -16,6 +16,7 @@ import { Watch, isFinal } from "./live.js";
 import { Logs } from "./logs.js";
 import { Mesh } from "./mesh.js";
 import { showNumbers } from "./numbers.js";
+import { Recoveries } from "./recoveries.js";
 import { Rewards } from "./rewards.js";
 import { Samples } from "./samples.js";
 import { nextTheme, startTheme } from "./theme.js";
@@ -41,6 +42,7 @@ const curves = new Curves({ onChooseStep: showStep, onWantAll: wantAll });
 const samples = new Samples({ onStep: (step) => { page.sampleStep = step; attempt(refreshSamples); } });
 const rewards = new Rewards();
 const events = new Events();
+const recoveries = new Recoveries();
 const logs = new Logs();
 mesh.devicesOf = (service) => devices.of(service);
 startKeys({
@@ -129,6 +131,8 @@ async function refreshRuns() {
   page.runs = (await api.runs()).runs;
   byId("empty").hidden = page.runs.length > 0;
   header.setRuns(page.runs, page.chosen);
+  const listed = page.runs.find((run) => run.run_id === page.chosen);
+  if (listed && page.run && isFinal(page.run.state) && !isFinal(listed.state)) show(listed);
   if (page.chosen === null && page.runs.length > 0) {
     const asked = new URLSearchParams(location.search);
     const known = (id) => page.runs.some((run) => run.run_id === id);
@@ -138,8 +142,9 @@ async function refreshRuns() {
 
 async function choose(id, comparedIds = []) {
   page.watch?.stop();
-  Object.assign(page, { chosen: id, run: null, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, knowsVersions: false });
-  for (const panel of [mesh, devices, events]) panel.clear();
+  Object.assign(page, { chosen: id, run: null, watch: null, status: { name: "connecting" }, history: new History(), compared: new Map(), step: 0, sampleStep: 0, toldStep: 0, firstStepSince: Infinity, knowsVersions: false });
+  for (const panel of [mesh, devices, events, recoveries]) panel.clear();
+  header.setRecovery(null);
   header.tell("");
   header.choose(page.runs, id, comparedIds);
   const first = page.runs.find((run) => run.run_id === id);
@@ -155,14 +160,14 @@ async function choose(id, comparedIds = []) {
   watch();
 }
 
-/** Hears of everything that happens; what is drawn already is passed over. */
-function watch() {
-  page.watch = new Watch(page.chosen, "", {
+/** Hears of everything that happens after an event; what is drawn already is passed over. */
+function watch(after = "") {
+  page.watch = new Watch(page.chosen, after, {
     onEvent, onStatus,
     // The page was away for longer than events are kept. The metrics have the missed steps.
     onExpired: () => {
       page.toldStep = 0;
-      events.clear();
+      for (const panel of [events, recoveries]) panel.clear();
       attempt(refreshMetrics);
       watch();
     },
@@ -179,7 +184,17 @@ function onStatus(status) {
 function onEvent(event) {
   events.add(event);
   const { kind, event: told } = event;
-  if (kind === "state") for (const read of [refreshRun, refreshServices, refreshDevices]) soon(read);
+  if (recoveries.add(event)) soon(showHistory);
+  if (kind === "state") {
+    header.setRecovery(recoveries.now);
+    for (const read of [refreshRun, refreshServices, refreshDevices]) soon(read);
+  }
+  // Steps that the run went back before are gone until they are made again.
+  if (kind === "recovered" && told.recovered.lost_steps > 0) {
+    const newest = page.history.steps.at(-1) ?? 0;
+    if (newest <= told.recovered.step + told.recovered.lost_steps) page.history.dropFrom(told.step + 1);
+    page.toldStep = Math.min(page.toldStep, told.step);
+  }
   if (kind !== "step_made" && kind !== "evaluated") return;
   if (kind === "step_made") {
     if (told.step <= page.toldStep) page.history.dropFrom(told.step);
@@ -206,6 +221,8 @@ function show(run) {
   page.run = run;
   if (run.activity.startsWith("step ")) page.firstStepSince = Math.min(page.firstStepSince, Date.now());
   header.show(run);
+  // It was resumed after its end.
+  if (!isFinal(run.state) && page.status.name === "ended" && page.watch) watch(page.watch.after);
 }
 
 function showHistory() {
@@ -213,7 +230,7 @@ function showHistory() {
   flow.usualSeconds = page.history.newest("time/step") ?? 0;
   mesh.setSampledVersion(page.history.newest("policy_version/max"));
   rewards.render(page.history);
-  curves.setRuns([{ id: page.chosen, history: page.history }, ...[...page.compared].map(([id, history]) => ({ id, history }))]);
+  curves.setRuns([{ id: page.chosen, history: page.history }, ...[...page.compared].map(([id, history]) => ({ id, history }))], recoveries.marks);
 }
 
 async function compare(ids) {

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+RECOVERING = "recovering"
+"""In place of a role in `on_phase`, while a run recovers: the stage is what from, and how."""
+
 
 class RunObserver(Protocol):
     """Shows a run to people. Called on the coordinator's loop; must return at once."""
@@ -13,7 +16,7 @@ class RunObserver(Protocol):
         """A role works on something.
 
         Args:
-            role: e.g. "actor".
+            role: e.g. "actor", or RECOVERING.
             stage: What it does, e.g. "generate: decode"; empty when it has finished.
             done: Units finished.
             total: Units in all, 0 when not known.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from rolemesh.coordinator.api.messages import to_timestamp
 from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.run.summary import Recovered
 from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.v1 import coordinator_pb2
 
@@ -62,6 +63,23 @@ class EventLog:
         saved = coordinator_pb2.CheckpointSaved(directory=directory)
         self._add(coordinator_pb2.RunEvent(checkpoint_saved=saved))
 
+    def recovered(self, recovered: Recovered) -> None:
+        """The run goes on after a failure."""
+        told = coordinator_pb2.Recovered(
+            step=recovered.step,
+            cause=recovered.cause,
+            seconds=recovered.seconds,
+            restarted=recovered.restarted,
+            lost_steps=recovered.lost_steps,
+        )
+        self._add(coordinator_pb2.RunEvent(recovered=told))
+
+    def resumed(self, step: int, where: str) -> None:
+        """The run goes on in another process; `where` says from what, for people."""
+        self.step = step
+        told = coordinator_pb2.Resumed(step=step, where=where)
+        self._add(coordinator_pb2.RunEvent(resumed=told))
+
     def note(self, text: str) -> None:
         """Something worth a line happened."""
         self._add(coordinator_pb2.RunEvent(note=coordinator_pb2.Note(text=text)))
@@ -97,4 +115,8 @@ class NotingObserver:
     def on_event(self, text: str) -> None:
         """Passes it on, and notes it as an event."""
         self._events.note(text)
+        self._shown.on_event(text)
+
+    def show(self, text: str) -> None:
+        """Passes a line on that has an event of another kind."""
         self._shown.on_event(text)

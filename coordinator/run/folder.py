@@ -57,6 +57,10 @@ class RunStatus:
     failure: str = ""
     services: dict[str, str] = field(default_factory=dict)
     """What each service does, by role; only while the run goes on."""
+    recoveries: int = 0
+    """How often it recovered from a failure; of a run that has ended, in its last process."""
+    activity: str = ""
+    """What it does; only while the run goes on."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -134,14 +138,18 @@ def read_status(directory: Path) -> RunStatus:
     coordinator = living_coordinator(directory)
     state, failure = "lost", ""
     services: dict[str, str] = {}
+    recoveries, activity = 0, ""
     step, num_steps = int(metrics.get("step", 0)), _planned_steps(directory)
     summary = directory / "summary.json"
     if summary.is_file():
         told = json.loads(summary.read_text())
         state, failure, step = told["state"], told["failure"], told["steps"]
+        recoveries = len(told.get("recoveries", ()))
     elif coordinator is not None:
         address, run_id = str(coordinator["address"]), str(coordinator["run_id"])
-        state, services = asyncio.run(_ask(address, run_id, _token(directory)))
+        run, services = asyncio.run(_ask(address, run_id, _token(directory)))
+        state = coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+        recoveries, activity = run.recoveries, run.activity
     else:
         failure = "its coordinator has ended without a word: see its log"
     return RunStatus(
@@ -153,6 +161,8 @@ def read_status(directory: Path) -> RunStatus:
         metrics=metrics,
         failure=failure,
         services=services,
+        recoveries=recoveries,
+        activity=activity,
     )
 
 
@@ -165,8 +175,10 @@ def _token(directory: Path) -> str | None:
         raise NoRunError(f"the coordinator of {directory} cannot be asked: {error}") from error
 
 
-async def _ask(address: str, run_id: str, token: str | None) -> tuple[str, dict[str, str]]:
-    """Asks the coordinator of a live run for its state and services."""
+async def _ask(
+    address: str, run_id: str, token: str | None
+) -> tuple[coordinator_pb2.Run, dict[str, str]]:
+    """Asks the coordinator of a live run for the run and its services."""
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     async with open_channel(address) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
@@ -180,9 +192,9 @@ async def _ask(address: str, run_id: str, token: str | None) -> tuple[str, dict[
             )
         except RolemeshError as error:
             # Its store does not answer, or it asks for a token that is not known here.
-            return "starting", {"coordinator": error.message}
-    state = coordinator_pb2.RunState.Name(told.run.state).removeprefix("RUN_STATE_").lower()
-    return state, services
+            starting = coordinator_pb2.Run(state=coordinator_pb2.RUN_STATE_STARTING)
+            return starting, {"coordinator": error.message}
+    return told.run, services
 
 
 def _last_record(path: Path) -> dict[str, float]:
@@ -215,8 +227,9 @@ def _planned_steps(directory: Path) -> int | None:
 def print_status(console: Console, known: Sequence[RunStatus]) -> None:
     """A table of runs, and what each service of a running one does."""
     table = Table()
-    for heading in ("run", "state", "step", "reward", "changed"):
-        justify: Literal["left", "right"] = "right" if heading in ("step", "reward") else "left"
+    numbers = ("step", "reward", "recovered")
+    for heading in ("run", "state", *numbers, "changed"):
+        justify: Literal["left", "right"] = "right" if heading in numbers else "left"
         # A shortened folder name could not be given to other commands.
         table.add_column(heading, justify=justify, overflow="fold")
     for one in known:
@@ -226,10 +239,13 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
             one.state,
             f"{one.step}/{'?' if one.num_steps is None else one.num_steps}",
             "-" if reward is None else f"{reward:.3f}",
+            f"{one.recoveries} times" if one.recoveries else "-",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.changed_at)),
         )
     console.print(table)
     for one in known:
+        if one.state == "recovering":
+            console.print(Text(f"{one.directory}  {one.activity}", style="yellow"), soft_wrap=True)
         for role, doing in sorted(one.services.items()):
             console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)
         if one.failure:

@@ -20,6 +20,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import check_roles_run
 from rolemesh.coordinator.run.launch import (
@@ -266,6 +267,9 @@ class Session:
     async def _reached(self, store: StateStore) -> RunProgress:
         """What the run of the folder has reached."""
         progress, where = await reached(store, self.run_id, self.directory)
+        events = EventLog(store, self.run_id)
+        events.resumed(progress.step, where)
+        await events.flush()
         self._observer.on_event(f"resuming {self.run_id} from {where}")
         return progress
 

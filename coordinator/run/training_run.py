@@ -21,7 +21,7 @@ from rolemesh.coordinator.dataflow.errors import (
     RunError,
     ServiceLostError,
 )
-from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
+from rolemesh.coordinator.dataflow.observer import RECOVERING, QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
@@ -314,18 +314,30 @@ class TrainingRun:
         elif isinstance(error, NodeFailedError) and isinstance(cause_of(error), DeadlineError):
             # Its compute thread hangs, or is too slow to be of use.
             self._lost.add(error.node.rpartition(".")[0])
+        recoveries = (await self._store.get_run(self.run_id)).recoveries
         if self._failure is None:
             self._failure = _Failure(told_of(error), time.monotonic(), self.progress.step)
+            recoveries += 1
         await attempt.mesh.close()
-        self._observer.on_event(f"recovering after {self.progress.step} steps: {told_of(error)}")
-        self._events.state(coordinator_pb2.RUN_STATE_RECOVERING, told_of(error))
+        told = f"{told_of(error)}{self._awaited()}"
+        self._observer.show(f"recovering after {self.progress.step} steps: {told}")
+        self._observer.on_phase(RECOVERING, told, 0, 0)
+        self._events.state(coordinator_pb2.RUN_STATE_RECOVERING, told)
         await self._store.update_run(
             self.run_id,
             epoch=attempt.epoch,
             state=RunState.RECOVERING,
-            activity=f"recovering: {told_of(error)}",
+            activity=f"recovering: {told}",
+            recoveries=recoveries,
         )
         await self._events.flush()
+
+    def _awaited(self) -> str:
+        """What a recovery begins with, in words."""
+        own = sorted(name for name in self._lost if self.recipe.address(name) is None)
+        others = sorted(self._lost.difference(own))
+        starts = f"; {', '.join(own)} is started again" if own and self._restart else ""
+        return starts + (f"; {', '.join(others)} is waited for" if others else "")
 
     def _begun(self, attempt: Attempt) -> None:
         """Told that all services are where the run is, so that a recovery has come to its end."""
@@ -340,7 +352,9 @@ class TrainingRun:
             lost_steps=failure.step - self.progress.step,
         )
         self._recovered.append(recovered)
-        self._observer.on_event(
+        self._events.recovered(recovered)
+        self._observer.on_phase(RECOVERING, "", 0, 0)
+        self._observer.show(
             f"recovered in {recovered.seconds:.1f} s: step {recovered.step + 1} is made again"
             + (f", {recovered.lost_steps} before it are, too" if recovered.lost_steps else "")
             + f"; loaded anew: {', '.join(recovered.restarted) or 'no service'}"

@@ -153,10 +153,15 @@ class AsyncClient:
         answer = await self._call(self._stub.PauseRun, pb.PauseRunRequest(run_id=run_id))
         return Run.of(answer.run)
 
-    async def resume_run(self, run_id: str) -> Run:
-        """Takes the wish to pause back."""
-        answer = await self._call(self._stub.ResumeRun, pb.ResumeRunRequest(run_id=run_id))
-        return Run.of(answer.run)
+    async def resume_run(self, run_id: str, *, overrides: Sequence[str] = ()) -> Run:
+        """Takes the wish to pause back; starts a run that failed or was stopped from where it is.
+
+        Args:
+            run_id: The run.
+            overrides: Fields of a run that has ended to set besides, e.g. "run.steps=40".
+        """
+        request = pb.ResumeRunRequest(run_id=run_id, overrides=overrides)
+        return Run.of((await self._call(self._stub.ResumeRun, request)).run)
 
     async def checkpoint_run(self, run_id: str) -> Run:
         """Asks it to save a checkpoint after the step in progress; an event tells that it was."""
@@ -208,7 +213,7 @@ class AsyncClient:
         """
         last = after
         retries = Retries(self._retry)
-        is_final = False
+        is_final = is_over = False
         while True:
             request = pb.WatchRunRequest(run_id=run_id, after_event_id=last)
             stream: MeshCall = self._started(self._stub.WatchRun, request)
@@ -217,10 +222,11 @@ class AsyncClient:
                     retries.succeeded()
                     event = Event.of(answer.event)
                     last = event.event_id
+                    if isinstance(event, StateChanged):
+                        # A run that was resumed has states behind a final one.
+                        is_over = event.state.is_final
                     yield event
-                    if isinstance(event, StateChanged) and event.state.is_final:
-                        return
-                if is_final:
+                if is_over or is_final:
                     return
                 cut = UnavailableError(f"{self.address} ended the watch of {run_id!r} too early")
             except DeadlineError:
@@ -233,6 +239,9 @@ class AsyncClient:
                 cut = error
             finally:
                 stream.cancel()
+            if is_over:
+                # The coordinator of one run alone ends with its run.
+                return
             await retries.pause(cut)
             # Also the run may have ended without an event, when its coordinator was killed.
             is_final = (await self.get_run(run_id)).state.is_final

@@ -124,9 +124,14 @@ class Client:
         """Asks it to make no further step until it is resumed."""
         return self._loop.run(self._client.pause_run(run_id))
 
-    def resume_run(self, run_id: str) -> Run:
-        """Takes the wish to pause back."""
-        return self._loop.run(self._client.resume_run(run_id))
+    def resume_run(self, run_id: str, *, overrides: Sequence[str] = ()) -> Run:
+        """Takes the wish to pause back; starts a run that failed or was stopped from where it is.
+
+        Args:
+            run_id: The run.
+            overrides: Fields of a run that has ended to set besides, e.g. "run.steps=40".
+        """
+        return self._loop.run(self._client.resume_run(run_id, overrides=overrides))
 
     def checkpoint_run(self, run_id: str) -> Run:
         """Asks it to save a checkpoint after the step in progress; an event tells that it was."""

@@ -37,6 +37,12 @@ class Event:
                 return CheckpointSaved(*head, event.checkpoint_saved.directory)
             case "note":
                 return Noted(*head, event.note.text)
+            case "recovered":
+                told = event.recovered
+                restarted = tuple(told.restarted)
+                return Recovered(*head, told.cause, told.seconds, restarted, told.lost_steps)
+            case "resumed":
+                return Resumed(*head, event.resumed.where)
         return Event(*head)
 
 
@@ -46,7 +52,7 @@ class StateChanged(Event):
 
     state: RunState
     failure: str
-    """Why it failed, empty otherwise."""
+    """Why it failed, or what it recovers from; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,28 @@ class CheckpointSaved(Event):
 
     directory: str
     """On the coordinator's host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered(Event):
+    """The run goes on after a failure; `step` steps were kept."""
+
+    cause: str
+    """What had failed."""
+    seconds: float
+    """From the failure until steps are made again."""
+    restarted: tuple[str, ...]
+    """Services whose models were loaded anew; the others kept theirs."""
+    lost_steps: int
+    """Steps that had been made before the failure and are made again: their events come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
+    """The run goes on in another process; it has made `step` steps, and makes later ones again."""
+
+    where: str
+    """Where these were read, e.g. "its journal"."""
 
 
 @dataclass(frozen=True, slots=True)

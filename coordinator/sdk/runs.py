@@ -64,6 +64,8 @@ class Run:
     algorithm: str
     activity: str
     """What it does right now."""
+    recoveries: int
+    """How often it had to recover from a failure."""
 
     @staticmethod
     def of(run: coordinator_pb2.Run) -> Run:

@@ -162,6 +162,8 @@ class RunRecord:
     """Why it failed, empty otherwise."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest step."""
+    recoveries: int = 0
+    """How often it had to recover from a failure."""
 
 
 UPDATABLE_FIELDS = frozenset(

@@ -55,6 +55,9 @@ class Creator:
             raise PreconditionError(str(error), reason="RUN_EXISTS") from error
         self._recipes[run_id] = wish
 
+    async def resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
+        await self._store.update_run(run_id, pause_requested=False)
+
 
 @pytest.mark.parametrize(
     "parameters",

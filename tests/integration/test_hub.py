@@ -33,7 +33,11 @@ from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 Stub = coordinator_pb2_grpc.CoordinatorServiceStub
 STOPPED = coordinator_pb2.RUN_STATE_STOPPED
+SUCCEEDED = coordinator_pb2.RUN_STATE_SUCCEEDED
 TOKEN = "s3cret"
+
+UPDATES = 2
+"""Updates of the policy in each step of the fake recipe."""
 
 
 class Coordinator:
@@ -60,6 +64,11 @@ class Coordinator:
         request = coordinator_pb2.GetRunRequest(run_id=run_id)
         async with self.stub() as stub:
             return (await stub.GetRun(request, metadata=AUTHORIZED)).run
+
+    async def resume_run(self, run_id: str, *overrides: str) -> coordinator_pb2.Run:
+        request = coordinator_pb2.ResumeRunRequest(run_id=run_id, overrides=overrides)
+        async with self.stub() as stub:
+            return (await stub.ResumeRun(request, metadata=AUTHORIZED)).run
 
     async def stop_run(self, run_id: str) -> None:
         request = coordinator_pb2.StopRunRequest(run_id=run_id)
@@ -203,13 +212,6 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
         assert "absent.py" in last.state.failure
         assert (await hub.run("doomed")).failure == last.state.failure
 
-        await hub.create("killed", recipe)
-        await hub.watch("killed", at_most=5)
-        os.kill(pid_of("killed", tmp_path), signal.SIGKILL)
-        last = (await hub.watch("killed"))[-1]
-        assert last.state.state == coordinator_pb2.RUN_STATE_FAILED
-        assert "was killed by SIGKILL" in last.state.failure
-
         await hub.create("going", recipe)
         await hub.watch("going", at_most=5)
         with pytest.raises(CapacityError, match="1 runs go on") as full:
@@ -221,7 +223,7 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
         assert stranger.value.reason == "TOKEN_MISSING"
         async with httpx.AsyncClient(headers=dict(AUTHORIZED), base_url=hub.url) as client:
             listed = (await client.get("api/v1/runs")).json()
-        assert [run["run_id"] for run in listed["runs"]] == ["going", "killed", "doomed"]
+        assert [run["run_id"] for run in listed["runs"]] == ["going", "doomed"]
         # With the embedded store, the runs end in order before the coordinator does.
         pid = pid_of("going", tmp_path)
         hub.process.send_signal(signal.SIGTERM)
@@ -244,3 +246,86 @@ async def test_a_coordinator_under_nohup_outlives_its_terminal(tmp_path: Path) -
             assert await hub.process.wait() == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+async def wait_for_step(hub: Coordinator, run_id: str, step: int) -> None:
+    while (await hub.run(run_id)).step < step:  # noqa: ASYNC110 - the step is in another process
+        await asyncio.sleep(0.05)
+
+
+async def test_a_run_whose_process_is_killed_goes_on_from_its_newest_step(tmp_path: Path) -> None:
+    num_steps = 60
+    async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh, coordinator(tmp_path) as hub:
+        await hub.create("killed", recipe_for(mesh, steps=num_steps))
+        watch = asyncio.create_task(hub.watch("killed"))
+        for step in (3, 8):
+            await wait_for_step(hub, "killed", step)
+            os.kill(pid_of("killed", tmp_path), signal.SIGKILL)
+        events = await watch
+        run = await hub.run("killed")
+        # Each update is made once.
+        assert mesh.roles["actor"].policy_version == UPDATES * num_steps
+    assert run.state == coordinator_pb2.RUN_STATE_SUCCEEDED
+    assert run.recoveries == 2
+    resumed = [event.resumed for event in events if event.HasField("resumed")]
+    assert [one.where.startswith("its journal") for one in resumed] == [True, True]
+    assert resumed[0].step >= 3
+    # Every step was kept: each is told of once, in order.
+    made = [event.step for event in events if event.HasField("step_made")]
+    assert made == list(range(1, num_steps + 1))
+    told = [event.state.failure for event in events if event.state.failure]
+    assert [("was killed by SIGKILL; it is started again" in text) for text in told] == [True, True]
+    summary = json.loads((tmp_path / "data/runs/killed/summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("succeeded", num_steps)
+
+
+async def test_a_later_coordinator_goes_on_with_runs_that_died_with_the_host(
+    tmp_path: Path,
+) -> None:
+    async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh:
+        # Its embedded store keeps the journal on disk; coordinator, store and run die at once.
+        async with coordinator(tmp_path) as first:
+            await first.create("survivor", recipe_for(mesh, steps=40))
+            await wait_for_step(first, "survivor", 3)
+            dying = [psutil.Process(first.process.pid)]
+            dying += dying[0].children(recursive=True)
+            for process in dying:
+                process.suspend()
+            for process in dying:
+                process.kill()
+            await first.process.wait()
+        async with coordinator(tmp_path) as second:
+            events = await second.watch("survivor")
+            run = await second.run("survivor")
+        assert mesh.roles["actor"].policy_version == UPDATES * 40
+    assert run.state == coordinator_pb2.RUN_STATE_SUCCEEDED
+    assert any(event.HasField("resumed") for event in events)
+    made = [event.step for event in events if event.HasField("step_made")]
+    assert made[-1] == 40
+
+
+async def test_a_stopped_run_goes_on_by_wish_and_further_than_it_was_to(tmp_path: Path) -> None:
+    async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh, coordinator(tmp_path) as hub:
+        await hub.create("stopped", recipe_for(mesh, steps=10_000))
+        await wait_for_step(hub, "stopped", 2)
+        await hub.stop_run("stopped")
+        before = await hub.watch("stopped")
+        assert before[-1].state.state == STOPPED
+        reached = before[-1].step
+        with pytest.raises(InvalidRequestError, match=r"run\.seed") as refused:
+            await hub.resume_run("stopped", "run.seed=99")
+        assert refused.value.reason == "RECIPE_INVALID"
+        assert (await hub.run("stopped")).state == STOPPED
+        run = await hub.resume_run("stopped", f"run.steps={reached + 5}")
+        assert run.state == coordinator_pb2.RUN_STATE_STARTING
+        assert run.num_steps == reached + 5
+        # A watch from the start passes the end that was none, and comes to the real one.
+        events = await hub.watch("stopped")
+        ends = [event for event in events if event.state.state in (STOPPED, SUCCEEDED)]
+        assert [end.state.state for end in ends] == [STOPPED, SUCCEEDED]
+        made = [event.step for event in events if event.HasField("step_made")]
+        assert made == list(range(1, reached + 6))
+        assert mesh.roles["actor"].policy_version == UPDATES * (reached + 5)
+        with pytest.raises(PreconditionError) as over:
+            await hub.resume_run("stopped")
+        assert over.value.reason == "RUN_ENDED"

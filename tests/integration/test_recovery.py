@@ -12,6 +12,7 @@ from support.fake_recipes import split_pools
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe, until
 from support.fake_runs import Recorder, kill_during, make_run, read_lines
 
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.resume import reached
@@ -19,6 +20,7 @@ from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import InternalError
+from rolemesh.v1 import coordinator_pb2
 
 STEPS = 3
 ROLES = ("actor", "critic", "reference", "reward")
@@ -176,6 +178,30 @@ async def test_cuts_that_are_lost_cost_the_steps_since_the_checkpoint(tmp_path: 
         assert mesh.roles["actor"].weight == expected_weight(STEPS)
     assert learnt(tmp_path / "killed") == expected
     assert [one.lost_steps for one in summary.recoveries] == [1]
+    assert (await store.get_run(run.run_id)).recoveries == 1
+    events = [event async for event in StoreOperations(store).watch_run(run.run_id)]
+    kinds = [event.WhichOneof("event") for event in events]
+    (recovered,) = (event.recovered for event in events if event.HasField("recovered"))
+    assert (recovered.step, recovered.lost_steps) == (1, 1)
+    assert list(recovered.restarted) == ["critic"]
+    assert "critic was killed by signal 9" in recovered.cause
+    recovering = [
+        event.state.failure
+        for event in events
+        if event.state.state == coordinator_pb2.RUN_STATE_RECOVERING
+    ]
+    assert recovering == [f"{recovered.cause}; critic is started again"]
+    # Its own event tells of it, so there is no note of the same.
+    assert not any("recover" in event.note.text for event in events)
+    # Step 2 was told of before and after the run went back: never twice in what a watch keeps.
+    at = kinds.index("recovered")
+    before, after = (
+        [event.step for event in part if event.HasField("step_made")]
+        for part in (events[:at], events[at:])
+    )
+    assert (before, after) == ([1, 2], [2, 3])
+    kept = [step for step in before if step <= recovered.step]
+    assert [*kept, *after] == [1, 2, 3]
     steps = [int(entry.values["step"]) for entry in await store.read_metrics(run.run_id)]
     assert steps == [1, 2, 3]
 

@@ -25,6 +25,8 @@ from rolemesh.coordinator.sdk import (
     Evaluated,
     Event,
     Noted,
+    Recovered,
+    Resumed,
     RetryPolicy,
     RolemeshError,
     RunState,
@@ -294,11 +296,24 @@ async def test_events_of_every_kind_come_typed(
     saved = pb.CheckpointSaved(directory="/runs/quick/step-1")
     await tell(store, pb.RunEvent(step=1, checkpoint_saved=saved))
     await tell(store, note(1))
+    recovered = pb.Recovered(
+        step=1, cause="killed", seconds=2.5, restarted=["actor", "critic"], lost_steps=3
+    )
+    await tell(store, pb.RunEvent(step=1, recovered=recovered))
+    await tell(store, pb.RunEvent(step=1, state=pb.RunStateChange(state=pb.RUN_STATE_FAILED)))
+    await tell(store, pb.RunEvent(step=1, resumed=pb.Resumed(step=1, where="its journal")))
+    await tell(store, pb.RunEvent(step=1, state=pb.RunStateChange(state=pb.RUN_STATE_RUNNING)))
     await end(store)
     events = [event async for event in client.watch_run("run")]
     assert [type(event) for event in events] == [
-        StateChanged, StepMade, Evaluated, CheckpointSaved, Noted, StateChanged,
+        StateChanged, StepMade, Evaluated, CheckpointSaved, Noted, Recovered, StateChanged,
+        Resumed, StateChanged, StateChanged,
     ]  # fmt: skip
+    assert events[5] == Recovered(
+        events[5].event_id, events[5].time, 1, "killed", 2.5, ("actor", "critic"), 3
+    )
+    assert isinstance(events[7], Resumed)
+    assert events[7].where == "its journal"
     made = events[1]
     assert isinstance(made, StepMade)
     assert made.metrics == {"reward/mean": 0.5}

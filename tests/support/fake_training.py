@@ -141,9 +141,9 @@ class FakeTraining(FakeCore):
         ):
             yield response
 
-    def _written(self, directory: str) -> weights_pb2.CheckpointResult:
+    def _written(self, directory: str, *, replaces: bool) -> weights_pb2.CheckpointResult:
         folder = Path(directory)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=replaces)
         state = {"weight": self.weight, "policy_version": self.policy_version}
         (folder / "weight.json").write_text(json.dumps(state))
         return weights_pb2.CheckpointResult(
@@ -156,7 +156,7 @@ class FakeTraining(FakeCore):
             request,
             context,
             weights_pb2.SaveCheckpointResponse,
-            lambda: self._written(request.directory),
+            lambda: self._written(request.directory, replaces=False),
         ):
             yield response
 
@@ -166,6 +166,7 @@ class FakeTraining(FakeCore):
             request,
             context,
             weights_pb2.ExportResponse,
-            lambda: self._written(request.directory),
+            # A run that was stopped and goes on exports once more.
+            lambda: self._written(request.directory, replaces=True),
         ):
             yield response

@@ -14,7 +14,8 @@ from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import HttpServer, serve_http
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunRecord
+from rolemesh.coordinator.state.store import RunRecord, RunStream
+from rolemesh.v1 import coordinator_pb2
 
 T = TypeVar("T")
 
@@ -70,6 +71,14 @@ class PageServer:
     def fill(self, run_id: str, folder: Path, **fields: Any) -> RunRecord:
         """Writes an invented run."""
         return self.call(fill_store(self.store, run_id, folder, **fields))
+
+    def tell(self, run_id: str, event: coordinator_pb2.RunEvent, **changes: Any) -> None:
+        """Changes a run's record, and then tells its watches of it."""
+        self.call(self.store.update_run(run_id, **changes))
+        event.step = self.call(self.store.get_run(run_id)).step
+        event.time.GetCurrentTime()
+        payload = event.SerializeToString()
+        self.call(self.store.append_entry(run_id, RunStream.EVENTS, payload))
 
     def make_step(self, run_id: str) -> int:
         """Makes one more step of a live run; returns its number."""

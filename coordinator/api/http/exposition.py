@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from starlette.types import Scope
@@ -75,6 +75,9 @@ class _Runs(Collector):
         yield states
         steps = GaugeMetricFamily("rolemesh_run_step", "Steps finished.", labels=["run_id"])
         planned = GaugeMetricFamily("rolemesh_run_num_steps", "Steps planned.", labels=["run_id"])
+        recoveries = CounterMetricFamily(
+            "rolemesh_run_recoveries", "Failures that it had to recover from.", labels=["run_id"]
+        )
         values = GaugeMetricFamily(
             "rolemesh_run_metric", "A metric of the newest step.", labels=["run_id", "name"]
         )
@@ -82,9 +85,10 @@ class _Runs(Collector):
         for run in live[:MAX_TOLD_RUNS]:
             steps.add_metric([run.run_id], run.step)
             planned.add_metric([run.run_id], run.num_steps)
+            recoveries.add_metric([run.run_id], run.recoveries)
             for name in sorted(run.metrics)[:MAX_TOLD_METRICS]:
                 values.add_metric([run.run_id, name], run.metrics[name])
-        yield from (steps, planned, values)
+        yield from (steps, planned, recoveries, values)
 
 
 _STATE_WORDS: dict[int, RunStateWord] = {

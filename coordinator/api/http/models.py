@@ -79,6 +79,8 @@ class Run(Answer):
     """Type of its algorithm, e.g. "ppo"; "external" when a client drives it."""
     activity: str
     """What it does right now, e.g. "step 3"."""
+    recoveries: Int64
+    """How often it had to recover from a failure."""
 
 
 class RunList(Answer):
@@ -118,13 +120,22 @@ class CheckpointWish(Wish):
     """Names the wish, e.g. a UUID: a repeat asks for no second checkpoint."""
 
 
+class Resumption(Wish):
+    """Asks to resume a run."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"overrides": ["run.steps=40"]}]})
+
+    overrides: list[str] = Field(default=[], max_length=1000)
+    """Fields of a run that has ended to set besides, "a.b.c=value", as on the command line."""
+
+
 class RunStateChange(Answer):
     """A new state of a run."""
 
     state: RunStateWord
     """The state."""
     failure: str
-    """Why it failed, empty otherwise."""
+    """Why it failed, or what it recovers from; empty otherwise."""
 
 
 class StepMade(Answer):
@@ -155,11 +166,35 @@ class Note(Answer):
     """The line."""
 
 
+class Recovered(Answer):
+    """A failure of a process or a connection that the run has survived."""
+
+    step: Int64
+    """Steps that were kept: the next one is made, or made again."""
+    cause: str
+    """What had failed."""
+    seconds: Number
+    """From the failure until steps are made again."""
+    restarted: list[str]
+    """Services whose models were loaded anew; the others kept theirs."""
+    lost_steps: Int64
+    """Steps that had been made before the failure and are made again."""
+
+
+class Resumed(Answer):
+    """A run that goes on in another process than before."""
+
+    step: Int64
+    """Steps that it has made."""
+    where: str
+    """Where they were read, e.g. "its journal"."""
+
+
 class RunEvent(Answer):
     """Something that happened in a run: `data` of an event of the stream.
 
-    One of `state`, `step_made`, `evaluated`, `checkpoint_saved` and `note` is there; the stream's
-    `event` field says which.
+    One of `state`, `step_made`, `evaluated`, `checkpoint_saved`, `note`, `recovered` and `resumed`
+    is there; the stream's `event` field says which.
     """
 
     event_id: str
@@ -178,6 +213,10 @@ class RunEvent(Answer):
     """A checkpoint was saved."""
     note: Note | None = None
     """Something worth a line."""
+    recovered: Recovered | None = None
+    """The run goes on after a failure."""
+    resumed: Resumed | None = None
+    """The run goes on in another process."""
 
 
 class Metrics(Answer):

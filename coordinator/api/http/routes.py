@@ -112,10 +112,17 @@ async def pause_run(operations: TheOperations, run_id: RunId) -> Any:
     return to_plain(await operations.pause_run(run_id))
 
 
-@_run.post("/resume", response_model=models.Run, responses=problems(409))
-async def resume_run(operations: TheOperations, run_id: RunId) -> Any:
-    """Takes the wish to pause back."""
-    return to_plain(await operations.resume_run(run_id))
+@_run.post("/resume", response_model=models.Run, responses=problems(409, 413, 429))
+async def resume_run(
+    operations: TheOperations,
+    run_id: RunId,
+    wish: Annotated[
+        models.Resumption | None,
+        Body(description="What changes in a run that has ended; without a body nothing does."),
+    ] = None,
+) -> Any:
+    """Takes the wish to pause back; starts a run that failed or was stopped from where it is."""
+    return to_plain(await operations.resume_run(run_id, () if wish is None else wish.overrides))
 
 
 @_run.post("/checkpoint", response_model=models.Run, responses=problems(409, 413))

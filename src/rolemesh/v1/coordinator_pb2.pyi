@@ -351,16 +351,24 @@ class ResumeRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of a run that has ended to set besides, "a.b.c=value", e.g.
+        "run.steps=40"; at most 1 MiB in all.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        overrides: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrides", b"overrides", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,6 +512,8 @@ class RunEvent(_message.Message):
     EVALUATED_FIELD_NUMBER: _builtins.int
     CHECKPOINT_SAVED_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    RECOVERED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     event_id: _builtins.str
     """Id, opaque; of WatchRunRequest.after_event_id."""
     step: _builtins.int
@@ -532,6 +542,14 @@ class RunEvent(_message.Message):
     def note(self) -> Global___Note:
         """Something worth a line."""
 
+    @_builtins.property
+    def recovered(self) -> Global___Recovered:
+        """The run goes on after a failure."""
+
+    @_builtins.property
+    def resumed(self) -> Global___Resumed:
+        """The run goes on in another process."""
+
     def __init__(
         self,
         *,
@@ -543,12 +561,14 @@ class RunEvent(_message.Message):
         evaluated: Global___Evaluated | None = ...,
         checkpoint_saved: Global___CheckpointSaved | None = ...,
         note: Global___Note | None = ...,
+        recovered: Global___Recovered | None = ...,
+        resumed: Global___Resumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "event", b"event", "note", b"note", "state", b"state", "step_made", b"step_made", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "event", b"event", "note", b"note", "recovered", b"recovered", "resumed", b"resumed", "state", b"state", "step_made", b"step_made", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "event", b"event", "event_id", b"event_id", "note", b"note", "state", b"state", "step", b"step", "step_made", b"step_made", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_saved", b"checkpoint_saved", "evaluated", b"evaluated", "event", b"event", "event_id", b"event_id", "note", b"note", "recovered", b"recovered", "resumed", b"resumed", "state", b"state", "step", b"step", "step_made", b"step_made", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["state", "step_made", "evaluated", "checkpoint_saved", "note"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["state", "step_made", "evaluated", "checkpoint_saved", "note", "recovered", "resumed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -565,7 +585,7 @@ class RunStateChange(_message.Message):
     state: Global___RunState.ValueType
     """The state."""
     failure: _builtins.str
-    """Why it failed, empty otherwise."""
+    """Why it failed, or what it recovers from; empty otherwise."""
     def __init__(
         self,
         *,
@@ -689,6 +709,74 @@ class CheckpointSaved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointSaved: _TypeAlias = CheckpointSaved  # noqa: Y015
+
+@_typing.final
+class Recovered(_message.Message):
+    """A failure of a process or a connection that the run has survived."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
+    LOST_STEPS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Steps that were kept: the next one is made, or made again."""
+    cause: _builtins.str
+    """What had failed."""
+    seconds: _builtins.float
+    """From the failure until steps are made again."""
+    lost_steps: _builtins.int
+    """Steps that had been made before the failure and are made again, since only
+    an older state was left of them.
+    """
+    @_builtins.property
+    def restarted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Services whose models were loaded anew; the others kept theirs."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        restarted: _abc.Iterable[_builtins.str] | None = ...,
+        lost_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "lost_steps", b"lost_steps", "restarted", b"restarted", "seconds", b"seconds", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recovered: _TypeAlias = Recovered  # noqa: Y015
+
+@_typing.final
+class Resumed(_message.Message):
+    """A run that goes on in another process than before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Steps that it has made."""
+    where: _builtins.str
+    """Where they were read, e.g. "its journal"."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        where: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
 
 @_typing.final
 class Note(_message.Message):
@@ -1491,6 +1579,7 @@ class Run(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     ALGORITHM_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     name: _builtins.str
@@ -1509,6 +1598,10 @@ class Run(_message.Message):
     """Type of its algorithm, e.g. "ppo"; "external" when a client drives it."""
     activity: _builtins.str
     """What it does right now, e.g. "step 3" or "checkpoint of step 3"."""
+    recoveries: _builtins.int
+    """How often it had to recover from a failure, the one that it recovers from now
+    included.
+    """
     @_builtins.property
     def created_at(self) -> _timestamp_pb2.Timestamp:
         """When it was created."""
@@ -1536,10 +1629,11 @@ class Run(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         algorithm: _builtins.str = ...,
         activity: _builtins.str = ...,
+        recoveries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "updated_at", b"updated_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "algorithm", b"algorithm", "created_at", b"created_at", "directory", b"directory", "failure", b"failure", "metrics", b"metrics", "name", b"name", "num_steps", b"num_steps", "run_id", b"run_id", "state", b"state", "step", b"step", "updated_at", b"updated_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "algorithm", b"algorithm", "created_at", b"created_at", "directory", b"directory", "failure", b"failure", "metrics", b"metrics", "name", b"name", "num_steps", b"num_steps", "recoveries", b"recoveries", "run_id", b"run_id", "state", b"state", "step", b"step", "updated_at", b"updated_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

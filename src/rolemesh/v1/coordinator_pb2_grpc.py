@@ -193,12 +193,22 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResumeRun(self, request, context):
-        """Takes the wish to pause back.
+        """Takes the wish to pause back. Starts a run that has failed or was stopped
+        again, from where it is: with its id, in its folder, and with its recipe but
+        for `overrides`.
 
-        Idempotent: sets a wish.
+        Idempotent: sets a wish. A repeat with the same overrides, while the run that
+        was started again goes on, returns it as it is now.
         Errors:
         NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
-        FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded: nothing of it is left to make.
+        FAILED_PRECONDITION (RUN_NOT_ENDED): there are overrides, and the run goes on.
+        FAILED_PRECONDITION (RESUME_UNAVAILABLE): the run has ended, and this coordinator does not
+        start runs, or not those of that folder; `rolemesh train --resume` does.
+        INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
+        one is unknown or out of range; names it.
+        RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+        UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,7 +235,9 @@ class CoordinatorServiceServicer(object):
         event that arrived: none is missed and none comes twice, also when another
         coordinator answers.
         Stream order: events by time, without end while the run goes on. The stream
-        ends after the event of a final state.
+        ends after the event of a final state, unless the run was resumed since. A
+        step that the run went back before is made again, and its event comes again:
+        after a Recovered or a Resumed, whose `step` says which steps were kept.
         Errors:
         NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
         OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run

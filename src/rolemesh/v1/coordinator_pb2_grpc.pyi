@@ -81,12 +81,22 @@ class CoordinatorServiceStub:
       FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
     """
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]
-    """Takes the wish to pause back.
+    """Takes the wish to pause back. Starts a run that has failed or was stopped
+    again, from where it is: with its id, in its folder, and with its recipe but
+    for `overrides`.
 
-    Idempotent: sets a wish.
+    Idempotent: sets a wish. A repeat with the same overrides, while the run that
+    was started again goes on, returns it as it is now.
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
-      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (RUN_ENDED): the run has succeeded: nothing of it is left to make.
+      FAILED_PRECONDITION (RUN_NOT_ENDED): there are overrides, and the run goes on.
+      FAILED_PRECONDITION (RESUME_UNAVAILABLE): the run has ended, and this coordinator does not
+        start runs, or not those of that folder; `rolemesh train --resume` does.
+      INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
+        one is unknown or out of range; names it.
+      RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+      UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
     """
     CheckpointRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRunRequest, _coordinator_pb2.CheckpointRunResponse]
     """Asks a run to save a checkpoint after the step in progress.
@@ -105,7 +115,9 @@ class CoordinatorServiceStub:
     event that arrived: none is missed and none comes twice, also when another
     coordinator answers.
     Stream order: events by time, without end while the run goes on. The stream
-    ends after the event of a final state.
+    ends after the event of a final state, unless the run was resumed since. A
+    step that the run went back before is made again, and its event comes again:
+    after a Recovered or a Resumed, whose `step` says which steps were kept.
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run
@@ -223,12 +235,22 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
       FAILED_PRECONDITION (RUN_EXTERNAL): a client makes its steps, and alone knows where they end.
     """
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.ResumeRunResponse]  # type: ignore[assignment]
-    """Takes the wish to pause back.
+    """Takes the wish to pause back. Starts a run that has failed or was stopped
+    again, from where it is: with its id, in its folder, and with its recipe but
+    for `overrides`.
 
-    Idempotent: sets a wish.
+    Idempotent: sets a wish. A repeat with the same overrides, while the run that
+    was started again goes on, returns it as it is now.
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
-      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (RUN_ENDED): the run has succeeded: nothing of it is left to make.
+      FAILED_PRECONDITION (RUN_NOT_ENDED): there are overrides, and the run goes on.
+      FAILED_PRECONDITION (RESUME_UNAVAILABLE): the run has ended, and this coordinator does not
+        start runs, or not those of that folder; `rolemesh train --resume` does.
+      INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
+        one is unknown or out of range; names it.
+      RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+      UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
     """
     CheckpointRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRunRequest, _coordinator_pb2.CheckpointRunResponse]  # type: ignore[assignment]
     """Asks a run to save a checkpoint after the step in progress.
@@ -247,7 +269,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     event that arrived: none is missed and none comes twice, also when another
     coordinator answers.
     Stream order: events by time, without end while the run goes on. The stream
-    ends after the event of a final state.
+    ends after the event of a final state, unless the run was resumed since. A
+    step that the run went back before is made again, and its event comes again:
+    after a Recovered or a Resumed, whose `step` says which steps were kept.
     Errors:
       NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
       OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run
@@ -404,12 +428,22 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ResumeRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ResumeRunResponse, _abc.Awaitable[_coordinator_pb2.ResumeRunResponse]]:
-        """Takes the wish to pause back.
+        """Takes the wish to pause back. Starts a run that has failed or was stopped
+        again, from where it is: with its id, in its folder, and with its recipe but
+        for `overrides`.
 
-        Idempotent: sets a wish.
+        Idempotent: sets a wish. A repeat with the same overrides, while the run that
+        was started again goes on, returns it as it is now.
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
-          FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+          FAILED_PRECONDITION (RUN_ENDED): the run has succeeded: nothing of it is left to make.
+          FAILED_PRECONDITION (RUN_NOT_ENDED): there are overrides, and the run goes on.
+          FAILED_PRECONDITION (RESUME_UNAVAILABLE): the run has ended, and this coordinator does not
+            start runs, or not those of that folder; `rolemesh train --resume` does.
+          INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
+            one is unknown or out of range; names it.
+          RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
+          UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
         """
 
     @_abc_1.abstractmethod
@@ -440,7 +474,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         event that arrived: none is missed and none comes twice, also when another
         coordinator answers.
         Stream order: events by time, without end while the run goes on. The stream
-        ends after the event of a final state.
+        ends after the event of a final state, unless the run was resumed since. A
+        step that the run went back before is made again, and its event comes again:
+        after a Recovered or a Resumed, whose `step` says which steps were kept.
         Errors:
           NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
           OUT_OF_RANGE (EVENTS_EXPIRED): events after `after_event_id` are no longer kept; read the run

@@ -211,6 +211,20 @@ def test_an_idle_processor_and_a_short_look_are_no_alert() -> None:
     assert alerts(records(), (), use_of(device("cpu", 0.0, 0.5), short)) == []
 
 
+@pytest.mark.parametrize(("steps", "is_said"), [((21, 30, 39), True), ((20, 30, 39), False)])
+def test_a_run_that_recovers_again_and_again_is_said(steps: tuple[int, ...], is_said: bool) -> None:
+    recoveries = [
+        coordinator_pb2.Recovered(step=step, cause=f"actor was killed, {step}", seconds=4.0)
+        for step in steps
+    ]
+    use = coordinator_pb2.GetDeviceUseResponse()
+    found = alerts_of(records(), (), use, recoveries)
+    assert [alert.rule for alert in found] == ["RECOVERS_OFTEN"] * is_said
+    if is_said:
+        assert "3 times in the last 20 steps, in 12 s in all" in found[0].text
+        assert "actor was killed, 39" in found[0].text
+
+
 def test_the_most_pressing_alert_comes_first() -> None:
     run = records({"finished_fraction": 0.1})
     run[-1]["actor/loss"] = math.nan

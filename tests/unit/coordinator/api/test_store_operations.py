@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +301,69 @@ async def test_an_ended_run_takes_no_wishes_but_a_stop(operations: StoreOperatio
             await wish()
         assert refused.value.reason == "RUN_ENDED"
     assert (await operations.stop_run("made")).state == coordinator_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_a_run_that_has_ended_is_started_again_by_who_starts_runs(
+    store: StateStore, operations: StoreOperations
+) -> None:
+    await store.update_run("live", state=RunState.FAILED, pause_requested=True)
+    # A coordinator of one run alone says who does it.
+    with pytest.raises(PreconditionError, match=r"rolemesh train --resume .*/live") as refused:
+        await operations.resume_run("live")
+    assert refused.value.reason == "RESUME_UNAVAILABLE"
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    class Creator:
+        async def create_run(self, run_id: str, recipe: str, overrides: Sequence[str]) -> None:
+            raise AssertionError("no run is created")
+
+        async def resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
+            asked.append((run_id, tuple(overrides)))
+            await store.update_run(run_id, state=RunState.STARTING)
+
+    hub = StoreOperations(store, Creator())
+    run = await hub.resume_run("live", ["run.steps=40"])
+    assert run.state == coordinator_pb2.RUN_STATE_STARTING
+    assert not (await store.get_run("live")).pause_requested
+    # Without overrides, that of a run that goes on is the wish not to pause.
+    await hub.resume_run("live")
+    assert asked == [("live", ("run.steps=40",))]
+    with pytest.raises(PreconditionError) as over:
+        await hub.resume_run("made")
+    assert over.value.reason == "RUN_ENDED"
+    with pytest.raises(InvalidRequestError) as large:
+        await hub.resume_run("live", ["x" * 2**21])
+    assert large.value.reason == "RECIPE_INVALID"
+
+
+async def test_a_watch_passes_an_end_after_which_the_run_was_resumed(
+    store: StateStore, operations: StoreOperations
+) -> None:
+    states = coordinator_pb2.RUN_STATE_STARTING, coordinator_pb2.RUN_STATE_STOPPED
+    for state in states:
+        change = coordinator_pb2.RunEvent(state=coordinator_pb2.RunStateChange(state=state))
+        await store.append_entry("made", RunStream.EVENTS, change.SerializeToString())
+    told = [event.state.state async for event in operations.watch_run("made")]
+    assert told[-3:] == [coordinator_pb2.RUN_STATE_SUCCEEDED, *states]
+
+
+async def test_recoveries_are_read_once_for_the_alert_of_many(
+    store: StateStore, operations: StoreOperations
+) -> None:
+    async def recover(step: int) -> None:
+        recovered = coordinator_pb2.Recovered(step=step, cause="killed", seconds=1.0)
+        event = coordinator_pb2.RunEvent(step=step, recovered=recovered)
+        await store.append_entry("live", RunStream.EVENTS, event.SerializeToString())
+
+    async def rules() -> list[str]:
+        return [alert.rule for alert in (await operations.list_alerts("live")).alerts]
+
+    for step in (1, 2):
+        await recover(step)
+    assert "RECOVERS_OFTEN" not in await rules()
+    await recover(3)
+    await store.update_run("live", recoveries=3)
+    assert [(await rules()).count("RECOVERS_OFTEN") for _ in range(2)] == [1, 1]
 
 
 async def test_only_a_run_of_a_client_can_be_attached_and_not_paused(

@@ -14,7 +14,7 @@ from rolemesh.coordinator import commands
 from rolemesh.coordinator.commands.cli import COMMANDS, app, load_command
 
 HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelemetry", "pydantic")
-NO_COMMANDS = {"cli", "console", "diagnosis", "ending", "hub", "options"}
+NO_COMMANDS = {"cli", "console", "diagnosis", "ending", "hub", "run_process", "options"}
 """Modules beside the commands."""
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from rolemesh.coordinator.commands.console import (
     SturdyConsole,
     print_summary,
 )
+from rolemesh.coordinator.dataflow.observer import RECOVERING
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState
@@ -159,6 +161,37 @@ def test_live_console_keeps_rows_and_drops_activity() -> None:
     assert "where the time went" in output
     assert "0.250" in output
     assert "saved" in output
+
+
+def test_live_console_tells_what_a_recovery_waits_for_and_since_when(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    shown = LiveConsole(Console(file=io.StringIO(), width=160))
+
+    def drawn() -> list[str]:
+        stream.truncate(stream.seek(0))
+        Console(file=stream, width=160).print(shown._activity())
+        return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+
+    try:
+        shown.on_phase("actor", "update", 3, 64)
+        shown.on_phase(RECOVERING, "actor was killed; actor is started again", 0, 0)
+        shown.on_phase("actor", "start", 0, 0)
+        now = 105.0
+        # Another attempt of the same recovery.
+        shown.on_phase(RECOVERING, "critic does not answer; critic is waited for", 0, 0)
+        now = 107.0
+        assert drawn() == [
+            "recovering critic does not answer; critic is waited for 7 s",
+            "actor start 7 s",
+        ]
+        shown.on_phase(RECOVERING, "", 0, 0)
+        assert drawn() == ["actor start 7 s"]
+    finally:
+        shown.close()
 
 
 def test_logging_observer_hands_everything_on() -> None:

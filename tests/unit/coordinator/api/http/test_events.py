@@ -14,7 +14,7 @@ from rolemesh.coordinator.api.http import events as events_module
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunRecord, RunStream, StateStore
+from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream, StateStore
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.v1 import coordinator_pb2
 
@@ -40,6 +40,8 @@ async def store_with(*events: coordinator_pb2.RunEvent) -> StateStore:
         RunRecord(run_id="r", name="n", num_steps=9, directory="", created_at=1.0, updated_at=1.0)
     )
     for event in events:
+        if event.HasField("state"):
+            await store.update_run("r", state=RunState.SUCCEEDED)
         await store.append_entry("r", RunStream.EVENTS, event.SerializeToString())
     return store
 

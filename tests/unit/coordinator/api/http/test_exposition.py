@@ -29,6 +29,7 @@ async def test_runs_requests_and_the_process_are_told(tmp_path: Path) -> None:
     store = MemoryStateStore()
     await fill_store(store, "live-1", tmp_path / "live-1", num_steps=5, is_live=True)
     await fill_store(store, "ended-1", tmp_path / "ended-1", num_steps=5)
+    await store.update_run("live-1", recoveries=2)
     reward = (await store.get_run("live-1")).metrics["reward/mean"]
     async with client_of(StoreOperations(store)) as client:
         for run_id in ("live-1", "live-1", "nobody"):
@@ -42,6 +43,7 @@ async def test_runs_requests_and_the_process_are_told(tmp_path: Path) -> None:
     assert told["rolemesh_runs", (("state", "running"),)] == 1
     assert told["rolemesh_runs", (("state", "succeeded"),)] == 1
     assert told["rolemesh_run_step", (("run_id", "live-1"),)] == 5
+    assert told["rolemesh_run_recoveries_total", (("run_id", "live-1"),)] == 2
     metric = (("name", "reward/mean"), ("run_id", "live-1"))
     assert told["rolemesh_run_metric", metric] == reward
     assert not any(("run_id", "ended-1") in labels for _, labels in told)

@@ -25,6 +25,8 @@ MESSAGES: dict[type[models.Answer], Any] = {
     models.Evaluated: coordinator_pb2.Evaluated,
     models.CheckpointSaved: coordinator_pb2.CheckpointSaved,
     models.Note: coordinator_pb2.Note,
+    models.Recovered: coordinator_pb2.Recovered,
+    models.Resumed: coordinator_pb2.Resumed,
     models.RunEvent: coordinator_pb2.RunEvent,
     models.DataflowNode: coordinator_pb2.DataflowNode,
     models.Dataflow: coordinator_pb2.GetDataflowResponse,

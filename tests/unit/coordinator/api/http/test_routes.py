@@ -12,7 +12,7 @@ from support.rest_servers import JSON, client_of, refused
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunRecord, RunStream, StateStore
+from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream, StateStore
 
 NUM_STEPS = 12
 LIVE = "/api/v1/runs/live-1"
@@ -33,6 +33,10 @@ class Creator:
                 run_id=run_id, name="n", num_steps=1, directory="", created_at=9e9, updated_at=9e9
             )
         )
+
+    async def resume_run(self, run_id: str, overrides: Sequence[str]) -> None:
+        self.wishes.append((run_id, "", overrides))
+        await self._store.update_run(run_id, state=RunState.STARTING)
 
 
 @pytest.fixture
@@ -102,6 +106,16 @@ async def test_a_run_is_paused_resumed_and_stopped(
     assert (await client.post(f"{LIVE}/resume")).json()["state"] == "running"
     assert (await client.post(f"{LIVE}/stop")).json()["state"] == "stopping"
     assert (await store.get_run("live-1")).stop_requested
+
+
+async def test_a_run_that_failed_is_resumed_with_another_recipe(
+    client: httpx.AsyncClient, store: StateStore, creator: Creator
+) -> None:
+    await store.update_run("live-1", state=RunState.FAILED)
+    wish = {"overrides": ["run.steps=40"]}
+    assert (await client.post(f"{LIVE}/resume", json=wish)).json()["state"] == "starting"
+    assert creator.wishes == [("live-1", "", ["run.steps=40"])]
+    refused(await client.post(f"{LIVE}/resume", json={"steps": 3}), 400, "REQUEST_INVALID")
 
 
 async def test_a_checkpoint_is_asked_for_under_the_given_name_or_a_new_one(

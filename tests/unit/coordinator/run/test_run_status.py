@@ -1,0 +1,55 @@
+"""Tests of what `rolemesh status` says of recoveries."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.run.folder import print_status, read_status
+from rolemesh.coordinator.run.session import COORDINATOR_FILE
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunRecord, RunState
+
+
+def printed(directory: Path) -> str:
+    stream = io.StringIO()
+    print_status(Console(file=stream, width=400), [read_status(directory)])
+    return stream.getvalue()
+
+
+async def test_a_run_that_recovers_says_what_from_and_how_often_before(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    record = RunRecord(
+        run_id="r", name="n", num_steps=9, directory=str(tmp_path), created_at=1.0, updated_at=1.0,
+        state=RunState.RECOVERING, activity="recovering: actor was killed", recoveries=2,
+    )  # fmt: skip
+    await store.create_run(record)
+    server, port = await serve_coordinator(StoreOperations(store))
+    facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": "r"}
+    (tmp_path / COORDINATOR_FILE).write_text(json.dumps(facts))
+    try:
+        status = await asyncio.to_thread(read_status, tmp_path)
+        text = await asyncio.to_thread(printed, tmp_path)
+    finally:
+        await server.stop(None)
+    assert (status.state, status.recoveries) == ("recovering", 2)
+    assert "recovering: actor was killed" in text
+    assert "2 times" in text
+
+
+def test_a_run_that_has_ended_says_how_often_it_recovered(tmp_path: Path) -> None:
+    summary = {"state": "succeeded", "failure": "", "steps": 9, "recoveries": [{}, {}, {}]}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert read_status(tmp_path).recoveries == 3
+    assert "3 times" in printed(tmp_path)
+    del summary["recoveries"]
+    # The summary of an older version.
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert read_status(tmp_path).recoveries == 0
