@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.dataflow.role_calls import PromptBatch, PromptCursor, StepContext
+from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -42,8 +41,9 @@ from rolemesh.coordinator.run.progress import (
 )
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
+from rolemesh.coordinator.run.steps_ahead import StepsAhead
 from rolemesh.coordinator.run.wishes import Wishes
-from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
+from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.rpc.channel import MethodTraffic
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.v1 import coordinator_pb2, weights_pb2
@@ -94,11 +94,8 @@ class TrainingLoop(RunLoop):
         self._samples = samples
         replicas = {role: recipe.services_of(role) for role in recipe.roles}
         self._pools = Pools(recipe.pools, mesh, replicas)
-        self._cursor = PromptCursor(self.progress.next_prompt)
         self._sampler = make_sampler(recipe)
-        self._ahead: dict[int, StepContext] = {}
-        """Steps whose trajectories are being sampled already."""
-        self._prompts: dict[int, PromptBatch] = {}
+        self._ahead = StepsAhead(recipe.run, self._sampler, self.progress, self._context)
         self._traffic_before = MethodTraffic()
         """Of the coordinator, when the newest step began."""
         self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
@@ -138,7 +135,7 @@ class TrainingLoop(RunLoop):
                 await self._save_due_checkpoint()
                 await self._heed_wishes()
         finally:
-            await self._drop_ahead()
+            await self._ahead.drop()
         if self.step:
             await self._save_checkpoint()
         await self._export()
@@ -146,35 +143,11 @@ class TrainingLoop(RunLoop):
 
     def rewound(self) -> None:
         """Told that the progress went back to an earlier step, before `run`."""
-        self._cursor = PromptCursor(self.progress.next_prompt)
+        self._ahead.rewound()
 
     async def begin_ahead(self) -> None:
-        """Has the next step sampled with the weights of the step before the newest one.
-
-        So it is when that step is sampled while the newest one trains, and an attempt after a
-        failure has to do it anew. Where only the newest weights are left, it takes those.
-        """
-        following, before = self.step + 1, self.step - 1
-        if not self._sampler.steps_ahead_while_training or self.step == 0:
-            return
-        if following > self._recipe.run.steps or self.progress.skipped is not None:
-            return
-        if before not in await self.cuts.known():
-            self._observer.on_event(
-                f"step {following} is sampled with weights that are one step newer than the "
-                f"schedule says: those of step {before} are not left"
-            )
-            return
-        try:
-            await self.cuts.restore(before, ("actor",), keeps_later=True)
-            self._sample_ahead(range(following, following + 1))
-            await self._sampler.weights_brought()
-            await self.cuts.restore(self.step, ("actor",))
-            self._sampler.step_ends(self._ahead[following])
-            await self._sampler.weights_brought()
-        except BaseException:
-            await self._drop_ahead()
-            raise
+        """Begins what an attempt before would have begun by now."""
+        await self._ahead.begin_again(self.cuts, self._observer)
 
     async def _begin_run(self) -> None:
         """Makes the state before the first step one that the run can go back to."""
@@ -217,21 +190,8 @@ class TrainingLoop(RunLoop):
 
     def running(self, service: str) -> list[Node]:
         """Calls of a service that are in flight: of the newest step, then of those ahead of it."""
-        ahead = (context.dataflow for context in self._ahead.values())
-        graphs = ([] if self.dataflow is None else [self.dataflow], ahead)
-        return [node for dataflow in chain(*graphs) for node in dataflow.running(service)]
-
-    async def _drop_ahead(self) -> None:
-        """Cancels the sampling of steps that will not be made."""
-        contexts = list(self._ahead.values())
-        self._ahead.clear()
-        # Cancel all of them first: waiting for one of them may be interrupted.
-        for context in contexts:
-            context.dataflow.abort(RunError(f"step {context.step} is not made any more"))
-        for context in contexts:
-            # A failure in a step that will not be made is not the reason for the run's end.
-            with contextlib.suppress(RunError, StateStoreError):
-                await context.dataflow.finish()
+        newest = [] if self.dataflow is None else self.dataflow.running(service)
+        return [*newest, *self._ahead.running(service)]
 
     @property
     def _can_evaluate(self) -> bool:
@@ -353,18 +313,13 @@ class TrainingLoop(RunLoop):
         """Makes and commits a step."""
         self.activity = f"step {step}"
         started = time.monotonic()
-        if self._sampler.steps_ahead:
-            self._sample_ahead(range(step, step + self._sampler.steps_ahead + 1))
-        context, prompts = self._begin(step)
-        del self._ahead[step]
+        context, prompts = self._ahead.take(step)
         self.dataflow = self.step_in_progress = context.dataflow
         refusal: NodeFailedError | None = None
         try:
             async with context.dataflow:
                 start_step(self._algorithm, prompts, context)
-                # This step is made by now, so only later ones are begun.
-                later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
-                self._sample_ahead(later)
+                self._ahead.begin_while_training(step)
                 self._sampler.step_ends(context)
         except NodeFailedError as error:
             if not is_refusal(error):
@@ -372,7 +327,7 @@ class TrainingLoop(RunLoop):
             refusal = error
         nodes = [node for node in context.dataflow.nodes if node.state is NodeState.DONE]
         await self._health.check(
-            nodes, self._record(step, nodes, started), self._position(step), refusal
+            nodes, self._record(step, nodes, started), self._ahead.position(step), refusal
         )
         made = time.monotonic()
         await self.cuts.save(step)
@@ -380,8 +335,8 @@ class TrainingLoop(RunLoop):
         record = self._record(step, nodes, started) | self._health.marks()
         if self.cuts.is_on:
             record["time/cut"] = cut_seconds
-        await self._commit(step, self._position(step), record)
-        del self._prompts[step]
+        await self._commit(step, self._ahead.position(step), record)
+        self._ahead.made(step)
         for phase, spent in phase_seconds(nodes).items():
             self.progress.seconds[phase] += spent
         return context
@@ -415,26 +370,6 @@ class TrainingLoop(RunLoop):
         self.progress.commit(step, position, actor_version, record)
         self._events.step = step
         self.step_in_progress = None
-
-    def _position(self, step: int) -> int:
-        """Position in the data that the step after this one begins with."""
-        # Prompts of steps that are only being sampled count as not used.
-        following = self._prompts.get(step + 1)
-        return self._cursor.position if following is None else following.start
-
-    def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
-        """Returns a step's context and prompts. They are made once, in the order of steps."""
-        if step not in self._ahead:
-            prompts = self._cursor.take(self._recipe.run.prompts_per_step)
-            self._ahead[step] = self._context(step)
-            self._prompts[step] = prompts
-        return self._ahead[step], self._prompts[step]
-
-    def _sample_ahead(self, steps: range) -> None:
-        """Begins to sample these steps, if the run has them and they are not begun yet."""
-        for step in steps:
-            if step <= self._recipe.run.steps and step not in self._ahead:
-                self._sampler.begin(*self._begin(step))
 
     async def _save_due_checkpoint(self) -> None:
         every = self._recipe.run.checkpoint.every_steps
