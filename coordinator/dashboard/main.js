@@ -189,6 +189,8 @@ function onEvent(event) {
     header.setRecovery(recoveries.now);
     for (const read of [refreshRun, refreshServices, refreshDevices]) soon(read);
   }
+  // The newest step of a process that was killed may have a record and no event.
+  if (kind === "resumed") soon(refreshMetrics);
   // Steps that the run went back before are gone until they are made again.
   if (kind === "recovered" && told.recovered.lost_steps > 0) {
     const newest = page.history.steps.at(-1) ?? 0;
