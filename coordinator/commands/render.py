@@ -97,7 +97,8 @@ def compose(
 
 def _command(files: list[Path], settings: list[str]) -> list[str]:
     flags = [word for setting in settings for word in ("--set", setting)]
-    return ["train", *(str(file) for file in files), *flags]
+    # A container that is started again goes on with its run.
+    return ["train", "--restartable", *(str(file) for file in files), *flags]
 
 
 def _header(arguments: list[str]) -> str:

@@ -47,6 +47,12 @@ REQUIRED_SERVICES: Mapping[str, tuple[str, ...]] = {
 }
 """What a service has to serve to stand in for a role."""
 
+OUTAGE_S = 30.0
+"""How long a call with a key is made again while its connection is broken. A service that is really
+lost is found sooner: by its launcher or by the watcher."""
+
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _HEALTH_PAUSE_S = 0.2
 
@@ -64,7 +70,7 @@ class RoleConnection:
         self.address = address
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
-        self._channel = open_channel(address, traffic=traffic)
+        self._channel = open_channel(address, traffic=traffic, is_watched=True)
         self.client = ServiceClient(self._channel, name=service)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -167,10 +173,13 @@ class RoleConnection:
     ) -> Result:
         """Makes a call with a key: announces it, tells its progress, records that it was answered.
 
+        A broken connection is no failure of the service: the same call is made again with the same
+        key, as `unbroken` says. What it told before may be told again.
+
         Args:
             key: Of the call.
             stage: What the call does, for people.
-            call: Makes the call; gets whom to tell how far it is.
+            call: Makes the call, always with the same key; gets whom to tell how far it is.
             note: Takes the result, and gives what the journal keeps of it.
             journal: Records the answer.
             on_phase: Is told how far the call is, and that it has ended.
@@ -178,14 +187,16 @@ class RoleConnection:
         Raises:
             RolemeshError: The call failed, or ended without a result.
         """
+        outage = Outage()
 
         def on_progress(progress: operation_pb2.Progress) -> None:
+            outage.is_over()
             told = f"{stage}: {progress.stage}" if progress.stage else stage
             on_phase(self.service, told, progress.done, progress.total)
 
         on_phase(self.service, stage, 0, 0)
         try:
-            result = await call(on_progress)
+            result = await unbroken(lambda: call(on_progress), outage)
         except RolemeshError as error:
             # A broken connection says nothing of itself; a service's own words stay.
             error.metadata.setdefault("role", self.role)
@@ -194,6 +205,50 @@ class RoleConnection:
         await journal.acknowledge(key, note(result))
         on_phase(self.service, "", 0, 0)
         return result
+
+
+class Outage:
+    """For how long the connection of a call has been broken. Owner: one asyncio loop."""
+
+    def __init__(self) -> None:
+        self._ends_at: float | None = None
+        self._wait_s = _FIRST_WAIT_S
+
+    def is_over(self) -> None:
+        """The service was heard."""
+        self._ends_at, self._wait_s = None, _FIRST_WAIT_S
+
+    async def wait(self) -> bool:
+        """Waits until the call may be made again; False when it was broken for OUTAGE_S."""
+        now = asyncio.get_running_loop().time()
+        if self._ends_at is None:
+            self._ends_at = now + OUTAGE_S
+        if now >= self._ends_at:
+            return False
+        await asyncio.sleep(min(self._wait_s, self._ends_at - now))
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
+        return True
+
+
+async def unbroken(call: Callable[[], Awaitable[Result]], outage: Outage | None = None) -> Result:
+    """Makes a call that carries a key, again and again while its connection is broken.
+
+    The service's ledger gives the first answer once more, or lets the repeat join the call.
+
+    Args:
+        call: Makes the call, always with the same key.
+        outage: Of this call, for a caller that hears of its progress.
+
+    Raises:
+        RolemeshError: The call failed, or its connection was broken for OUTAGE_S seconds.
+    """
+    outage = outage or Outage()
+    while True:
+        try:
+            return await call()
+        except UnavailableError as error:
+            if not error.is_broken_connection or not await outage.wait():
+                raise
 
 
 def summarize_reference(reference: experience_pb2.ExperienceRef) -> dict[str, Any]:

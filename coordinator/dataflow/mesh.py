@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection
+from rolemesh.coordinator.dataflow.connection import RoleConnection, unbroken
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
@@ -118,17 +118,21 @@ class RunMesh:
     async def sleep(self, service: str, step: int) -> None:
         """Has a service move what it holds to host memory."""
         key = self._journal.next_key(step, f"{service}.sleep")
-        await self._moved(service, "sleep", step, self.connections[service].client.sleep(key))
+        client = self.connections[service].client
+        await self._moved(service, "sleep", step, lambda: client.sleep(key))
 
     async def wake(self, service: str, step: int) -> None:
         """Has a service bring what it holds back to its devices."""
         key = self._journal.next_key(step, f"{service}.wake")
-        await self._moved(service, "wake", step, self.connections[service].client.wake(key))
+        client = self.connections[service].client
+        await self._moved(service, "wake", step, lambda: client.wake(key))
 
-    async def _moved(self, service: str, move: str, step: int, call: Awaitable[object]) -> None:
+    async def _moved(
+        self, service: str, move: str, step: int, call: Callable[[], Awaitable[object]]
+    ) -> None:
         self._observer.on_phase(service, move, 0, 0)
         try:
-            await call
+            await unbroken(call)
         except RolemeshError as error:
             # By itself it would look like a failure of the node that needs the devices.
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error

@@ -101,6 +101,9 @@ class Sampler(Protocol):
     def step_ends(self, context: StepContext) -> None:
         """Told when all nodes of a step exist."""
 
+    async def weights_brought(self) -> None:
+        """Returns once all that was asked to be brought to samplers has arrived there."""
+
 
 @dataclass(frozen=True)
 class StepContext:

@@ -7,6 +7,7 @@ step never depends on it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,6 +156,9 @@ class ActorSampler:
     def step_ends(self, context: StepContext) -> None:
         """The actor has its new weights."""
 
+    async def weights_brought(self) -> None:
+        """The actor brings them at the start of its generation."""
+
 
 @dataclass(eq=False)
 class _Publication:
@@ -257,6 +261,12 @@ class RolloutSampler:
             case OneStepAheadSpec():
                 # A publication replaces the one before, which must have been taken by then.
                 self._publication = self._publish(context, (*context.policy_updates, *self._takes))
+
+    async def weights_brought(self) -> None:
+        """Returns once the newest publication is made, and the services have what they take."""
+        published = () if self._publication is None else self._publication.part.outcomes
+        taken = [outcome for part in self._takes for outcome in part.outcomes]
+        await asyncio.gather(*published, *taken)
 
     def _bring_weights(
         self, context: StepContext, after: Sequence[CallFuture] = (), *, is_leased: bool = True

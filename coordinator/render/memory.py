@@ -5,6 +5,7 @@ from __future__ import annotations
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs import ClassifierRewardSpec, named_sources
 
 BYTES_PER_TOKEN = 64
 """Most bytes that a role holds for one token: 8 for its id, 8 for its policy_version, 1 for the
@@ -24,6 +25,10 @@ _BESIDE_BYTES = 1 << 30
 _PUBLISHED_BYTES = 4
 """Bytes of published weights for each byte of the model's folder: two copies, the newest one and
 the one being fetched, in float32, of a model that lies in bfloat16."""
+
+_CUT_BYTES = 12
+"""Bytes of cuts for each byte of a trained model's folder: two of them, each with weights and two
+moments in float32, of a model that lies in bfloat16."""
 
 
 def experience_bytes(recipe: Recipe) -> int:
@@ -67,4 +72,21 @@ def shared_memory_bytes(recipe: Recipe) -> int:
                 "of shared memory depends on them: run this where the model is, or make it first"
             )
         total += _PUBLISHED_BYTES * sum(file.stat().st_size for file in files)
+    total += _cut_bytes(recipe)
     return -(-total // _UNIT) * _UNIT
+
+
+def _cut_bytes(recipe: Recipe) -> int:
+    """Bytes of the cuts of all trained roles; of a model that is not on this machine, none."""
+    if not recipe.run.recovery.cuts:
+        return 0
+    models = [role.model.path for role in (recipe.actor, recipe.critic) if role is not None]
+    reward = recipe.reward
+    if reward is not None and reward.optimizer is not None:
+        models += [
+            one.source.model.path
+            for one in named_sources(reward.source)
+            if isinstance(one.source, ClassifierRewardSpec)
+        ]
+    files = [file for folder in models for file in folder.glob("*.safetensors")]
+    return _CUT_BYTES * sum(file.stat().st_size for file in files)

@@ -176,6 +176,8 @@ class Attempt:
             watching = asyncio.create_task(watcher.run())
             watching.add_done_callback(self._watcher_ended)
             await mesh.initialize(parts.recipe)
+            # From now on a service that does not know the run is another process.
+            watcher.ready.update(mesh.connections)
             if isinstance(loop, TrainingLoop):
                 await self._go_back(loop)
             services = {name: known.facts() for name, known in mesh.connections.items()}
@@ -201,6 +203,7 @@ class Attempt:
             parts.writer.rewind(step, parts.progress.records)
             loop.rewound()
             await loop.cuts.save(step)
+        await loop.begin_ahead()
         parts.events.step = step
 
     async def give_back(self) -> None:

@@ -87,18 +87,24 @@ class Cuts:
         )
         return set.intersection(*({cut.step for cut in cuts} for cuts in answers))
 
-    async def restore(self, step: int, roles: Sequence[str] | None = None) -> None:
+    async def restore(
+        self, step: int, roles: Sequence[str] | None = None, *, keeps_later: bool = False
+    ) -> None:
         """Brings trained roles back to their state after a step.
 
         Args:
             step: One of `known`.
             roles: Those roles; None: all.
+            keeps_later: Whether cuts of later steps stay, for a caller that will return.
 
         Raises:
             RolemeshError: A role failed.
         """
         await self._each(
-            "restore_cut", step, lambda client, key: client.restore_cut(key, step), roles
+            "restore_cut",
+            step,
+            lambda client, key: client.restore_cut(key, step, keeps_later=keeps_later),
+            roles,
         )
 
     async def drop(self) -> None:

@@ -143,6 +143,34 @@ class TrainingLoop(RunLoop):
         """Told that the progress went back to an earlier step, before `run`."""
         self._cursor = PromptCursor(self.progress.next_prompt)
 
+    async def begin_ahead(self) -> None:
+        """Has the next step sampled with the weights of the step before the newest one.
+
+        So it is when that step is sampled while the newest one trains, and an attempt after a
+        failure has to do it anew. Where only the newest weights are left, it takes those.
+        """
+        following, before = self.step + 1, self.step - 1
+        if not self._sampler.steps_ahead_while_training or self.step == 0:
+            return
+        if following > self._recipe.run.steps:
+            return
+        if before not in await self.cuts.known():
+            self._observer.on_event(
+                f"step {following} is sampled with weights that are one step newer than the "
+                f"schedule says: those of step {before} are not left"
+            )
+            return
+        try:
+            await self.cuts.restore(before, ("actor",), keeps_later=True)
+            self._sample_ahead(range(following, following + 1))
+            await self._sampler.weights_brought()
+            await self.cuts.restore(self.step, ("actor",))
+            self._sampler.step_ends(self._ahead[following])
+            await self._sampler.weights_brought()
+        except BaseException:
+            await self._drop_ahead()
+            raise
+
     async def _begin_run(self) -> None:
         """Makes the state before the first step one that the run can go back to."""
         progress, actor = self.progress, self._mesh.connections.get("actor")

@@ -21,10 +21,14 @@ class WatchSettings:
     status_timeout_s: float = 5.0
     """Deadline of one look."""
     refusals_until_lost: int = 2
-    """A service counts as lost after this many refused connections in a row."""
+    """A service counts as lost after this many refused connections in a row. A process that is
+    stopped or cut off is refused by its connection, which pings it; see WATCHED_OPTIONS."""
     silence_until_lost_s: float = 120.0
     """A service that keeps its connection but does not answer counts as lost after this long. It is
     long because loading a library may block a process for tens of seconds."""
+    stall_s: float = 900.0
+    """A service that is busy counts as lost when its operation and progress have been the same for
+    this long; 0: never."""
     lease_ttl_s: float = 15.0
     """Life of a service's entry in the registry."""
 
@@ -64,6 +68,10 @@ class Watcher:
         self._on_lost = on_lost
         self._on_devices = on_devices
         self._beat = beat
+        self.ready: set[str] = set()
+        """Services that were initialised: from then on, one that does not hold the run is lost."""
+        self._news: dict[str, tuple[RoleConnection, str]] = {}
+        """What services said since their leases were renewed last."""
 
     async def run(self) -> None:
         """Watches until cancelled; raises the errors of the store."""
@@ -71,62 +79,113 @@ class Watcher:
             for connection in self._connections:
                 group.create_task(self._watch_service(connection))
             group.create_task(self._keep_pulse())
+            # A store that is away must not keep the watch from looking.
+            group.create_task(self._keep_leases())
 
     async def _keep_pulse(self) -> None:
         while True:
             await asyncio.sleep(self._settings.interval_s)
             await self._beat()
 
-    async def _watch_service(self, connection: RoleConnection) -> None:
-        loop = asyncio.get_running_loop()
-        refusals, heard_at = 0, loop.time()
+    async def _keep_leases(self) -> None:
         while True:
-            problem = ""
+            await asyncio.sleep(self._settings.interval_s)
+            news, self._news = self._news, {}
+            for connection, status in news.values():
+                lease = ServiceLease(
+                    role=connection.role,
+                    address=connection.address,
+                    run_id=self._run_id,
+                    name=connection.service,
+                    pid=connection.capabilities.pid,
+                    status=status,
+                )
+                await self._store.register_service(lease, self._settings.lease_ttl_s)
+
+    async def _watch_service(self, connection: RoleConnection) -> None:
+        look = _Look(self._settings, asyncio.get_running_loop().time())
+        while True:
+            # Read before the question: an answer from before the service was initialised says
+            # nothing of what it holds since.
+            is_ready = connection.service in self.ready
             try:
                 client = connection.client.within(self._settings.status_timeout_s)
                 status = await client.get_status(self._run_id)
             except UnavailableError as error:
-                refusals += 1
-                problem = error.message
+                loss = look.refused(error.message) or look.silent()
             except DeadlineError:
-                refusals = 0
+                loss = look.silent(is_connected=True)
             except RolemeshError as error:
                 # It answers with its own failure, and will do so for every later call.
-                self._on_lost(connection.service, f"{_name(connection)} is broken: {error.message}")
-                return
+                loss = f"is broken: {error.message}"
             else:
-                refusals, heard_at = 0, loop.time()
-                # The Initialize of this run removes what an earlier run left behind.
-                is_ours = status.run_id == self._run_id
-                if status.state == worker_pb2.WORKER_STATE_FAILED and is_ours:
-                    problem = status.failure or "see its log"
-                    self._on_lost(connection.service, f"{_name(connection)} is broken: {problem}")
-                    return
-                self._on_devices(connection.service, status.devices)
-                await self._renew(connection, describe(status))
-            if refusals >= self._settings.refusals_until_lost:
-                self._on_lost(connection.service, f"{_name(connection)} is gone: {problem}")
-                return
-            silence_s = loop.time() - heard_at
-            if silence_s >= self._settings.silence_until_lost_s:
-                self._on_lost(
-                    connection.service,
-                    f"{_name(connection)} has not answered for {silence_s:.0f} s, though its "
-                    "process holds the connection: see its log and whether it is stopped",
-                )
+                loss = look.answered(status, self._run_id, is_ready=is_ready)
+                if not loss:
+                    self._on_devices(connection.service, status.devices)
+                    self._news[connection.service] = connection, describe(status)
+            if loss:
+                self._on_lost(connection.service, f"{_name(connection)} {loss}")
                 return
             await asyncio.sleep(self._settings.interval_s)
 
-    async def _renew(self, connection: RoleConnection, status: str) -> None:
-        lease = ServiceLease(
-            role=connection.role,
-            address=connection.address,
-            run_id=self._run_id,
-            name=connection.service,
-            pid=connection.capabilities.pid,
-            status=status,
-        )
-        await self._store.register_service(lease, self._settings.lease_ttl_s)
+
+class _Look:
+    """What the looks at one service add up to. Each method gives what a loss is told as, or ""."""
+
+    def __init__(self, settings: WatchSettings, now: float) -> None:
+        self._settings = settings
+        self._num_refusals = 0
+        self._heard_at = now
+        self._work: tuple[object, ...] | None = None
+        self._work_since = now
+
+    def refused(self, problem: str) -> str:
+        """The connection is refused or broken."""
+        self._num_refusals += 1
+        if self._num_refusals >= self._settings.refusals_until_lost:
+            return f"is gone: {problem}"
+        return ""
+
+    def silent(self, *, is_connected: bool = False) -> str:
+        """No answer came."""
+        if is_connected:
+            self._num_refusals = 0
+        silence_s = asyncio.get_running_loop().time() - self._heard_at
+        if silence_s >= self._settings.silence_until_lost_s:
+            return (
+                f"has not answered for {silence_s:.0f} s, though its process holds the connection: "
+                "see its log and whether it is stopped"
+            )
+        return ""
+
+    def answered(self, status: worker_pb2.GetStatusResponse, run_id: str, *, is_ready: bool) -> str:
+        """It answered; `is_ready` says whether it was initialised for the run before."""
+        now = asyncio.get_running_loop().time()
+        self._num_refusals, self._heard_at = 0, now
+        if status.run_id != run_id:
+            self._work = None
+            # The Initialize of this run removes what an earlier run left behind.
+            if not is_ready:
+                return ""
+            holds = f"holds run {status.run_id!r}" if status.run_id else "holds no run"
+            return (
+                f"has lost the run: it answers, but {holds}. Its process was started again, or "
+                "another run took it"
+            )
+        if status.state == worker_pb2.WORKER_STATE_FAILED:
+            return f"is broken: {status.failure or 'see its log'}"
+        progress = status.progress
+        work = (status.operation, progress.stage, progress.done, progress.total)
+        if status.state != worker_pb2.WORKER_STATE_BUSY:
+            self._work = None
+        elif work != self._work:
+            self._work, self._work_since = work, now
+        elif 0 < self._settings.stall_s <= now - self._work_since:
+            place = ", ".join(word for word in (status.operation, progress.stage) if word)
+            return (
+                f"has made no progress in {place} for {now - self._work_since:.0f} s: see its log"
+            )
+        return ""
 
 
 def describe(status: worker_pb2.GetStatusResponse) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
@@ -59,7 +60,7 @@ class TensorEntry(_Closed):
     """A tensor of a cut."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: DtypeName
     offset: int
     """First byte, counted from the beginning of the slot's tensors."""
 
@@ -327,10 +328,11 @@ def restore_cut(
     weights: Mapping[str, torch.Tensor],
     optimizer: Optimizer,
     peers: Peers,
+    keeps_later: bool = False,
 ) -> RestoredCut:
     """Puts the cut of a step back, in place; everything is checked before anything changes.
 
-    All ranks call it. Cuts of later steps are dropped.
+    All ranks call it.
 
     Args:
         slots: Of this rank.
@@ -339,6 +341,7 @@ def restore_cut(
         weights: The model's own, written in place.
         optimizer: Gets moments and counts.
         peers: The ranks.
+        keeps_later: Whether cuts of later steps stay; else they are dropped.
 
     Raises:
         CutNotFoundError: A rank has no whole cut of that step. As the next ones, on all ranks.
@@ -379,7 +382,8 @@ def restore_cut(
         },
         header.random,
     )
-    slots.forget_after(step)
+    if not keeps_later:
+        slots.forget_after(step)
     return RestoredCut(
         header.policy_version, header.extra, sum(num_bytes for _, num_bytes in facts)
     )

@@ -198,14 +198,15 @@ class ModelInTraining:
             progress=progress,
         )
 
-    def restore_cut(self, slots: CutSlots, step: int) -> RestoredCut:
+    def restore_cut(self, slots: CutSlots, step: int, *, keeps_later: bool = False) -> RestoredCut:
         """Takes over a cut, whole or not at all; training goes on bit for bit.
 
-        With many ranks all of them call it. Cuts of later steps are dropped.
+        With many ranks all of them call it.
 
         Args:
             slots: Of this rank.
             step: Of the cut.
+            keeps_later: Whether cuts of later steps stay; else they are dropped.
 
         Raises:
             CutNotFoundError: A rank has no whole cut of that step. As the next, on all ranks alike.
@@ -219,6 +220,7 @@ class ModelInTraining:
             weights=dict(self.named_weights()),
             optimizer=self._optimizer,
             peers=self._peers(),
+            keeps_later=keeps_later,
         )
         self.drop_gradients()
         self.policy_version = restored.policy_version

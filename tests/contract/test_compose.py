@@ -158,8 +158,8 @@ def test_every_recipe_runs_on_the_mesh_of_the_containers(
 
 
 def test_coordinator_trains_a_recipe_of_the_repository(config: dict[str, Any]) -> None:
-    command, recipe, *_ = config["services"]["coordinator"]["command"]
-    assert command == "train"
+    command, flag, recipe, *_ = config["services"]["coordinator"]["command"]
+    assert (command, flag) == ("train", "--restartable")
     assert (REPOSITORY / recipe).is_file()
     assert (REPOSITORY / recipe).parent.name == "recipes"
 
@@ -296,8 +296,9 @@ def test_containers_are_confined(config: dict[str, Any]) -> None:
 def test_a_dead_role_comes_back_and_a_finished_run_does_not(config: dict[str, Any]) -> None:
     for name in ("store", *ROLES):
         assert config["services"][name]["restart"] == "unless-stopped"
-    for name in ("coordinator", "models"):
-        assert config["services"][name]["restart"] == "no"
+    assert config["services"]["models"]["restart"] == "no"
+    # It ends with 0 when its run is made. One that is killed goes on with it.
+    assert config["services"]["coordinator"]["restart"] == "on-failure:3"
 
 
 # --- negative checks: the tool that we trust does refuse ------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from google.protobuf import json_format, struct_pb2
 from support.episode_checks import OWN
+from support.service_calls import pulled
 from support.services import assert_same, make_experience, operation_key, serving
 from support.tiny_models import tiny_tokenizer, write_tiny_llama
 
@@ -22,7 +23,6 @@ from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.v1 import (
-    experience_pb2,
     reward_pb2,
     reward_pb2_grpc,
     rollout_pb2,
@@ -90,21 +90,6 @@ def generate(channel: MeshChannel, block_rows: int = 0) -> Any:
         block_rows=block_rows,
     )
     return rollout_pb2_grpc.RolloutServiceStub(channel).Generate(request)
-
-
-class Uncounted:
-    """The part of Call that pull uses."""
-
-    def phase(self, name: str) -> Any:
-        return nullcontext()
-
-    def add_fetched(self, transport: str, num_bytes: int) -> None:
-        pass
-
-
-async def pulled(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
-    names = [column.name for group in ref.groups for column in group.columns]
-    return await runtime.pull(ref, names, Uncounted())  # type: ignore[arg-type]
 
 
 async def test_rows_are_episodes_and_their_rewards_reach_the_reward_role(folder: Path) -> None:

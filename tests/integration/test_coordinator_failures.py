@@ -110,7 +110,10 @@ async def test_a_service_that_holds_its_connection_but_is_silent_is_lost(tmp_pat
             await run.execute()
 
 
-async def test_a_broken_connection_alone_names_role_and_rank(tmp_path: Path) -> None:
+async def test_a_broken_connection_alone_names_role_and_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolemesh.coordinator.dataflow.connection.OUTAGE_S", 0.3)
     async with fake_mesh() as mesh:
         mesh.roles["actor"].gates["Update"] = asyncio.Event()
         run = TrainingRun(
@@ -118,6 +121,8 @@ async def test_a_broken_connection_alone_names_role_and_rank(tmp_path: Path) -> 
             directory=tmp_path,
             addresses=mesh.addresses,
             store=MemoryStateStore(),
+            # The watcher says nothing: it would find the service gone.
+            watch=WatchSettings(refusals_until_lost=1000),
             loss_grace_s=0.0,
         )
         task = asyncio.create_task(run.execute())

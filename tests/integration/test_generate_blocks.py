@@ -8,14 +8,13 @@ import math
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.scripted_sampler import NUM_PROMPTS, SCRIPT, SamplerRole, ScriptedBackend
-from support.service_calls import initialize
+from support.service_calls import initialize, pulled
 from support.services import ServiceProcess, assert_same, operation_key, serving, spawn_service
 
 from rolemesh.engine.experience import Experience
@@ -74,21 +73,6 @@ async def all_of(
     assert result is not None
     assert kinds.index("result") == len(kinds) - 1
     return blocks, result
-
-
-class Uncounted:
-    """The part of Call that pull uses."""
-
-    def phase(self, name: str) -> Any:
-        return nullcontext()
-
-    def add_fetched(self, transport: str, num_bytes: int) -> None:
-        pass
-
-
-async def pulled(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
-    names = [column.name for column in ref.groups[0].columns]
-    return await runtime.pull(ref, names, Uncounted())  # type: ignore[arg-type]
 
 
 async def assert_blocks_are_rows_of(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf import json_format, struct_pb2
-from support import warm_processes
+from support.layout_services import Start, layout_services
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
-from support.services import operation_key, wait_for_announcement
+from support.services import operation_key
 from support.tiny_models import VOCAB_SIZE, tiny_tokenizer, write_tiny_classifier, write_tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -27,31 +24,11 @@ RUN_S = 300
 BAD_INPUT = 2
 """Exit code of the command line."""
 
-Start = Callable[[str, str], str]
-
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts a role with a layout and returns its address. It must end well: nothing broke it."""
-    processes = []
-
-    def begin(role: str, layout: str) -> str:
-        announce = tmp_path_factory.mktemp(role) / "announce.json"
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", f"rolemesh.services.{role}"),
-                *("--layout", layout, "--announce", str(announce)),
-            ],
-            env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
-            stderr=subprocess.DEVNULL,
-        )
-        processes.append(process)
-        return str(wait_for_announcement(process, announce)["address"])
-
-    yield begin
-    for process in processes:
-        process.terminate()
-    assert [process.wait(30) for process in processes] == [0] * len(processes)
+    with layout_services(tmp_path_factory) as begin:
+        yield begin
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import warm_processes
+from support.layout_services import Start, layout_services
 from support.reward_calls import NUM_PAIRS, RewardClient, trained, write_pairs
-from support.services import wait_for_announcement
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.rpc.channel import open_channel
@@ -24,31 +20,11 @@ from rolemesh.rpc.errors import InvalidRequestError
 STEP_TOLERANCE = 2e-5
 """Absolute, of a weight after two steps of 3e-3; see test_parallel_training."""
 
-Start = Callable[[str, str], str]
-
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts a role with a layout and returns its address. It must end well: nothing broke it."""
-    processes = []
-
-    def begin(role: str, layout: str) -> str:
-        announce = tmp_path_factory.mktemp(role) / "announce.json"
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", f"rolemesh.services.{role}"),
-                *("--layout", layout, "--announce", str(announce)),
-            ],
-            env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
-            stderr=subprocess.DEVNULL,
-        )
-        processes.append(process)
-        return str(wait_for_announcement(process, announce)["address"])
-
-    yield begin
-    for process in processes:
-        process.terminate()
-    assert [process.wait(30) for process in processes] == [0] * len(processes)
+    with layout_services(tmp_path_factory) as begin:
+        yield begin
 
 
 @asynccontextmanager

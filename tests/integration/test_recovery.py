@@ -100,17 +100,16 @@ async def kill_during(
     return await task
 
 
-@pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("victim", ROLES)
 @pytest.mark.parametrize(("service", "method"), PHASES)
 async def test_a_kill_in_any_phase_changes_nothing_that_is_learnt(
-    service: str, method: str, victim: str, step: int, tmp_path: Path
+    service: str, method: str, victim: str, tmp_path: Path
 ) -> None:
     expected = await undisturbed(tmp_path / "undisturbed")
     store, recorder = MemoryStateStore(), Recorder()
     async with fake_mesh(has_cuts=True) as mesh:
         run = recovering_run(mesh, tmp_path / "killed", store, observer=recorder)
-        summary = await kill_during(run, mesh, service, method, victim, step)
+        summary = await kill_during(run, mesh, service, method, victim, 2)
         assert mesh.restarted == [victim]
         assert mesh.roles["actor"].weight == expected_weight(STEPS)
         assert mesh.cuts["actor"] == {}
@@ -222,3 +221,48 @@ async def test_a_kill_between_a_step_and_its_checkpoint_costs_no_checkpoint(tmp_
         summary = await kill_during(run, mesh, "critic", "SaveCheckpoint", "critic", 2)
     assert [one.lost_steps for one in summary.recoveries] == [0]
     assert committed_steps(tmp_path / "checkpoints") == [1, 2, 3]
+
+
+AHEAD_ROLES = (*ROLES, "rollout")
+AHEAD_PHASES = (
+    ("rollout-0", "Generate"),
+    ("rollout-1", "UpdateWeights"),
+    ("actor", "PublishWeights"),
+    ("actor", "Update"),
+    ("critic", "Update"),
+)
+
+
+def ahead_recipe(sampler: str) -> Any:
+    return fake_recipe(
+        roles=AHEAD_ROLES,
+        pools=split_pools(AHEAD_ROLES),
+        services={"rollout": {"replicas": 2}},
+        sampler={"type": sampler},
+        steps=5,
+        evaluation={"num_prompts": 4, "every_steps": 2},
+        recovery=RECOVERY,
+    )
+
+
+@pytest.mark.parametrize("victim", ["actor", "rollout-1"])
+@pytest.mark.parametrize(("service", "method"), AHEAD_PHASES)
+@pytest.mark.parametrize("sampler", ["sync", "one_step_ahead"])
+async def test_a_kill_with_rollout_services_changes_nothing_that_is_learnt(
+    sampler: str, service: str, method: str, victim: str, tmp_path: Path
+) -> None:
+    async with fake_mesh(AHEAD_ROLES, replicas=2, has_cuts=True) as mesh:
+        run = make_run(mesh, tmp_path / "undisturbed", ahead_recipe(sampler), MemoryStateStore())
+        await run.execute()
+        expected = mesh.roles["actor"].weight
+    async with fake_mesh(AHEAD_ROLES, replicas=2, has_cuts=True) as mesh:
+        settings = ahead_recipe(sampler)
+        run = make_run(
+            mesh, tmp_path / "killed", settings, MemoryStateStore(), restart=mesh.restart
+        )
+        run._loss_grace_s = 0.2
+        summary = await kill_during(run, mesh, service, method, victim, 4)
+        assert mesh.restarted == [victim]
+        assert mesh.roles["actor"].weight == expected
+    assert learnt(tmp_path / "killed") == learnt(tmp_path / "undisturbed")
+    assert [one.lost_steps for one in summary.recoveries] == [0]

@@ -72,7 +72,7 @@ class Pair:
         self.actor = Caller(actor.runtime.address)
         self.rollout = Caller(rollout.runtime.address)
 
-    async def bring(self, dtype: str = "FLOAT32") -> Any:
+    async def bring(self, dtype: str = "float32") -> Any:
         return await self.rollout.take((await self.actor.publish(dtype)).weights)
 
 
@@ -123,7 +123,7 @@ async def test_tokens_are_those_of_an_actor_that_samples_itself(
 async def test_bfloat16_travels_at_half_the_bytes(start: Callable[..., Any]) -> None:
     pair = await start()
     whole = (await pair.bring()).report.metrics["weight_sync_bytes"]
-    half = await pair.bring("BFLOAT16")
+    half = await pair.bring("bfloat16")
     assert half.report.metrics["weight_sync_bytes"] == whole / 2
     trainer = pair.actor_server.runtime.role.trainer
     held = dict(pair.rollout_server.runtime.role.backend._model.named_parameters())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.largest_tensor import LargestTensor
 
 from rolemesh.engine.models.logprobs import token_logprobs
 
@@ -159,28 +159,13 @@ def test_no_tokens_give_no_logprobs_and_zero_gradient() -> None:
     assert float(vocabulary.grad.abs().sum()) == 0
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Records the largest result of any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_tensor_as_large_as_all_logits_is_ever_made(compute_dtype: torch.dtype) -> None:
     num_tokens, width, vocabulary_size, chunk_tokens = 200, 8, 300, 16
     hidden = torch.randn(num_tokens, width, requires_grad=True)
     vocabulary = torch.randn(vocabulary_size, width, requires_grad=True)
     targets = torch.randint(vocabulary_size, (num_tokens,))
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         logprobs, entropy = token_logprobs(
             hidden,
             vocabulary,

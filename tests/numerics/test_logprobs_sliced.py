@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.largest_tensor import LargestTensor
 from support.rank_processes import RankContext, RankPool
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.models.logprobs import token_logprobs
@@ -153,28 +152,13 @@ def test_bfloat16_slices_round_as_one_rank_does(rank_pool: RankPool) -> None:
         assert error < BFLOAT16_GRADIENT_TOLERANCE
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Records the largest result of any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 def largest_tensor(at: RankContext, num_tokens: int, slice_rows: int, chunk_tokens: int) -> int:
     """Elements of the largest tensor in a forward and backward pass."""
     with at.connect(HybridLayout(TrainLayout(tp=at.world_size))) as mesh:
         hidden = torch.ones(num_tokens, 8, requires_grad=True)
         own = torch.ones(slice_rows, 8, requires_grad=True)
         targets = torch.arange(num_tokens) % (slice_rows * at.world_size)
-        with _LargestTensor() as largest:
+        with LargestTensor() as largest:
             logprobs, entropy = token_logprobs(
                 hidden,
                 own,

@@ -65,7 +65,8 @@ class FakeRecovery(FakeCore):
                 raise NotFoundError(f"no cut of step {request.step}", reason="CUT_NOT_FOUND")
             self.weight, self.policy_version = self._cuts[request.step]
             for later in [step for step in self._cuts if step > request.step]:
-                del self._cuts[later]
+                if not request.keeps_later:
+                    del self._cuts[later]
             return self._result()
 
         async for response in self.keyed(

@@ -140,7 +140,7 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
             await self.gates["GetStatus"].wait()
         state = worker_pb2.WORKER_STATE_BUSY if self.operation else worker_pb2.WORKER_STATE_READY
         return worker_pb2.GetStatusResponse(
-            state=state, operation=self.operation, devices=self.devices
+            state=state, operation=self.operation, devices=self.devices, run_id=self.run_id
         )
 
     async def Drain(self, request: Any, context: Any) -> Any:

@@ -26,25 +26,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
-import importlib
-import importlib.util
-import inspect
 import multiprocessing
 import os
-import pickle
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from support.rank_child import RankOutcome, by_value, located, serve
 
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -129,16 +122,6 @@ class RankContext:
             yield mesh
         finally:
             mesh.close()
-
-
-@dataclass(frozen=True, slots=True)
-class RankOutcome:
-    """How a rank's function ended."""
-
-    value: Any = None
-    """What it returned."""
-    failure: str | None = None
-    """Traceback of what it raised, or how the process ended; None when it returned."""
 
 
 @dataclass(slots=True)
@@ -226,7 +209,7 @@ class RankPool:
         """Outcomes by rank, and the ranks in the order in which they ended."""
         if not 1 <= world_size <= self.max_ranks:
             raise ValueError(f"world_size is {world_size}: give 1 to {self.max_ranks}")
-        where = _location(function)
+        where = located(function)
         self._start(world_size)
         assert self._store is not None  # _start makes it
         self._num_calls += 1
@@ -235,7 +218,7 @@ class RankPool:
             RankContext(rank, world_size, self._store.port, prefix) for rank in range(world_size)
         ]
         # All are pickled before the first is sent: what cannot be pickled reaches no rank.
-        messages = [_by_value((context, args)) for context in contexts]
+        messages = [by_value((context, args)) for context in contexts]
         try:
             for child, message in zip(self._children, messages, strict=False):
                 child.pipe.send(where)
@@ -310,7 +293,7 @@ class RankPool:
 
     def _spawn(self) -> _Child:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self._context.Process(target=serve, args=(theirs,), daemon=True)
         # The server of forks starts with the first one and takes the environment of this moment.
         before = {name: os.environ.get(name) for name in CHILD_ENVIRONMENT}
         os.environ.update(CHILD_ENVIRONMENT)
@@ -342,83 +325,6 @@ def run_ranks(
     """`RankPool.run` on processes that end with it."""
     with RankPool(world_size) as pool:
         return pool.run(function, world_size, *args, timeout_s=timeout_s)
-
-
-# --- in the child -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Location:
-    module: str
-    path: str
-    name: str
-
-
-def _location(function: Callable[..., Any]) -> _Location:
-    path = inspect.getsourcefile(function)
-    if path is None or "." in function.__qualname__:
-        raise ValueError(
-            f"function is {function.__qualname__}: define it at the top level of a module, where "
-            "the ranks' processes can import it"
-        )
-    return _Location(function.__module__, os.path.abspath(path), function.__name__)
-
-
-def _serve(pipe: connection.Connection) -> None:
-    """Runs functions until the pipe ends."""
-    gc.freeze()  # What was imported is never garbage; leaving it out makes each collection short.
-    while True:
-        try:
-            where = pipe.recv()
-            given = None if where is None else pipe.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            return
-        if given is None:
-            pipe.send(None)  # Ready.
-            continue
-        try:
-            # The module first: arguments may be of its classes.
-            function = getattr(_module(where), where.name)
-            context, args = ForkingPickler.loads(given)
-            message = _by_value(RankOutcome(value=function(context, *args)))
-        except Exception:
-            message = _by_value(RankOutcome(failure="\n" + traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        pipe.send_bytes(message)
-        # Models and their groups refer to each other. Each group that is left has threads that wake
-        # a hundred times a second.
-        context = args = function = None
-        gc.collect()
-
-
-def _by_value(message: object) -> bytes:
-    """A message for `send_bytes`; `send` would lend torch's shared memory to the reader."""
-    return pickle.dumps(message)
-
-
-def _module(where: _Location) -> ModuleType:
-    """The function's module; a test file is no member of a package and is loaded by its path."""
-    if where.module in sys.modules:
-        return sys.modules[where.module]
-    if where.module.split(".")[0] in ("rolemesh", "support"):
-        return importlib.import_module(where.module)
-    # Pickle looks classes up by the dotted name, and wants every part of it to be a module.
-    parents = where.module.split(".")[:-1]
-    for end in range(1, len(parents) + 1):
-        sys.modules.setdefault(".".join(parents[:end]), ModuleType(".".join(parents[:end])))
-    spec = importlib.util.spec_from_file_location(where.module, where.path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{where.path} cannot be loaded as {where.module}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[where.module] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[where.module]
-        raise
-    return module
 
 
 _clients: dict[int, dist.TCPStore] = {}

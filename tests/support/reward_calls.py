@@ -7,24 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
 from support.services import operation_key
 
 from rolemesh.rpc.channel import MeshChannel
-from rolemesh.v1 import (
-    data_pb2,
-    data_pb2_grpc,
-    experience_pb2,
-    reward_pb2,
-    reward_pb2_grpc,
-    rollout_pb2,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    weights_pb2,
-    weights_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, trainer_pb2
 
 NUM_PAIRS = 8
 BRADLEY_TERRY = trainer_pb2.AlgorithmPart(type="bradley_terry")
@@ -69,6 +56,7 @@ class RewardClient:
 
     def __init__(self, channel: MeshChannel) -> None:
         self._channel = channel
+        self._client = ServiceClient(channel)
         self._number = 0
 
     def key(self) -> Any:
@@ -77,10 +65,7 @@ class RewardClient:
 
     async def initialize(self, spec: Mapping[str, Any]) -> Any:
         await self._channel.channel_ready()
-        request = worker_pb2.InitializeRequest(
-            key=self.key(), spec=json_format.ParseDict(spec, struct_pb2.Struct()), run_seed=3
-        )
-        return await result_of(worker_pb2_grpc.WorkerServiceStub(self._channel).Initialize(request))
+        return await self._client.initialize(self.key(), spec, 3)
 
     async def read(
         self,
@@ -89,34 +74,24 @@ class RewardClient:
         split: rollout_pb2.Split.ValueType = rollout_pb2.SPLIT_TRAIN,
         kind: data_pb2.ReadKind.ValueType = data_pb2.READ_KIND_PREFERENCE,
     ) -> experience_pb2.ExperienceRef:
-        request = data_pb2.ReadBatchRequest(
-            key=self.key(),
-            rows=rollout_pb2.PromptSlice(split=split, start=0, count=count),
-            kind=kind,
-        )
-        stub = data_pb2_grpc.DataServiceStub(self._channel)
-        return (await result_of(stub.ReadBatch(request))).experience
+        rows = rollout_pb2.PromptSlice(split=split, start=0, count=count)
+        return (await self._client.read_batch(self.key(), rows, kind)).experience
 
     async def update(
         self, batch: experience_pb2.ExperienceRef, *, version: int = 0, rows_per_unit: int = 2
     ) -> trainer_pb2.UpdateResult:
-        request = trainer_pb2.UpdateRequest(
-            key=self.key(),
-            experience=batch,
-            loss=BRADLEY_TERRY,
+        return await self._client.update(
+            self.key(),
+            batch,
+            BRADLEY_TERRY,
             epochs=1,
             mini_batch_rows=NUM_PAIRS,
-            expected_policy_version=version,
             rows_per_unit=rows_per_unit,
+            expected_policy_version=version,
         )
-        return await result_of(trainer_pb2_grpc.TrainerServiceStub(self._channel).Update(request))
 
     async def judge(self, batch: experience_pb2.ExperienceRef, pass_at: Sequence[int] = ()) -> Any:
-        request = reward_pb2.ComputeRewardRequest(key=self.key(), experience=batch, pass_at=pass_at)
-        return await result_of(
-            reward_pb2_grpc.RewardServiceStub(self._channel).ComputeReward(request)
-        )
+        return await self._client.compute_reward(self.key(), batch, pass_at=pass_at)
 
     async def export(self, directory: Path) -> Any:
-        request = weights_pb2.ExportRequest(key=self.key(), directory=str(directory))
-        return await result_of(weights_pb2_grpc.WeightsServiceStub(self._channel).Export(request))
+        return await self._client.export(self.key(), str(directory))

@@ -10,25 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
 from support import warm_processes
 from support.services import operation_key, wait_for_announcement
 
 from rolemesh.engine.experience import Experience
 from rolemesh.rpc.channel import MeshChannel, open_channel
+from rolemesh.rpc.service_client import ServiceClient
+from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.experience.fetch import fetch_rows
-from rolemesh.v1 import (
-    experience_pb2,
-    rollout_pb2,
-    rollout_pb2_grpc,
-    tensor_pb2,
-    trainer_pb2,
-    trainer_pb2_grpc,
-    weights_pb2,
-    weights_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from rolemesh.v1 import experience_pb2, rollout_pb2, trainer_pb2, weights_pb2, worker_pb2
 
 DATA = {"type": "reasoning_gym", "task": "chain_sum", "train_size": 16, "held_out_size": 4}
 SEED = 5
@@ -40,87 +30,56 @@ class Caller:
     def __init__(self, address: str) -> None:
         self.address = address
         self.channel: MeshChannel = open_channel(address)
+        self._client = ServiceClient(self.channel)
         self._sequence = 0
 
     async def initialize(self, **spec: Any) -> worker_pb2.InitializeResult:
         # A new process on a busy machine may drop the first handshake.
         await self.channel.channel_ready()
-        request = worker_pb2.InitializeRequest(
-            key=self._key("initialize", 0),
-            spec=json_format.ParseDict({"data": DATA, **spec}, struct_pb2.Struct()),
-            run_seed=SEED,
+        return await self._client.initialize(
+            self._key("initialize", 0), {"data": DATA, **spec}, SEED
         )
-        result: worker_pb2.InitializeResult = await _result(
-            worker_pb2_grpc.WorkerServiceStub(self.channel).Initialize(request)
-        )
-        return result
 
     async def generate(
         self, step: int, *, start: int = 0, count: int = 4, **sampling: Any
     ) -> experience_pb2.ExperienceResult:
         """Completions of training prompts; tokens follow from weights, step and prompts."""
-        request = rollout_pb2.GenerateRequest(
-            key=self._key("generate", step),
-            prompts=rollout_pb2.PromptSlice(
-                split=rollout_pb2.SPLIT_TRAIN, start=start, count=count
-            ),
-            sampling=rollout_pb2.Sampling(
-                **{
-                    "samples_per_prompt": 2,
-                    "temperature": 1.0,
-                    "top_p": 1.0,
-                    "top_k": -1,
-                    "max_new_tokens": 12,
-                    **sampling,
-                }
-            ),
+        usual = {
+            "samples_per_prompt": 2,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_new_tokens": 12,
+        }
+        return await self._client.generate(
+            self._key("generate", step),
+            rollout_pb2.PromptSlice(split=rollout_pb2.SPLIT_TRAIN, start=start, count=count),
+            rollout_pb2.Sampling(**{**usual, **sampling}),
         )
-        result: experience_pb2.ExperienceResult = await _result(
-            rollout_pb2_grpc.RolloutServiceStub(self.channel).Generate(request)
-        )
-        return result
 
     async def train(self, batch: experience_pb2.ExperienceRef, *, version: int) -> int:
         """Optimizer steps of two rows each towards what was sampled; returns the new version."""
-        request = trainer_pb2.UpdateRequest(
-            key=self._key("update", 0),
-            experience=batch,
-            loss=trainer_pb2.AlgorithmPart(type="sft"),
+        result = await self._client.update(
+            self._key("update", 0),
+            batch,
+            trainer_pb2.AlgorithmPart(type="sft"),
             epochs=1,
             mini_batch_rows=-(-batch.num_rows // 3),
+            rows_per_unit=0,
             expected_policy_version=version,
-        )
-        result: trainer_pb2.UpdateResult = await _result(
-            trainer_pb2_grpc.TrainerServiceStub(self.channel).Update(request)
         )
         return result.policy_version
 
-    async def publish(self, dtype: str = "FLOAT32") -> weights_pb2.PublishWeightsResult:
-        request = weights_pb2.PublishWeightsRequest(
-            key=self._key("publish", 0), dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{dtype}")
-        )
-        result: weights_pb2.PublishWeightsResult = await _result(
-            weights_pb2_grpc.WeightsServiceStub(self.channel).PublishWeights(request)
-        )
-        return result
+    async def publish(self, dtype: str = "float32") -> weights_pb2.PublishWeightsResult:
+        return await self._client.publish_weights(self._key("publish", 0), data_type_of(dtype))
 
     async def take(self, weights: weights_pb2.WeightsRef) -> rollout_pb2.UpdateWeightsResult:
-        request = rollout_pb2.UpdateWeightsRequest(
-            key=self._key("update_weights", 0), weights=weights
-        )
-        result: rollout_pb2.UpdateWeightsResult = await _result(
-            rollout_pb2_grpc.RolloutServiceStub(self.channel).UpdateWeights(request)
-        )
-        return result
+        return await self._client.update_weights(self._key("update_weights", 0), weights)
 
     async def checksums(self, holder: str = "SAMPLER") -> weights_pb2.GetChecksumsResponse:
-        request = weights_pb2.GetChecksumsRequest(
-            holder=weights_pb2.WeightsHolder.Value(f"WEIGHTS_HOLDER_{holder}")
+        return await self._client.get_checksums(
+            weights_pb2.WeightsHolder.Value(f"WEIGHTS_HOLDER_{holder}")
         )
-        answer: weights_pb2.GetChecksumsResponse = await weights_pb2_grpc.WeightsServiceStub(
-            self.channel
-        ).GetChecksums(request)
-        return answer
 
     def _key(self, operation: str, step: int) -> Any:
         self._sequence += 1
@@ -146,14 +105,6 @@ async def _rows_of_shard(
     names = [column.name for group in ref.groups for column in group.columns]
     async with open_channel(shard.address) as channel:
         return (await fetch_rows(channel, shard, names, range(shard.num_rows), "")).experience
-
-
-async def _result(call: Any) -> Any:
-    message = None
-    async for message in call:  # noqa: B007
-        pass
-    assert message is not None
-    return message.result
 
 
 @contextmanager

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
 from support.services import operation_key
 
+from rolemesh.engine.experience import Experience
 from rolemesh.rpc.channel import MeshChannel
-from rolemesh.v1 import value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rolemesh.rpc.references import names_of
+from rolemesh.services.runtime.calls.runtime import Runtime
+from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 
 async def initialize(channel: MeshChannel, epoch: int = 1, **spec: Any) -> Any:
@@ -41,3 +45,22 @@ def values(channel: MeshChannel, **key: Any) -> Any:
     return value_pb2_grpc.ValueServiceStub(channel).ComputeValues(
         value_pb2.ComputeValuesRequest(key=operation_key(**key))
     )
+
+
+class RecordingCall:
+    """The part of Call that pull uses."""
+
+    def __init__(self) -> None:
+        self.fetched: dict[str, int] = {}
+
+    def phase(self, name: str) -> Any:
+        assert name == "fetch"
+        return nullcontext()
+
+    def add_fetched(self, transport: str, num_bytes: int) -> None:
+        self.fetched[transport] = self.fetched.get(transport, 0) + num_bytes
+
+
+async def pulled(runtime: Runtime, ref: experience_pb2.ExperienceRef) -> Experience:
+    """All columns of a batch, as the service's own calls pull them."""
+    return await runtime.pull(ref, names_of(ref), RecordingCall())  # type: ignore[arg-type]

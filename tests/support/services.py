@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -39,12 +40,12 @@ class ToySpec(RoleSpec):
     """Spec of the toy role."""
 
     behaviour: str = "sum"
-    """ "sum", "raise", "slow", "deaf" (slow, without progress), "nan", "produce" or "meet" (ranks
-    wait for each other)."""
+    """ "sum", "raise", "slow", "deaf" (slow, without progress), "hold" (deaf, and no other thread
+    of the process runs Python), "nan", "produce" or "meet" (ranks wait for each other)."""
     num_rows: int = 4
     """Rows that "produce" makes."""
     seconds: float = 0.2
-    """How long "slow" and "deaf" work."""
+    """How long "slow", "deaf" and "hold" work."""
     failing_rank: int = -1
     """Raises instead of what the others do."""
     quick_rank: int = -1
@@ -102,6 +103,8 @@ class ToyRole(Role):
             torch.distributed.barrier(self.mesh.world.process_group)
         if self.spec.behaviour == "deaf":
             time.sleep(self.spec.seconds)
+        if self.spec.behaviour == "hold":
+            ctypes.PyDLL(None).usleep(int(1e6 * self.spec.seconds))
         if self.spec.behaviour == "slow" and self.spec.quick_rank != self.mesh.rank:
             started = time.monotonic()
             while (elapsed := time.monotonic() - started) < self.spec.seconds:

@@ -109,3 +109,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 def _at(origin: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(origin, sizes, strict=True))
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -51,7 +51,9 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
 
             def restore() -> RestoredCut:
                 slots = role.cut_slots(self._owner(key.run_id))
-                restored = role.trainer.restore_cut(slots, request.step)
+                restored = role.trainer.restore_cut(
+                    slots, request.step, keeps_later=request.keeps_later
+                )
                 role.extra_state = restored.extra
                 role.weights_replaced()
                 return restored

@@ -50,6 +50,16 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
+# A stopped process and a connection that passes nothing are found within 3 s. gRPC answers pings
+# from threads of its own: a process whose Python is held by a library for minutes keeps its
+# connection (docs/measurements.md). The third one bounds gRPC's own probes of the bandwidth: it
+# sends no keepalive while one of them is out, and gives it a minute.
+WATCHED_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+)
+
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
@@ -67,6 +77,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Pings during a long silent call must not end the connection with "too_many_pings".
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A call waits for a Python that a library holds; the default cancels it after 30 s.
+    ("grpc.server_max_unrequested_time_in_server", 300),
     # Otherwise a second process on the port would silently share it.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 1_024),
@@ -140,7 +152,11 @@ class ChannelTraffic:
 
 
 def open_channel(
-    address: str, *, traffic: ChannelTraffic | None = None, retries: bool = True
+    address: str,
+    *,
+    traffic: ChannelTraffic | None = None,
+    retries: bool = True,
+    is_watched: bool = False,
 ) -> MeshChannel:
     """Opens a channel to a service.
 
@@ -148,6 +164,9 @@ def open_channel(
         address: "host:port".
         traffic: Counters to add to, e.g. one for all channels of a process; None makes fresh ones.
         retries: Whether gRPC repeats idempotent calls; False if the caller repeats them itself.
+        is_watched: Whether a peer that is stopped or cut off has to be noticed within seconds. Only
+            for servers that are called each second or have SERVER_OPTIONS: others end a connection
+            with so many pings and so little data.
 
     Raises:
         ValueError: The address is not "host:port".
@@ -157,12 +176,13 @@ def open_channel(
         raise ValueError(
             f"address is {address!r}: give host:port without a scheme, e.g. 127.0.0.1:50051"
         )
-    options: list[tuple[str, Any]] = [*CLIENT_OPTIONS]
+    options: dict[str, Any] = dict(CLIENT_OPTIONS)
+    if is_watched:
+        options |= dict(WATCHED_OPTIONS)
     if retries:
-        options.append(("grpc.service_config", _service_config()))
-    return MeshChannel(
-        grpc.aio.insecure_channel(address, options=options), address, traffic or ChannelTraffic()
-    )
+        options["grpc.service_config"] = _service_config()
+    channel = grpc.aio.insecure_channel(address, options=tuple(options.items()))
+    return MeshChannel(channel, address, traffic or ChannelTraffic())
 
 
 def _service_config() -> str:

@@ -41,6 +41,8 @@ class RolemeshError(Exception):
         reason: UPPER_SNAKE constant of the catalogue, for programs.
         retryable: whether the same call may succeed later without a change.
         metadata: every dynamic value, e.g. role, rank, request_id, method.
+        is_broken_connection: whether gRPC itself could not reach the peer or lost it, and the peer
+            sent no status: the call may have had its effect or not.
         remote_traceback: frames of the service that failed unexpectedly, outermost first; empty
             for every other error.
 
@@ -69,6 +71,7 @@ class RolemeshError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.metadata: dict[str, str] = dict(metadata or {})
         self.remote_traceback = tuple(remote_traceback)
+        self.is_broken_connection = False
 
     @property
     def role(self) -> str | None:
@@ -300,7 +303,9 @@ def from_rpc_error(
         message = f"{peer} does not serve {method or 'the method'}: it is another role or version"
     else:
         message = f"{peer}, {method or 'a call'}: {details or code.name}"
-    return error_class(code)(message, metadata=where)
+    failure = error_class(code)(message, metadata=where)
+    failure.is_broken_connection = code is grpc.StatusCode.UNAVAILABLE
+    return failure
 
 
 def _sent_status(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -403,9 +403,9 @@ class ServiceClient:
         """Copies the trainer's state into shared memory, as the cut of the key's step."""
         return self._followed(self._cuts.SaveCut, cuts_pb2.SaveCutRequest(key=key))
 
-    def restore_cut(self, key: _Key, step: int) -> _Cut:
-        """Puts the cut of a step back, and removes those of later steps."""
-        request = cuts_pb2.RestoreCutRequest(key=key, step=step)
+    def restore_cut(self, key: _Key, step: int, *, keeps_later: bool = False) -> _Cut:
+        """Puts the cut of a step back, and removes those of later steps unless they are kept."""
+        request = cuts_pb2.RestoreCutRequest(key=key, step=step, keeps_later=keeps_later)
         return self._followed(self._cuts.RestoreCut, request)
 
     async def list_cuts(self, run_id: str) -> Sequence[cuts_pb2.Cut]:

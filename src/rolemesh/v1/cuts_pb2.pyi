@@ -84,8 +84,11 @@ class RestoreCutRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    KEEPS_LATER_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step of the cut, as in the key of its SaveCut."""
+    keeps_later: _builtins.bool
+    """Keeps the cuts of later steps: for a caller that looks back and returns."""
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -95,10 +98,11 @@ class RestoreCutRequest(_message.Message):
         *,
         key: _operation_pb2.OperationKey | None = ...,
         step: _builtins.int = ...,
+        keeps_later: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_later", b"keeps_later", "key", b"key", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

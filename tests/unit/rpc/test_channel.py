@@ -13,6 +13,7 @@ import pytest
 from rolemesh.rpc.channel import (
     CLIENT_OPTIONS,
     SERVER_OPTIONS,
+    WATCHED_OPTIONS,
     ChannelTraffic,
     _service_config,
     current_call,
@@ -30,14 +31,17 @@ def grpc_library() -> bytes:
     return Path(spec.origin).read_bytes()
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in CLIENT_OPTIONS + SERVER_OPTIONS}))
+ALL_OPTIONS = CLIENT_OPTIONS + WATCHED_OPTIONS + SERVER_OPTIONS
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in ALL_OPTIONS}))
 def test_every_option_name_is_known_to_the_library(name: str, grpc_library: bytes) -> None:
     # gRPC ignores a misspelt name without a word. C strings end in a zero byte.
     assert name.encode() + b"\x00" in grpc_library
 
 
 def test_no_option_raises_the_message_caps() -> None:
-    names = {name for name, _ in CLIENT_OPTIONS + SERVER_OPTIONS}
+    names = {name for name, _ in ALL_OPTIONS}
     assert not any("message_length" in name for name in names)
 
 

@@ -55,8 +55,8 @@ def devices(services: dict[str, Any], role: str) -> list[str]:
 
 def trained(services: dict[str, Any]) -> Recipe:
     """The recipe that the coordinator's command means."""
-    command, file, *flags = services["coordinator"]["command"]
-    assert command == "train"
+    command, restartable, file, *flags = services["coordinator"]["command"]
+    assert (command, restartable) == ("train", "--restartable")
     assert flags[::2] == ["--set"] * (len(flags) // 2)
     return load_recipe([Path(file)], overrides=flags[1::2])
 

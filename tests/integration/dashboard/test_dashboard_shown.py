@@ -1,0 +1,207 @@
+"""What the dashboard shows of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+from support.browser import drawn_after_ms
+from support.dashboard_pages import (
+    is_painted,
+    plotted,
+    records_of,
+)
+from support.page_server import PageServer
+
+from rolemesh.coordinator.state.store import RunStream
+from rolemesh.v1 import coordinator_pb2
+
+HOSTILE = (
+    '<img src=x onerror="window.stolen=1"><script>window.stolen=1</script></pre>'
+    "<iframe srcdoc='<script>parent.stolen=1</script>'></iframe>\u202e javascript:alert(1) {{7*7}}"
+)
+
+ALERTS = [
+    {"level": "critical", "rule": "NOT_FINITE", "text": "No number: loss.", "remedy": "Stop."},
+    {"level": "warning", "rule": "ROLE_WAITS", "text": "critic waits for actor 63 % of the time.",
+     "remedy": "Give the actor more devices."},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ["history", "begun"])
+def test_every_panel_is_drawn_without_a_complaint(
+    opened: Any, server: PageServer, run: str
+) -> None:
+    page = opened(run)
+    painted = is_painted(page, "figure.chart") + is_painted(page, "#devices")
+    assert len(painted) > 15
+    assert all(painted)
+    nodes = page.request.get(f"{server.url}api/v1/runs/{run}/dataflow").json()["nodes"]
+    begun = [node for node in nodes if node["ready_s"] is not None]
+    assert page.locator("#flow .call").count() == len(begun) > 7
+    assert page.locator("#numbers .tile").count() == 8
+    assert page.locator("#samples .token").count() >= 12
+    expect(page.locator("#logs-body")).to_contain_text("coordinator[0] line 199")
+    # Services of other runs are not shown: those of an ended one have gone.
+    expect(page.locator("#mesh tbody tr")).to_have_count(0 if run == "history" else 6)
+    expect(page.locator("#live")).to_have_text("ended" if run == "history" else "live")
+
+
+def test_curves_agree_with_the_metrics_file(opened: Any, server: PageServer) -> None:
+    page = opened("history")
+    records = records_of(server, "history")
+    for title, lines in {
+        "Reward": {"mean": "reward/mean"},
+        "KL to reference": {"KL": "kl/mean"},
+        "Gradient norm": {"actor": "actor/grad_norm", "critic": "critic/grad_norm"},
+        "Held-out score": {"score": "held_out/score"},
+        "Time by phase": {"update actor": "time/update_actor", "generate": "time/generate"},
+    }.items():
+        shown = plotted(page, title)
+        for label, name in lines.items():
+            has = [record for record in records if name in record]
+            assert shown[""] == [record["step"] for record in has]
+            # The same float64 through JSON: not a digit is lost.
+            assert shown[label] == [record[name] for record in has]
+
+
+def test_other_metrics_are_shown_on_request(opened: Any, server: PageServer) -> None:
+    page = opened("live")
+    page.get_by_text("All other metrics").click()
+    page.get_by_label("Filter other metrics").fill("coordinator/c")
+    expect(page.locator('.more figure[data-chart="coordinator/calls"]')).to_be_visible()
+    expect(page.locator(".more figure")).to_have_count(1)
+    made = server.call(server.store.get_run("live")).step
+    assert plotted(page, "coordinator/calls")["coordinator/calls"] == [24.0] * made
+
+
+def test_smoothing_is_an_unbiased_moving_mean(opened: Any) -> None:
+    page = opened("live")
+    values, weight = [4.0, -1.0, 2.5, 0.0, 8.0], 0.7
+    shown = page.evaluate(
+        "async ([values, weight]) => (await import('/series.js')).smoothed(values, weight)",
+        [values, weight],
+    )
+    # The definition as a weighted mean: weights of older values shrink by the factor.
+    for end, smooth in enumerate(shown, 1):
+        weights = [weight ** (end - 1 - place) for place in range(end)]
+        mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert math.isclose(smooth, mean, rel_tol=1e-12)
+
+
+def test_thinned_lines_keep_every_peak(opened: Any) -> None:
+    page = opened("live")
+    points = page.evaluate(
+        """async () => {
+          const values = Array.from({ length: 100000 }, (_, i) => Math.sin(i / 900));
+          values[77777] = 50; values[12345] = -50;
+          const xs = values.map((_, i) => i);
+          return (await import('/series.js')).thinned(xs, values, (x) => x / 250, (y) => y);
+        }"""
+    )
+    heights = [y for _, y in points]
+    assert max(heights) == 50
+    assert min(heights) == -50
+    assert len(points) <= 2 * 401
+
+
+def test_runs_are_compared_in_colours_of_their_own(opened: Any) -> None:
+    page = opened("live")
+    page.get_by_text("Compare").click()
+    page.locator("#compare-runs input[value=history]").check()
+    page.keyboard.press("Escape")
+    expect(page.locator("#compare-runs")).to_be_hidden()
+    legend = page.locator('figure[data-chart="Reward"] .legend')
+    expect(legend).to_contain_text("history")
+    colours = legend.locator(".key").evaluate_all(
+        "(keys) => keys.map((key) => getComputedStyle(key).borderTopColor)"
+    )
+    assert len(set(colours)) == 2
+    assert "compare=history" in page.url
+    assert set(plotted(page, "Reward")) == {"", "live", "history"}
+
+
+def test_the_critical_path_is_marked_in_the_flow_and_told_in_words(opened: Any) -> None:
+    page = opened("history")
+    path = page.locator("#flow .path li")
+    assert page.locator("#flow .call.critical").count() == path.count()
+    expect(path.last).to_contain_text("actor.publish_weights")
+    bar = page.locator("#flow .call.critical").last
+    bar.focus()
+    expect(page.locator("#tip")).to_contain_text("on the critical path")
+    page.keyboard.press("Escape")
+    expect(page.locator("#tip")).to_be_hidden()
+
+
+def test_a_step_is_chosen_and_followed_again(opened: Any, server: PageServer) -> None:
+    page = opened("live")
+    page.get_by_role("spinbutton", name="step").fill("3")
+    page.keyboard.press("Enter")
+    expect(page.locator(".flow-summary")).to_contain_text("Step 3: ")
+    page.keyboard.press("Tab")
+    page.keyboard.press("]")
+    expect(page.locator(".flow-summary")).to_contain_text("Step 4: ")
+    page.keyboard.press("f")
+    made = server.call(server.store.get_run("live")).step
+    expect(page.locator(".flow-summary")).to_contain_text(f"Step {made + 1} in progress")
+
+
+def test_alerts_are_shown_with_their_remedies(browser: Browser, server: PageServer) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/alerts", lambda route: route.fulfill(json={"alerts": ALERTS}))
+    page.goto(f"{server.url}?run=live")
+    drawn_after_ms(page)
+    shown = page.locator("#alerts .alert")
+    assert shown.count() == 2
+    expect(shown.nth(0)).to_contain_text("Critical")
+    expect(shown.nth(1)).to_contain_text("waits for actor 63 % of the time. Give the actor more")
+    context.close()
+
+
+def test_hostile_completions_stay_text(
+    browser: Browser, server: PageServer, tmp_path: Path, opened: Any
+) -> None:
+    server.fill("hostile", tmp_path, num_steps=2, with_leases=False)
+    sample = coordinator_pb2.Sample(
+        row=0, prompt=HOSTILE, completion=HOSTILE, answer=HOSTILE, reward=1.0,
+        token_ids=[1, 2], logprobs=[-0.1, -9.0], loss_mask=[True, False], advantages=[1.0, 0.0],
+    )  # fmt: skip
+    written = coordinator_pb2.ListSamplesResponse(step=3, samples=[sample]).SerializeToString()
+    server.call(server.store.append_entry("hostile", RunStream.SAMPLES, written))
+    page = opened("hostile")
+    blocks = page.locator("#samples .text-block pre")
+    assert [blocks.nth(place).text_content() for place in range(3)] == [HOSTILE] * 3
+    assert page.locator("#samples img, #samples iframe, #samples script").count() == 0
+    assert page.evaluate("window.stolen") is None
+
+
+def test_health_of_outside_rewards_is_shown(
+    opened: Any, server: PageServer, tmp_path: Path
+) -> None:
+    server.fill("judged", tmp_path, num_steps=2, with_leases=False)
+    health = {
+        "reward/helpful/mean": 0.25, "reward/helpful/latency_p99_seconds": 1.5,
+        "reward/helpful/errors": 3.0, "reward/short/mean": -0.5,
+    }  # fmt: skip
+    server.call(server.store.append_metrics("judged", {"step": 3, **health}))
+    page = opened("judged")
+    rows = page.locator("#rewards tbody tr")
+    assert rows.all_inner_texts() == ["helpful\t0.25\t1.50 s\t3", "short\t-0.5\t\u2013\t\u2013"]
+    expect(rows.first.locator(".trouble")).to_have_text("3")
+
+
+def test_tokens_are_coloured_by_log_prob_and_foreign_ones_are_hatched(opened: Any) -> None:
+    page = opened("history")
+    cells = page.locator("#samples .tokens .token")
+    assert cells.count() == 12
+    expect(cells.last).to_have_class(re.compile("foreign"))
+    cells.first.focus()
+    expect(page.locator("#tip")).to_contain_text("log-prob")
+    expect(page.locator("#tip")).to_contain_text("advantage")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#tip")).to_contain_text("token 2 of 12")

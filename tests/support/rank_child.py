@@ -1,0 +1,106 @@
+"""The life of a rank's process: it runs functions that are named to it until its pipe ends."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """How a rank's function ended."""
+
+    value: Any = None
+    """What it returned."""
+    failure: str | None = None
+    """Traceback of what it raised, or how the process ended; None when it returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A function by name, and the file to load it from."""
+
+    module: str
+    path: str
+    name: str
+
+
+def located(function: Callable[..., Any]) -> Location:
+    path = inspect.getsourcefile(function)
+    if path is None or "." in function.__qualname__:
+        raise ValueError(
+            f"function is {function.__qualname__}: define it at the top level of a module, where "
+            "the ranks' processes can import it"
+        )
+    return Location(function.__module__, os.path.abspath(path), function.__name__)
+
+
+def serve(pipe: connection.Connection) -> None:
+    """Runs functions until the pipe ends."""
+    gc.freeze()  # What was imported is never garbage; leaving it out makes each collection short.
+    while True:
+        try:
+            where = pipe.recv()
+            given = None if where is None else pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        if given is None:
+            pipe.send(None)  # Ready.
+            continue
+        try:
+            # The module first: arguments may be of its classes.
+            function = getattr(_module(where), where.name)
+            context, args = ForkingPickler.loads(given)
+            message = by_value(RankOutcome(value=function(context, *args)))
+        except Exception:
+            message = by_value(RankOutcome(failure="\n" + traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send_bytes(message)
+        # Models and their groups refer to each other. Each group that is left has threads that wake
+        # a hundred times a second.
+        context = args = function = None
+        gc.collect()
+
+
+def by_value(message: object) -> bytes:
+    """A message for `send_bytes`; `send` would lend torch's shared memory to the reader."""
+    return pickle.dumps(message)
+
+
+def _module(where: Location) -> ModuleType:
+    """The function's module; a test file is no member of a package and is loaded by its path."""
+    if where.module in sys.modules:
+        return sys.modules[where.module]
+    if where.module.split(".")[0] in ("rolemesh", "support"):
+        return importlib.import_module(where.module)
+    # Pickle looks classes up by the dotted name, and wants every part of it to be a module.
+    parents = where.module.split(".")[:-1]
+    for end in range(1, len(parents) + 1):
+        sys.modules.setdefault(".".join(parents[:end]), ModuleType(".".join(parents[:end])))
+    spec = importlib.util.spec_from_file_location(where.module, where.path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{where.path} cannot be loaded as {where.module}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[where.module] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[where.module]
+        raise
+    return module
