@@ -45,7 +45,7 @@ class EarlyEnd:
                 await asyncio.wait({task})
 
 
-async def unbroken(work: Coroutine[Any, Any, None]) -> None:
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Does the work to its end, also where this task is cancelled meanwhile."""
     task = asyncio.create_task(work)
     try:

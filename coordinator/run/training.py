@@ -24,7 +24,7 @@ from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
-from rolemesh.coordinator.run.early_end import unbroken
+from rolemesh.coordinator.run.early_end import to_the_end
 from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.metrics import (
@@ -329,7 +329,7 @@ class TrainingLoop(RunLoop):
         """
         if self.progress.unrecorded is not None:
             # A loss ends the attempt at any time: what is half told would not be told again.
-            await unbroken(self._write_record(self.progress.unrecorded, is_whole=is_whole))
+            await to_the_end(self._write_record(self.progress.unrecorded, is_whole=is_whole))
 
     async def _write_record(self, record: dict[str, float], *, is_whole: bool) -> None:
         step = self.step

@@ -84,6 +84,8 @@ class Kill:
     late_s: float
     from_step: int
     """Not before so many steps are made."""
+    stop_s: float | None = None
+    """It is stopped (SIGSTOP) for so long; 0: for good; None: it is killed."""
 
 
 def plans(
