@@ -29,6 +29,7 @@ from support.mesh_runs import CliRun, tiny_model, tiny_recipe  # noqa: E402
 
 WAIT_S = 1800
 SINGLE = ("actor", "critic", "reference", "reward", STORE, COORDINATOR)
+RECIPE = ROOT / "recipes/quickstart-ppo.yaml"
 MODEL = ROOT / ".models/SmolLM2-135M-Instruct"
 
 
@@ -98,9 +99,7 @@ def cut_share(steps: int, pairs: int) -> dict[str, Any]:
     for number in range(pairs):
         # The order changes, so that neither is always the one after a quiet machine.
         for has_cuts in (True, False) if number % 2 == 0 else (False, True):
-            recipe: dict[str, Any] = yaml.safe_load(
-                (ROOT / "recipes/quickstart-ppo.yaml").read_text()
-            )
+            recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
             recipe["run"] |= {
                 "steps": steps + 1,
                 "evaluation": {"num_prompts": 0},

@@ -12,6 +12,7 @@ import re
 import signal
 import statistics
 import time
+from collections import deque
 from pathlib import Path
 
 import psutil
@@ -19,11 +20,14 @@ import pytest
 from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 
+from rolemesh.coordinator.state.embedded import MAX_RESTARTS, RESTART_WINDOW_S
+
 SOAK_S = float(os.environ.get("ROLEMESH_TEST_SOAK_S", "180"))
 START_S = 240
 VICTIMS = ("actor", "critic", "reward", "actor", "critic", "reward", "store")
 """The reference and the coordinator survive."""
 PAUSE_S = 4.0
+STORE_KILLS = MAX_RESTARTS - 1
 SHARED_MEMORY = Path("/dev/shm")
 MOST_GROWTH = 24 * 2**20
 """Bytes. A survivor that leaked at each kill or step would grow without end; allocators settle."""
@@ -38,11 +42,7 @@ def victim_of(run: CliRun, name: str) -> int | None:
             words = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-        if (
-            ("valkey-server" in words)
-            if name == "store"
-            else (f"rolemesh.services.{name}" in words)
-        ):
+        if ("valkey-server" if name == "store" else f"rolemesh.services.{name}") in words:
             return process.pid if name == "store" else warm_processes.forked(process.pid)
     return None
 
@@ -66,7 +66,7 @@ def test_random_kills_leave_nothing_behind(tmp_path: Path) -> None:
     draw = random.Random(1)
     sizes: dict[str, list[int]] = {"coordinator": [], "reference": []}
     family: set[psutil.Process] = set()
-    kills = 0
+    kills, store_kills = 0, deque[float](maxlen=STORE_KILLS)
     run = CliRun(recipe, tmp_path, variables={"TMPDIR": str(temporary)})
     try:
         run.wait_until(lambda: len(run.metrics()) >= 5, START_S)
@@ -76,10 +76,16 @@ def test_random_kills_leave_nothing_behind(tmp_path: Path) -> None:
             assert run.process.poll() is None, run.output
             family |= set(run.descendants())
             if time.monotonic() >= kill_at:
-                victim = victim_of(run, draw.choice(VICTIMS))
+                name = draw.choice(VICTIMS)
+                if name == "store" and len(store_kills) == STORE_KILLS:
+                    # A store that ends too often is not started again.
+                    name = "actor" if store_kills[0] > time.monotonic() - RESTART_WINDOW_S else name
+                victim = victim_of(run, name)
                 if victim is not None:
                     kills += 1
                     os.kill(victim, signal.SIGKILL)
+                    if name == "store":
+                        store_kills.append(time.monotonic())
                 kill_at = time.monotonic() + PAUSE_S * 2 * draw.random()
             sizes["coordinator"].append(psutil.Process(run.process.pid).memory_info().rss)
             sizes["reference"].append(psutil.Process(reference).memory_info().rss)
