@@ -82,7 +82,7 @@ class Attempt:
         self.mesh = RunMesh(addresses, parts.services, self.journal, parts.observer, parts.traffic)
         is_external = parts.algorithm is None
         # A client that drives the services raises the epoch, so writes about the run carry none.
-        self.epoch = parts.events.epoch = None if is_external else epoch
+        self.epoch = parts.events.epoch = parts.writer.epoch = None if is_external else epoch
         self.samples = SampleTaker(
             parts.store, parts.run_id, self.epoch, parts.observer, parts.recipe.run.samples
         )

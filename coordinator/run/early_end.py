@@ -45,6 +45,16 @@ class EarlyEnd:
                 await asyncio.wait({task})
 
 
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Does the work to its end, also where this task is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
 def placed(end: RunError, symptom: BaseException) -> RunError:
     """Adds the node that failed because of a lost service to the error of the loss."""
     if isinstance(end, ServiceLostError) and isinstance(symptom, NodeFailedError):

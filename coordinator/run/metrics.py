@@ -225,6 +225,8 @@ class MetricsWriter:
         """
         self._store = store
         self._run_id = run.run_id
+        self.epoch: int | None = None
+        """Of the coordinator that writes; None: it is not fenced."""
         self._graphs = LinesOfSteps(Path(run.directory) / GRAPHS_FILE)
         self._lines = LinesOfSteps(Path(run.directory) / METRICS_FILE)
         self._board = TensorBoardTracker()
@@ -246,15 +248,16 @@ class MetricsWriter:
             after_id = entries[-1].entry_id
         for record in records:
             if int(record["step"]) not in known:
-                await self._store.append_metrics(self._run_id, record)
+                await self._store.append_metrics(self._run_id, record, self.epoch)
 
     async def write_step(self, record: Mapping[str, float]) -> None:
         """Writes a step's record everywhere."""
         step, scalars = int(record["step"]), dict(record)
+        # First where another coordinator fences this one off.
+        await self._store.append_metrics(self._run_id, record, self.epoch)
         self._lines.append(record)
         del scalars["step"]
         self.write_scalars(step, scalars)
-        await self._store.append_metrics(self._run_id, record)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes scalars outside of a step's record to TensorBoard and to the trackers."""
@@ -265,7 +268,7 @@ class MetricsWriter:
     async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
         """Writes a step's executed graph to dataflow.jsonl and to the store."""
         graph = self._graphs.append({"step": step, "nodes": [node.to_dict() for node in nodes]})
-        await self._store.append_graph(self._run_id, step, graph.encode())
+        await self._store.append_graph(self._run_id, step, graph.encode(), self.epoch)
 
     def rewind(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
         """Makes the files say what the run has reached: steps after `step` will be made again.

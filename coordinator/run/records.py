@@ -129,14 +129,28 @@ async def end_run(
     await events.flush()
 
 
-async def end_abandoned(store: StateStore, run_id: str, error: BaseException) -> None:
-    """Ends a run whose process is gone, unless the record says already how it ended."""
+async def end_abandoned(
+    store: StateStore, run_id: str, error: BaseException, *, epoch: int | None = None
+) -> None:
+    """Ends a run whose process is gone, unless the record says already how it ended.
+
+    Args:
+        store: Of the run.
+        run_id: Its id.
+        error: What ended it.
+        epoch: Of the coordinator that ends, which may have been replaced; None: the run is taken
+            over.
+
+    Raises:
+        StaleEpochError: Another coordinator has taken the run.
+    """
     record = await store.get_run(run_id)
     if record.state.is_final:
         return
     is_cancelled = isinstance(error, asyncio.CancelledError)
     reason = "ended before it had begun" if is_cancelled else str(error) or type(error).__name__
-    epoch = await store.next_epoch(run_id)
+    if epoch is None:
+        epoch = await store.next_epoch(run_id)
     await end_run(
         store,
         run_id,

@@ -261,7 +261,8 @@ class Session:
         except BaseException as error:
             # The store cannot be written. The error to report is the one that ended the run.
             with contextlib.suppress(StateStoreError):
-                await end_abandoned(store, self.run_id, error)
+                epoch = None if self._run is None else self._run.progress.epoch
+                await end_abandoned(store, self.run_id, error, epoch=epoch)
             raise
 
     async def _reached(self, store: StateStore) -> RunProgress:

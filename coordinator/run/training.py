@@ -22,6 +22,7 @@ from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
+from rolemesh.coordinator.run.early_end import to_the_end
 from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.health import Health, is_refusal
@@ -297,9 +298,12 @@ class TrainingLoop(RunLoop):
             is_whole: Whether the step was evaluated where that is due. A run that fails before
                 tells of the step it has made, and evaluates it when it is resumed.
         """
-        record, step = self.progress.unrecorded, self.step
-        if record is None:
-            return
+        if self.progress.unrecorded is not None:
+            # A loss ends the attempt at any time: what is half told would not be told again.
+            await to_the_end(self._write_record(self.progress.unrecorded, is_whole=is_whole))
+
+    async def _write_record(self, record: dict[str, float], *, is_whole: bool) -> None:
+        step = self.step
         if is_whole:
             await self._journal.note(step, RECORD_OPERATION, {"record": record})
         self.progress.recorded(record)

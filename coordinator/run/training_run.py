@@ -33,12 +33,18 @@ from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
 from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_of
+from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.files import make_folder, write_atomically
-from rolemesh.coordinator.state.store import RunState, StateStore, StateStoreError
+from rolemesh.coordinator.state.store import (
+    RunState,
+    StaleEpochError,
+    StateStore,
+    StateStoreError,
+)
 from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing
@@ -195,7 +201,9 @@ class TrainingRun:
             yaml.safe_dump(values, sort_keys=False),
             is_private=values != without_passwords(values),
         )
-        if not self._is_resumed:
+        if self._is_resumed:
+            await self._take_over()
+        else:
             await enter_run(self._store, self.recipe, self.run_id, self.directory)
         for role in unused_roles(self.recipe):
             self._observer.on_event(
@@ -233,6 +241,12 @@ class TrainingRun:
             summary = await conclusion.write(failure, attempt, self._recovered)
         return summary
 
+    async def _take_over(self) -> None:
+        """Fences off the coordinator before, and reads what that one has added until now."""
+        epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
+        self.progress, _ = await reached(self._store, self.run_id, self.directory)
+        self.progress.epoch = epoch
+
     async def _open_writer(self) -> MetricsWriter:
         """Opens the run's files, and starts the trackers of the recipe."""
         facts = RunFacts(
@@ -246,10 +260,18 @@ class TrainingRun:
             await tracker.start(facts, config)
         writer = MetricsWriter(facts, self._store, trackers)
         if self._is_resumed:
+            writer.epoch = self.progress.epoch
             await writer.resume(self.progress.step, self.progress.records)
         return writer
 
+    async def _check_leads(self, attempt: Attempt) -> None:
+        """Raises StaleEpochError where another coordinator has taken the run over."""
+        await self._store.update_run(self.run_id, epoch=attempt.epoch)
+
     async def _new_attempt(self, parts: RunParts) -> Attempt:
+        if self._attempt is not None:
+            # A new epoch would fence off a coordinator that came while this one recovered.
+            await self._check_leads(self._attempt)
         # A store that has lost the run would begin anew, below the epoch that services know.
         epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
         self.progress.epoch = epoch
@@ -270,6 +292,9 @@ class TrainingRun:
                 await attempt.mesh.close()
                 attempt = await self._new_attempt(parts)
             except Exception as error:
+                if not isinstance(error, StateStoreError):
+                    # Whatever it looks like, the reason may be that another one leads by now.
+                    await self._check_leads(attempt)
                 pause_s = None
                 if isinstance(attempt.loop, TrainingLoop):
                     pause_s = self._budget.pause_s(error, self.progress.step)
@@ -366,7 +391,8 @@ class TrainingRun:
         try:
             if failure is not None and isinstance(loop, TrainingLoop):
                 await loop.write_record(is_whole=False)
-                if not isinstance(failure, asyncio.CancelledError | RunAbortedError):
+                saves_nothing = asyncio.CancelledError | RunAbortedError | StaleEpochError
+                if not isinstance(failure, saves_nothing):
                     await self._save_last(parts, attempt)
             await attempt.give_back()
         except (StateStoreError, OSError) as error:
@@ -400,6 +426,7 @@ class TrainingRun:
         finally:
             await saver.mesh.close()
             # Services are given back under the newest epoch.
+            self.progress.epoch = epoch
             attempt.journal.epoch = epoch
             attempt.epoch = None if attempt.epoch is None else epoch
             parts.events.epoch = attempt.epoch

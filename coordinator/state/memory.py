@@ -129,8 +129,12 @@ class MemoryStateStore(StateStore):
         entries = self._journals.get(run_id, {}).values()
         return [entry for entry in entries if entry.entry_id > after_id]
 
-    async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
+    async def append_metrics(
+        self, run_id: str, values: Mapping[str, float], epoch: int | None = None
+    ) -> str:
         """Appends one object."""
+        if epoch is not None:
+            self._check_epoch(run_id, epoch)
         entry = MetricEntry(entry_id=self._make_id(), values=dict(values))
         self._metrics.setdefault(run_id, []).append(entry)
         return entry.entry_id
@@ -142,8 +146,12 @@ class MemoryStateStore(StateStore):
         found = [entry for entry in self._metrics.get(run_id, []) if entry.entry_id > after_id]
         return found[:limit]
 
-    async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
+    async def append_graph(
+        self, run_id: str, step: int, graph: bytes, epoch: int | None = None
+    ) -> str:
         """Appends one graph, and lets the oldest go."""
+        if epoch is not None:
+            self._check_epoch(run_id, epoch)
         entry = GraphEntry(entry_id=self._make_id(), step=step, graph=graph)
         self._graphs.setdefault(run_id, deque(maxlen=NUM_GRAPHS_KEPT)).append(entry)
         return entry.entry_id

@@ -212,12 +212,14 @@ class RedisStateStore(StateStore):
             for entry_id, fields in rows
         ]
 
-    async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
+    async def append_metrics(
+        self, run_id: str, values: Mapping[str, float], epoch: int | None = None
+    ) -> str:
         """Appends one object."""
         fields: list[Any] = ["values", json.dumps(dict(values))]
         if "step" in values:
             fields += ["step", int(values["step"])]
-        return await self._append(run_id, "metrics", fields)
+        return await self._append(run_id, "metrics", fields, epoch=epoch)
 
     async def read_metrics(
         self, run_id: str, after_id: str = "", limit: int = 1000
@@ -229,11 +231,12 @@ class RedisStateStore(StateStore):
             for entry_id, fields in rows
         ]
 
-    async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
+    async def append_graph(
+        self, run_id: str, step: int, graph: bytes, epoch: int | None = None
+    ) -> str:
         """Appends one graph, and lets the oldest go."""
-        return await self._append(
-            run_id, "graphs", ["step", step, "graph", graph], keep=NUM_GRAPHS_KEPT
-        )
+        fields = ["step", step, "graph", graph]
+        return await self._append(run_id, "graphs", fields, keep=NUM_GRAPHS_KEPT, epoch=epoch)
 
     async def _append(
         self,

@@ -373,8 +373,14 @@ class StateStore(ABC):
         """Entries after the given one, oldest first."""
 
     @abstractmethod
-    async def append_metrics(self, run_id: str, values: Mapping[str, float]) -> str:
-        """Appends one object and returns its id. Its value "step" says which step it is of."""
+    async def append_metrics(
+        self, run_id: str, values: Mapping[str, float], epoch: int | None = None
+    ) -> str:
+        """Appends one object and returns its id. Its value "step" says which step it is of.
+
+        Raises:
+            StaleEpochError: `epoch` is older than the newest one.
+        """
 
     @abstractmethod
     async def read_metrics(
@@ -383,10 +389,15 @@ class StateStore(ABC):
         """Objects after the given one, oldest first; also when the given one was removed."""
 
     @abstractmethod
-    async def append_graph(self, run_id: str, step: int, graph: bytes) -> str:
+    async def append_graph(
+        self, run_id: str, step: int, graph: bytes, epoch: int | None = None
+    ) -> str:
         """Appends the executed graph of a step and returns its id.
 
         Only the NUM_GRAPHS_KEPT newest ones of a run are kept: an older one is dropped for it.
+
+        Raises:
+            StaleEpochError: `epoch` is older than the newest one.
         """
 
     @abstractmethod

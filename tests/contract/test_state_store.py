@@ -461,3 +461,16 @@ async def test_a_store_without_memory_refuses_as_a_store_and_keeps_the_rest(tmp_
             await store.append_entry("kept", RunStream.EVENTS, b"x")
         assert (await store.get_run("kept")).run_id == "kept"
         await store.close()
+
+
+async def test_an_older_coordinator_adds_no_metrics_and_no_graph(store: StateStore) -> None:
+    await store.create_run(record("a"))
+    old, new = await store.next_epoch("a"), await store.next_epoch("a")
+    with pytest.raises(StaleEpochError):
+        await store.append_metrics("a", {"step": 1.0}, old)
+    with pytest.raises(StaleEpochError):
+        await store.append_graph("a", 1, b"x", old)
+    await store.append_metrics("a", {"step": 2.0}, new)
+    await store.append_graph("a", 2, b"y", new)
+    assert [entry.values for entry in await store.read_metrics("a")] == [{"step": 2.0}]
+    assert [graph.step for graph in await store.read_graphs("a")] == [2]

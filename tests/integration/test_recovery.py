@@ -206,6 +206,52 @@ async def test_cuts_that_are_lost_cost_the_steps_since_the_checkpoint(tmp_path: 
     assert steps == [1, 2, 3]
 
 
+async def test_a_kill_between_a_step_and_its_checkpoint_costs_no_checkpoint(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        settings = recipe(checkpoint={"every_steps": 1, "keep": STEPS})
+        run = make_run(mesh, tmp_path, settings, store, restart=mesh.restart)
+        run._loss_grace_s = 0.2
+        summary = await kill_during(run, mesh, "critic", "SaveCheckpoint", "critic", 2)
+    assert [one.lost_steps for one in summary.recoveries] == [0]
+    assert committed_steps(tmp_path / "checkpoints") == [1, 2, 3]
+
+
+class SlowStore(MemoryStateStore):
+    """Says that it appends metrics of the second step, and waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def append_metrics(self, run_id: str, values: Any, epoch: int | None = None) -> str:
+        if values["step"] == 2:
+            self.is_asked.set()
+            await self.may_go_on.wait()
+        return await super().append_metrics(run_id, values, epoch)
+
+
+async def test_a_step_that_is_being_told_of_when_a_service_is_lost_is_told_of_once(
+    tmp_path: Path,
+) -> None:
+    store, recorder = SlowStore(), Recorder()
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, tmp_path, store, observer=recorder)
+        task = asyncio.create_task(run.execute())
+        await store.is_asked.wait()
+        await mesh.roles["critic"].stop()
+        run.service_lost("critic", "critic was killed by signal 9")
+        await asyncio.sleep(0.01)
+        store.may_go_on.set()
+        await task
+    told = [
+        recorder.records,
+        read_lines(tmp_path / "metrics.jsonl"),
+        [entry.values for entry in await store.read_metrics(run.run_id)],
+    ]
+    assert [[record["step"] for record in records] for records in told] == [[1, 2, 3]] * 3
+
+
 AHEAD_ROLES = (*ROLES, "rollout")
 AHEAD_PHASES = (
     ("rollout-0", "Generate"),
@@ -249,14 +295,3 @@ async def test_a_kill_with_rollout_services_changes_nothing_that_is_learnt(
         assert mesh.roles["actor"].weight == expected
     assert learnt(tmp_path / "killed") == learnt(tmp_path / "undisturbed")
     assert [one.lost_steps for one in summary.recoveries] == [0]
-
-
-async def test_a_kill_between_a_step_and_its_checkpoint_costs_no_checkpoint(tmp_path: Path) -> None:
-    store = MemoryStateStore()
-    async with fake_mesh(has_cuts=True) as mesh:
-        settings = recipe(checkpoint={"every_steps": 1, "keep": STEPS})
-        run = make_run(mesh, tmp_path, settings, store, restart=mesh.restart)
-        run._loss_grace_s = 0.2
-        summary = await kill_during(run, mesh, "critic", "SaveCheckpoint", "critic", 2)
-    assert [one.lost_steps for one in summary.recoveries] == [0]
-    assert committed_steps(tmp_path / "checkpoints") == [1, 2, 3]

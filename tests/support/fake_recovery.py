@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from support.fake_core import FakeCore
 
-from rolemesh.rpc.errors import NotFoundError, PreconditionError
+from rolemesh.rpc.errors import DataLossError, NotFoundError, PreconditionError
 from rolemesh.v1 import cuts_pb2, weights_pb2, worker_pb2
 
 NUM_SLOTS = 2
@@ -84,7 +84,10 @@ class FakeRecovery(FakeCore):
 
     async def LoadCheckpoint(self, request: Any, context: Any) -> AsyncIterator[Any]:
         def work() -> Message:
-            saved = json.loads((Path(request.directory) / "weight.json").read_text())
+            try:
+                saved = json.loads((Path(request.directory) / "weight.json").read_text())
+            except (OSError, ValueError) as error:
+                raise DataLossError(str(error), reason="CHECKPOINT_CORRUPT") from error
             self.weight, self.policy_version = saved["weight"], saved["policy_version"]
             return weights_pb2.CheckpointResult(
                 policy_version=self.policy_version, num_bytes=1, manifest_sha256="ab" * 32

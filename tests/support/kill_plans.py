@@ -84,6 +84,8 @@ class Kill:
     late_s: float
     from_step: int
     """Not before so many steps are made."""
+    stop_s: float | None = None
+    """It is stopped (SIGSTOP) for so long; 0: for good; None: it is killed."""
 
 
 def plans(
@@ -106,12 +108,9 @@ def plans(
         apart: Steps that are made between two kills that are not of one recovery.
     """
     draw = random.Random(seed)
-    pairs = [(victim, phase) for victim in victims for phase in phases]
     # A recovery has to go on for a second kill in it: of the store the run need not recover.
-    ordinary = [pair for pair in pairs if not pair[1].in_recovery]
-    second = [pair for pair in pairs if pair[1].in_recovery]
-    draw.shuffle(ordinary)
-    draw.shuffle(second)
+    ordinary = _pairs(draw, victims, [phase for phase in phases if not phase.in_recovery])
+    second = _pairs(draw, victims, [phase for phase in phases if phase.in_recovery])
     made = []
     for number in range(runs):
         # Every other run has a kill in a recovery, behind one that makes the run recover.
@@ -131,6 +130,18 @@ def plans(
             plan.insert(first + 1, Kill(victim, phase, draw.choice(LATE_S[:4]), 0))
         made.append(plan)
     return made
+
+
+def _pairs(
+    draw: random.Random, victims: Sequence[str], phases: Sequence[Phase]
+) -> list[tuple[str, Phase]]:
+    """Each victim with each phase, so that all victims have come before one comes again."""
+    orders = [draw.sample(phases, len(phases)) for _ in victims]
+    return [
+        (victims[number], orders[number][turn])
+        for turn in range(len(phases))
+        for number in draw.sample(range(len(victims)), len(victims))
+    ]
 
 
 def write_plan(folder: Path, plan: Sequence[Kill]) -> None:

@@ -20,7 +20,11 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def killed_run(
-    recipe: dict[str, Any], folder: Path, plan: Sequence[Kill], timeout_s: float
+    recipe: dict[str, Any],
+    folder: Path,
+    plan: Sequence[Kill],
+    timeout_s: float,
+    **settings: Any,
 ) -> CliRun:
     """Makes a run to its end, with the kills of the plan.
 
@@ -29,6 +33,7 @@ def killed_run(
         folder: For all files.
         plan: What is killed, and when.
         timeout_s: For each process of the coordinator.
+        **settings: Of CliRun.
 
     Returns:
         The run, closed.
@@ -40,7 +45,9 @@ def killed_run(
     }
     flags: tuple[str, ...] = ()
     while True:
-        run = CliRun(recipe, folder, *flags, module="support.saboteur", variables=variables)
+        run = CliRun(
+            recipe, folder, *flags, module="support.saboteur", variables=variables, **settings
+        )
         is_done = False
         try:
             code = run.wait(timeout_s)

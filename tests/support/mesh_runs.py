@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class CliRun:
         is_warm: bool = True,
         module: str = "rolemesh.coordinator.commands.cli",
         variables: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
         """Starts it in the folder; with the flag --resume it goes on with the run there.
 
@@ -96,6 +97,7 @@ class CliRun:
             is_warm: Whether its services are forked from a warm process.
             module: What stands for the command line; one of the tests may be named.
             variables: Of the environment besides.
+            within: Command that runs the command line, and ends as it does.
         """
         self.out = folder / "run"
         recipe_file = folder / "recipe.yaml"
@@ -107,13 +109,8 @@ class CliRun:
         try:
             self.process = subprocess.Popen(
                 [
-                    *(
-                        sys.executable,
-                        "-m",
-                        module,
-                        "train",
-                        str(recipe_file),
-                    ),
+                    *within,
+                    *(sys.executable, "-m", module, "train", str(recipe_file)),
                     *(flags if "--resume" in flags else ("--out", str(self.out), *flags)),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-_TRAFFIC = ("fetched_bytes", "weight_sync_bytes")
-"""What a process that was started again has to get once more."""
+_TRAFFIC = "_bytes"
+"""Ends the names of what a process that was started again has to get once more."""
 _TIMED = ("time/", "coordinator/", "dataflow/", "memory/", "tokens_per_second")
 
 
+def learnt_of(record: Mapping[str, float]) -> dict[str, float]:
+    """What the record of a step says of learning: all but times, memory and traffic."""
+    return {
+        name: value
+        for name, value in record.items()
+        if not name.startswith(_TIMED) and not name.endswith(_TRAFFIC)
+    }
+
+
 def learnt(directory: Path) -> list[dict[str, float]]:
-    """What metrics.jsonl says of learning: all but times, memory and traffic."""
-    return [
-        {
-            name: value
-            for name, value in json.loads(line).items()
-            if not name.startswith(_TIMED) and not name.endswith(_TRAFFIC)
-        }
-        for line in (directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    """What metrics.jsonl says of learning."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [learnt_of(json.loads(line)) for line in lines]
 
 
 def written(directory: Path) -> dict[str, str]:

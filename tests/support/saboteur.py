@@ -105,10 +105,12 @@ class Saboteur(LoggingObserver):
             family=[(process.pid, process.create_time()) for process in family],
         )
         # The run notices a lost service, but need not recover from the loss of its store.
-        self._is_recovering |= kill.victim != STORE
+        self._is_recovering |= kill.victim != STORE and not kill.stop_s
         self._is_waiting = kill.victim == STORE
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL if kill.stop_s is None else signal.SIGSTOP)
+            if kill.stop_s:
+                threading.Timer(kill.stop_s, os.kill, (pid, signal.SIGCONT)).start()
 
     def _note(self, **facts: Any) -> None:
         with (self._folder / LOG_FILE).open("a") as log:
@@ -146,6 +148,8 @@ def ranks_of(agent: int, rank: str) -> list[int]:
 
 def forked(pid: int) -> int:
     """The process behind the one that was started, if a warm process forked it."""
+    if WARM not in os.environ:
+        return pid
     told = Path(os.environ[WARM]).with_name(str(pid))
     return int(told.read_text()) if told.exists() else pid
 

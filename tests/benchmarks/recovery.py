@@ -1,0 +1,142 @@
+"""What recovery costs: seconds until a run goes on after a kill, and the cut's share of a step.
+
+    python tests/benchmarks/recovery.py                      # kills, on a tiny model
+    python tests/benchmarks/recovery.py --quickstart 3       # the cut's share, 3 steps, 3 pairs
+
+Prints one line of JSON. The tiny model's services are forked from a warm process: a start of their
+own adds the import of torch, which the quickstart's kills include.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.kill_plans import COMMON, COORDINATOR, STORE, plans, read_log  # noqa: E402
+from support.killed_runs import killed_run  # noqa: E402
+from support.mesh_runs import CliRun, tiny_model, tiny_recipe  # noqa: E402
+
+WAIT_S = 1800
+SINGLE = ("actor", "critic", "reference", "reward", STORE, COORDINATOR)
+RECIPE = ROOT / "recipes/quickstart-ppo.yaml"
+MODEL = ROOT / ".models/SmolLM2-135M-Instruct"
+
+
+def kind_of(victim: str) -> str:
+    if victim in (STORE, COORDINATOR):
+        return victim
+    return "rank" if " rank " in victim else "role"
+
+
+def recovery_seconds(folder: Path) -> dict[str, list[float]]:
+    """Seconds from a kill until the run goes on, by kind of victim; of second kills the first's.
+
+    Args:
+        folder: Of a killed run.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    first: dict[str, Any] | None = None
+    for line in read_log(folder):
+        if "victim" in line:
+            first = first or line
+        elif first is not None:
+            found[kind_of(first["victim"])].append(line["at"] - first["at"])
+            first = None
+    return found
+
+
+def kills(runs: int) -> dict[str, Any]:
+    """Random kills of tiny runs, of one rank a role and of a two-rank actor."""
+    found: dict[str, list[float]] = defaultdict(list)
+    lost = 0
+    with tempfile.TemporaryDirectory() as directory:
+        model = tiny_model(Path(directory) / "tiny")
+        shapes = (
+            ({}, SINGLE),
+            ({"actor__train": {"tp": 2}, "actor__generate": {"tp": 1}}, ("actor rank 1",)),
+        )
+        for shape, (changes, victims) in enumerate(shapes):
+            recipe = tiny_recipe(
+                model, run__steps=10, run__evaluation={"num_prompts": 4, "every_steps": 3},
+                run__checkpoint={"every_steps": 2}, run__recovery={"pause_s": 0.1}, **changes,
+            )  # fmt: skip
+            for number, plan in enumerate(plans(victims, COMMON, runs=runs, kills=4, seed=7)):
+                folder = Path(directory) / f"{shape}-{number}"
+                folder.mkdir()
+                run = killed_run(recipe, folder, plan, WAIT_S)
+                for kind, seconds in recovery_seconds(folder).items():
+                    found[kind] += seconds
+                summary = json.loads((run.out / "summary.json").read_text())
+                lost += sum(recovered["lost_steps"] for recovered in summary["recoveries"])
+    return {
+        "lost_steps": lost,
+        "seconds": {
+            kind: {
+                "kills": len(seconds),
+                "median": round(statistics.median(seconds), 2),
+                "worst": round(max(seconds), 2),
+            }
+            for kind, seconds in sorted(found.items())
+        },
+    }
+
+
+def cut_share(steps: int, pairs: int) -> dict[str, Any]:
+    """The quickstart with and without cuts, in turns; the first step of each is warm-up."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    cuts: list[float] = []
+    for number in range(pairs):
+        # The order changes, so that neither is always the one after a quiet machine.
+        for has_cuts in (True, False) if number % 2 == 0 else (False, True):
+            recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
+            recipe["run"] |= {
+                "steps": steps + 1,
+                "evaluation": {"num_prompts": 0},
+                "checkpoint": {"every_steps": 0},
+                "recovery": {"cuts": has_cuts},
+            }
+            for role in ("actor", "critic", "reference"):
+                recipe[role]["model"]["path"] = str(MODEL)
+            with tempfile.TemporaryDirectory() as folder:
+                run = CliRun(recipe, Path(folder))
+                try:
+                    assert run.wait(WAIT_S) == 0, run.output
+                    records = run.metrics()[1:]
+                finally:
+                    run.close()
+            seconds[has_cuts] += [record["time/step"] for record in records]
+            cuts += [record["time/cut"] for record in records if has_cuts]
+    return {
+        "steps_each": len(cuts),
+        "step_s_with_cuts": round(statistics.median(seconds[True]), 3),
+        "step_s_without": round(statistics.median(seconds[False]), 3),
+        "cut_s": round(statistics.median(cuts), 3),
+        "cut_share": round(statistics.median(cuts) / statistics.median(seconds[True]), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=3, help="killed runs of each shape")
+    parser.add_argument("--quickstart", type=int, default=0, help="steps with and without cuts")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each kind for --quickstart")
+    given = parser.parse_args()
+    if given.quickstart:
+        print(json.dumps(cut_share(given.quickstart, given.pairs)))
+    else:
+        print(json.dumps(kills(given.runs)))
+
+
+if __name__ == "__main__":
+    main()
