@@ -13,6 +13,7 @@ from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe, RecoverySpec
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
+from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.rpc.errors import (
     AbortedError,
@@ -28,6 +29,7 @@ _LARGEST_PAUSE_S = 30.0
 
 _TRANSIENT = (
     ServiceLostError,
+    LaunchError,
     UnavailableError,
     DeadlineError,
     CallCancelledError,

@@ -317,20 +317,27 @@ class TrainingRun:
 
     async def _start_lost(self) -> frozenset[str]:
         """Starts the services of ours again whose processes are gone or of no use."""
-        restart = self._restart
-        lost = frozenset(name for name in self._lost if self.recipe.address(name) is None)
-        if restart is None or not lost:
+        restart, started = self._restart, set[str]()
+        # Others start theirs, and the attempt waits for them.
+        self._lost = {name for name in self._lost if self.recipe.address(name) is None}
+        if restart is None:
             self._lost.clear()
             return frozenset()
 
         async def one(service: str) -> None:
             self._observer.on_phase(service, "start", 0, 0)
-            self._addresses[service] = await restart(service)
             self._lost.discard(service)
+            try:
+                self._addresses[service] = await restart(service)
+            except BaseException:
+                self._lost.add(service)
+                raise
 
-        await together(one(service) for service in sorted(lost))
-        self._lost.clear()
-        return lost
+        # Anew, as long as one is lost while others start.
+        while lost := sorted(self._lost):
+            await together(one(service) for service in lost)
+            started.update(lost)
+        return frozenset(started)
 
     async def _failed(self, error: Exception, attempt: Attempt) -> None:
         """Says that the run recovers, and notes which service has to be started again."""

@@ -15,6 +15,7 @@ from support.fake_runs import Recorder, kill_during, make_run, read_lines
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.run.checkpoints import committed_steps
+from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -118,6 +119,32 @@ async def test_a_run_whose_services_die_again_and_again_ends_after_its_attempts(
             await task
     assert mesh.restarted == ["actor"] * RECOVERY["attempts"]
     assert (await store.get_run(run.run_id)).state is RunState.FAILED
+
+
+async def test_services_that_die_while_others_are_started_again_are_started_too(
+    tmp_path: Path,
+) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    async with fake_mesh(has_cuts=True) as mesh:
+        asked: list[str] = []
+
+        async def restart(service: str) -> str:
+            asked.append(service)
+            if asked == ["actor"]:
+                # It is killed once more before it has announced itself.
+                raise LaunchError("while starting: actor was killed by signal 9")
+            if service == "actor" and "critic" not in asked:
+                await mesh.roles["critic"].stop()
+                run.service_lost("critic", "critic was killed by signal 9")
+            return await mesh.restart(service)
+
+        run = make_run(mesh, tmp_path / "killed", recipe(), MemoryStateStore(), restart=restart)
+        run._loss_grace_s = 0.2
+        summary = await kill_during(run, mesh, "actor", "Update", "actor", 2)
+        assert asked == ["actor", "actor", "critic"]
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert learnt(tmp_path / "killed") == expected
+    assert [one.restarted for one in summary.recoveries] == [("actor", "critic")]
 
 
 async def test_an_error_inside_a_service_that_comes_again_ends_the_run(tmp_path: Path) -> None:
