@@ -323,6 +323,21 @@ def _mean_of(records: Sequence[Mapping[str, float]], name: str) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
+def _undone(run: _Run) -> Iterator[coordinator_pb2.Alert]:
+    recent = run.records[-RECENT_STEPS:]
+    skipped = sum("health/skipped" in record for record in recent)
+    times = [record.get("health/roll_backs", 0.0) for record in recent] or [0.0]
+    went_back = times[-1] - (times[0] if len(run.records) > RECENT_STEPS else 0.0)
+    remedy = "The events say which rule struck: look at the samples of these steps, and lower the "
+    remedy += "learning rate or correct the rewards."
+    if skipped:
+        text = f"Of the last {len(recent)} steps {skipped} were undone and skipped by run.health."
+        yield _alert("STEPS_SKIPPED", text, remedy)
+    if went_back > 0:
+        text = f"run.health took the run back {went_back:.0f} times in the newest steps."
+        yield _alert("RUN_WENT_BACK", text, remedy)
+
+
 def _held_out_fell(run: _Run) -> Iterator[coordinator_pb2.Alert]:
     scored = [record for record in run.records if "held_out/score" in record]
     if len(scored) < 2:
@@ -396,6 +411,7 @@ def _roles_wait(run: _Run) -> Iterator[coordinator_pb2.Alert]:
 
 RULES: tuple[Callable[[_Run], Iterator[coordinator_pb2.Alert]], ...] = (
     _not_finite,
+    _undone,
     _reward_flat,
     _reward_trouble,
     _entropy_collapsed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rolemesh.coordinator.state.store import JournalEntry, StateStore
@@ -22,10 +22,25 @@ class Journal:
     Owner: one asyncio loop.
     """
 
-    def __init__(self, store: StateStore, run_id: str, epoch: int) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        run_id: str,
+        epoch: int,
+        lineage_of: Callable[[int], int] = lambda step: 0,
+    ) -> None:
+        """Begins without operations.
+
+        Args:
+            store: Keeps the entries.
+            run_id: The run.
+            epoch: Of this coordinator.
+            lineage_of: Says of a step how often the run had gone back when it came to it.
+        """
         self.run_id = run_id
         self.epoch = epoch
         self._store = store
+        self._lineage_of = lineage_of
         self._sequences: Counter[tuple[int, str]] = Counter()
 
     def next_key(self, step: int, operation: str) -> operation_pb2.OperationKey:
@@ -38,6 +53,7 @@ class Journal:
             step=step,
             operation=operation,
             sequence=sequence,
+            lineage=self._lineage_of(step),
         )
 
     async def acknowledge(self, key: operation_pb2.OperationKey, result: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec, SampledSpec
+from rolemesh.coordinator.recipe.health import HealthSpec
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
@@ -96,8 +97,19 @@ class RunSpec(Spec):
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     recovery: RecoverySpec = RecoverySpec()
+    health: HealthSpec = HealthSpec()
     samples: int = Field(default=4, ge=0, le=64)
     """Trajectories of each step that are kept for people, of the newest steps; 0 keeps none."""
+
+    @model_validator(mode="after")
+    def _check_health(self) -> Self:
+        skipping = self.health.rules_that("skip")
+        if skipping and not self.recovery.cuts:
+            raise ValueError(
+                f"health.{skipping[0]}.do is 'skip', which takes the cut of the step before, but "
+                "recovery.cuts is false: set it to true, or do to 'stop' or 'roll_back'"
+            )
+        return self
 
 
 class EmbeddedStoreSpec(Spec):
@@ -220,6 +232,12 @@ class Recipe(Spec):
                 raise ValueError(
                     f"services.{role}: has replicas, which only the rollout role can have: give "
                     "one address or none, and spread the role with its layout"
+                )
+        for role in self.run.health.grad_norm.above or ():
+            if role not in self.roles:
+                raise ValueError(
+                    f"run.health.grad_norm.above.{role}: the recipe has no section {role}: leave "
+                    "it out"
                 )
         placed = [role for pool in self.pools.values() for role in pool.roles]
         for role in placed:

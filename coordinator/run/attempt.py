@@ -78,7 +78,7 @@ class Attempt:
         self.parts = parts
         self.early_end = EarlyEnd()
         """What ends the attempt from outside."""
-        self.journal = Journal(parts.store, parts.run_id, epoch)
+        self.journal = Journal(parts.store, parts.run_id, epoch, parts.progress.lineage_of)
         self.mesh = RunMesh(addresses, parts.services, self.journal, parts.observer, parts.traffic)
         is_external = parts.algorithm is None
         # A client that drives the services raises the epoch, so writes about the run carry none.

@@ -119,9 +119,16 @@ class Checkpoints:
             },
         }
         await asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
-        for old in self.committed()[: -self._keep]:
-            await asyncio.to_thread(remove_checkpoint, self.directory, old)
+        await self._remove(self.committed()[: -self._keep])
         return folder
+
+    async def remove_after(self, step: int) -> None:
+        """Removes those of later steps: they belong to a lineage that has ended."""
+        await self._remove([saved for saved in self.committed() if saved > step])
+
+    async def _remove(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            await asyncio.to_thread(remove_checkpoint, self.directory, step)
 
     async def _checkpoint_call(
         self,

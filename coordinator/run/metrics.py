@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.trace import critical_path
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps, TensorBoardTracker
@@ -153,6 +154,25 @@ def step_record(
         "experience/fetched_bytes": sum(node.num_bytes for node in nodes),
         **traffic_record(traffic),
     }
+
+
+def steps_behind(nodes: Sequence[Node], actor_versions: Sequence[int]) -> dict[str, float]:
+    """How many steps the oldest weights that sampled were behind those that train.
+
+    Args:
+        nodes: Of a step.
+        actor_versions: Version of the policy after each step before it, from step 0 on.
+    """
+    sampled = [
+        node.metrics["policy_version/min"]
+        for node in nodes
+        if node.kind is NodeKind.SAMPLE and "policy_version/min" in node.metrics
+    ]
+    if not sampled:
+        return {}
+    # The last step that ended with this version or an older one.
+    oldest = bisect.bisect_right(actor_versions, min(sampled)) - 1
+    return {"staleness/max": float(len(actor_versions) - 1 - oldest)}
 
 
 def traffic_record(traffic: MethodTraffic) -> dict[str, float]:

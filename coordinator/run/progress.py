@@ -21,6 +21,19 @@ RECORD_OPERATION = "step.record"
 EVALUATION_OPERATION = "run.evaluate"
 """Journal entry with a held-out score: before the first step, or after the newest one."""
 
+ROLL_BACK_OPERATION = "run.roll_back"
+"""Journal entry of a run that goes back to a step, to draw those after it anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that was made and is not to count: it will be committed with the weights before."""
+
+    step: int
+    next_prompt: int
+    """Position in the data that the step after it begins with."""
+    record: Mapping[str, float]
+
 
 @dataclass(kw_only=True)
 class RunProgress:
@@ -53,6 +66,11 @@ class RunProgress:
     """Seconds by phase, of this process."""
     epoch: int = 0
     """Newest epoch that is known to have spoken for the run; 0: none."""
+    roll_backs: list[int] = field(default_factory=list)
+    """Steps to which the run went back to draw those after them anew, in order."""
+    skipped: SkippedStep | None = None
+    """The next step, if it is not to be made again. Another process makes it again, and finds the
+    same."""
 
     @property
     def next_prompt(self) -> int:
@@ -68,6 +86,27 @@ class RunProgress:
         self.next_prompts.append(next_prompt)
         self.actor_versions.append(actor_version)
         self.unrecorded = dict(record)
+
+    def lineage_of(self, step: int) -> int:
+        """How often the run had gone back when it came to a step; 0 where it did so later on.
+
+        A step that is made again after a crash has the lineage that it had before, so that the
+        same is drawn.
+
+        Example: with roll_backs [4, 9], steps 1 to 4 have 0, steps 5 to 9 have 1, later ones 2.
+        """
+        before = (number for number, to in enumerate(self.roll_backs, start=1) if to < step)
+        return max(before, default=0)
+
+    def roll_back(self, step: int) -> None:
+        """Goes back to a step, or stays; what follows is drawn anew."""
+        self.rewind(step)
+        self.roll_backs.append(step)
+
+    def take_skipped(self, step: int) -> SkippedStep | None:
+        """The step, where it is not to be made again."""
+        skipped, self.skipped = self.skipped, None
+        return skipped if skipped is not None and skipped.step == step else None
 
     def recorded(self, record: Mapping[str, float]) -> None:
         """Takes the whole record of the newest step."""
@@ -107,6 +146,7 @@ class RunProgress:
             "next_prompt": self.next_prompt,
             "next_prompts": self.next_prompts,
             "actor_versions": self.actor_versions,
+            "roll_backs": self.roll_backs,
             "before": None if self.before is None else self.before.to_dict(),
         }
 
@@ -131,6 +171,8 @@ class RunProgress:
             actor_versions=[int(version) for version in marker["actor_versions"]],
             records=[by_step[made] for made in range(1, step + 1) if made in by_step],
             epoch=int(marker["epoch"]),
+            # A run of an earlier version never went back.
+            roll_backs=[int(to) for to in marker.get("roll_backs", ())],
         )
         if not len(progress.next_prompts) == len(progress.actor_versions) == step + 1:
             raise ValueError(f"step is {step}, but the lists beside it have other lengths")
@@ -164,5 +206,7 @@ class RunProgress:
                 progress.evaluated(Evaluation.of_dict(result))
             elif entry.operation == REWIND_OPERATION:
                 progress.rewind(entry.step)
+            elif entry.operation == ROLL_BACK_OPERATION:
+                progress.roll_back(entry.step)
             progress.epoch = max(progress.epoch, entry.epoch)
         return progress

@@ -30,6 +30,7 @@ _CHANGEABLE = (
     "run.evaluation",
     "run.checkpoint",
     "run.recovery",
+    "run.health",
     "run.samples",
     "run.directory",
     "pools",

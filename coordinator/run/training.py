@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
-from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import Node, NodeKind
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
+from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.mesh import RunMesh
@@ -27,11 +26,13 @@ from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.early_end import to_the_end
 from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
 from rolemesh.coordinator.run.events import EventLog
+from rolemesh.coordinator.run.health import Health, is_refusal
 from rolemesh.coordinator.run.metrics import (
     MetricsWriter,
     dataflow_traffic,
     phase_seconds,
     step_record,
+    steps_behind,
     traffic_record,
     traffic_since,
 )
@@ -110,6 +111,10 @@ class TrainingLoop(RunLoop):
             keep=recipe.run.checkpoint.keep,
             on_phase=observer.on_phase,
         )
+        rules, progress = recipe.run.health, self.progress
+        self._health = Health(
+            rules, progress, journal, store, writer, observer, self.cuts, self.checkpoints
+        )
 
     async def run(self) -> None:
         """Everything between initialised services and an exported model.
@@ -153,7 +158,7 @@ class TrainingLoop(RunLoop):
         following, before = self.step + 1, self.step - 1
         if not self._sampler.steps_ahead_while_training or self.step == 0:
             return
-        if following > self._recipe.run.steps:
+        if following > self._recipe.run.steps or self.progress.skipped is not None:
             return
         if before not in await self.cuts.known():
             self._observer.on_event(
@@ -287,8 +292,14 @@ class TrainingLoop(RunLoop):
 
     async def _make_step(self, step: int) -> None:
         self._traffic_before = dataflow_traffic(self._mesh.traffic)
-        context = await self._train(step)
-        await self._tell_step(context)
+        skipped = self.progress.take_skipped(step)
+        if skipped is not None:
+            await self.cuts.save(step)
+            await self._commit(step, skipped.next_prompt, skipped.record)
+            self.rewound()
+            await self._tell_step()
+        else:
+            await self._tell_step(await self._train(step))
 
     async def _tell_step(self, context: StepContext | None = None) -> None:
         """Releases what the newest step has left behind, evaluates where it is due, and tells.
@@ -351,25 +362,51 @@ class TrainingLoop(RunLoop):
         context, prompts = self._begin(step)
         del self._ahead[step]
         self.dataflow = self.step_in_progress = context.dataflow
-        async with context.dataflow:
-            start_step(self._algorithm, prompts, context)
-            # This step is made by now, so only later ones are begun.
-            later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
-            self._sample_ahead(later)
-            self._sampler.step_ends(context)
+        refusal: NodeFailedError | None = None
+        try:
+            async with context.dataflow:
+                start_step(self._algorithm, prompts, context)
+                # This step is made by now, so only later ones are begun.
+                later = range(step + 1, step + 1 + self._sampler.steps_ahead_while_training)
+                self._sample_ahead(later)
+                self._sampler.step_ends(context)
+        except NodeFailedError as error:
+            if not is_refusal(error):
+                raise
+            refusal = error
+        nodes = [node for node in context.dataflow.nodes if node.state is NodeState.DONE]
+        await self._health.check(
+            nodes, self._record(step, nodes, started), self._position(step), refusal
+        )
         made = time.monotonic()
         await self.cuts.save(step)
-        cut_seconds, seconds = time.monotonic() - made, time.monotonic() - started
-        versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
-        nodes = context.dataflow.nodes
-        traffic = traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
-        record = {
-            **step_record(step, nodes, seconds, traffic),
-            **self._steps_behind(nodes),
-        }
+        cut_seconds = time.monotonic() - made
+        record = self._record(step, nodes, started) | self._health.marks()
         if self.cuts.is_on:
             record["time/cut"] = cut_seconds
-        position, actor_version = self._position(step), versions.get("actor", 0)
+        await self._commit(step, self._position(step), record)
+        del self._prompts[step]
+        for phase, spent in phase_seconds(nodes).items():
+            self.progress.seconds[phase] += spent
+        return context
+
+    def _record(self, step: int, nodes: Sequence[Node], started: float) -> dict[str, float]:
+        """What is known of a step by now; `started` is on the clock time.monotonic()."""
+        seconds = time.monotonic() - started
+        traffic = traffic_since(self._traffic_before, dataflow_traffic(self._mesh.traffic))
+        behind = steps_behind(nodes, self.progress.actor_versions)
+        return {**step_record(step, nodes, seconds, traffic), **behind}
+
+    async def _commit(self, step: int, position: int, record: Mapping[str, float]) -> None:
+        """From here on the step counts, even if something fails later.
+
+        Args:
+            step: Of which every trained role has a cut.
+            position: In the data, that the step after it begins with.
+            record: Of the step.
+        """
+        versions = {role: known.policy_version for role, known in self._mesh.connections.items()}
+        actor_version = versions.get("actor", 0)
         await self._journal.commit(
             step,
             {
@@ -379,34 +416,15 @@ class TrainingLoop(RunLoop):
                 "record": record,
             },
         )
-        # From here on the step counts, even if something fails later.
         self.progress.commit(step, position, actor_version, record)
         self._events.step = step
         self.step_in_progress = None
-        del self._prompts[step]
-        for phase, spent in phase_seconds(nodes).items():
-            self.progress.seconds[phase] += spent
-        return context
 
     def _position(self, step: int) -> int:
         """Position in the data that the step after this one begins with."""
         # Prompts of steps that are only being sampled count as not used.
         following = self._prompts.get(step + 1)
         return self._cursor.position if following is None else following.start
-
-    def _steps_behind(self, nodes: Sequence[Node]) -> dict[str, float]:
-        """How many steps the oldest weights that sampled were behind those that train."""
-        sampled = [
-            node.metrics["policy_version/min"]
-            for node in nodes
-            if node.kind is NodeKind.SAMPLE and "policy_version/min" in node.metrics
-        ]
-        if not sampled:
-            return {}
-        # The last step that ended with this version or an older one.
-        versions = self.progress.actor_versions
-        oldest = bisect.bisect_right(versions, min(sampled)) - 1
-        return {"staleness/max": float(len(versions) - 1 - oldest)}
 
     def _begin(self, step: int) -> tuple[StepContext, PromptBatch]:
         """Returns a step's context and prompts. They are made once, in the order of steps."""

@@ -28,6 +28,7 @@ from rolemesh.coordinator.run.attempt import Attempt, RunParts
 from rolemesh.coordinator.run.conclusion import Conclusion
 from rolemesh.coordinator.run.early_end import EarlyEnd
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
+from rolemesh.coordinator.run.health import StepUndoneError
 from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
@@ -287,6 +288,9 @@ class TrainingRun:
                     attempt = await self._new_attempt(parts)
                 await attempt.make(self._deadlines_s(started), self.service_lost, self._begun)
                 return
+            except StepUndoneError:
+                await attempt.mesh.close()
+                attempt = await self._new_attempt(parts)
             except Exception as error:
                 if not isinstance(error, StateStoreError):
                     # Whatever it looks like, the reason may be that another one leads by now.
@@ -389,6 +393,13 @@ class TrainingRun:
         if step == 0 or step in attempt.loop.checkpoints.committed():
             return
         trained = [known.service for known in attempt.mesh.trained]
+        gone = sorted(self._lost & set(trained))
+        if gone:
+            self._observer.on_event(
+                f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
+                f"`rolemesh train --resume {self.directory}` goes on from what is left"
+            )
+            return
         epoch = await self._store.next_epoch(self.run_id)
         saver = Attempt(replace(parts, services=trained), epoch, self._addresses)
         try:

@@ -37,6 +37,7 @@ def sample_experience(
     *,
     run_seed: int,
     step: int,
+    lineage: int = 0,
     tokenizer: Decoder,
     progress: Progress,
     only: Sequence[int] | None = None,
@@ -48,8 +49,9 @@ def sample_experience(
     """Samples `samples_per_prompt` completions a prompt.
 
     Rows are ordered by prompt, then by sample index, whatever order they finished in. The seed
-    of a row derives from (run seed, step, prompt id, sample index); a prompt that stands in the
-    batch twice goes on counting its sample index, so that no two rows are the same draw.
+    of a row derives from (run seed, step, prompt id, sample index) and the lineage; a prompt that
+    stands in the batch twice goes on counting its sample index, so that no two rows are the same
+    draw.
 
     Example: 3 prompts x 2 samples with block_rows 4 make block 0 (rows 0 to 3) and block 1 (rows 4
     and 5). With only=(1, 2) the part of block 0 that is handed over is rows 2 and 3.
@@ -60,6 +62,7 @@ def sample_experience(
         sampling: How to draw.
         run_seed: Seed of the run.
         step: Of the run.
+        lineage: How often the run had gone back when it came to the step.
         tokenizer: Makes texts of completions.
         progress: Called after each completion.
         only: Places of the prompts to sample, ascending; None means all. A row has the same seed
@@ -100,7 +103,9 @@ def sample_experience(
                 RolloutRequest(
                     row=len(requests),
                     prompt_tokens=prompt.tokens,
-                    seed=derive_seed(run_seed, step, prompt.prompt_id, sample_index),
+                    seed=derive_seed(
+                        run_seed, step, prompt.prompt_id, sample_index, lineage=lineage
+                    ),
                 )
             )
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from support.fake_recipes import split_pools
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe, until
-from support.fake_runs import Recorder, make_run, read_lines
+from support.fake_runs import Recorder, kill_during, make_run, read_lines
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
@@ -67,37 +66,6 @@ def recovering_run(
     run = make_run(mesh, directory, recipe(), store, restart=mesh.restart, **settings)
     run._loss_grace_s = 0.2
     return run
-
-
-async def kill_during(
-    run: TrainingRun, mesh: FakeMesh, service: str, method: str, victim: str, step: int
-) -> RunSummary:
-    """Makes the run; the victim is killed while the service answers the method in the step."""
-    gate = mesh.roles[service].gates[method] = asyncio.Event()
-    task = asyncio.create_task(run.execute())
-
-    def is_there() -> bool:
-        return any(
-            call.name == f"{service}.{method}" and call.step == step and call.state == "running"
-            for call in mesh.calls
-        )
-
-    while not is_there():
-        # Calls of earlier steps go on.
-        gate.set()
-        await asyncio.sleep(0)
-        if not is_there():
-            gate.clear()
-            await asyncio.sleep(0.002)
-        if task.done():
-            break
-    gate.clear()
-    assert is_there(), "the call was made while the test looked away: nothing was killed in it"
-    await mesh.roles[victim].stop()
-    run.service_lost(victim, f"{victim} was killed by signal 9")
-    gate.set()
-    mesh.roles[service].gates.clear()
-    return await task
 
 
 @pytest.mark.parametrize("victim", ROLES)

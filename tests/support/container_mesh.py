@@ -285,8 +285,8 @@ class ContainerMesh:
         self.compose(
             # Roles are there already. Compose would also look for the model again, 20 s a run.
             *("run", "--detach", "--no-deps", "--service-ports", "--name", container),
-            *("coordinator", "train", RECIPE, "--run-id", run_id, "--out", f"runs/{run_id}"),
-            *options,
+            *("coordinator", "train", "--restartable", RECIPE),
+            *("--run-id", run_id, "--out", f"runs/{run_id}", *options),
         )
         return container
 

@@ -128,6 +128,7 @@ class FakeCore(
                 if method in self.failures:
                     raise self.failures[method]
                 self._check(key, method)
+                reported = mesh.reported(name, key)
                 if identity not in self._answers:
                     if work is not None:
                         self._answers[identity] = work()
@@ -138,6 +139,8 @@ class FakeCore(
                                 yield event
                             else:
                                 self._answers[identity] = event
+                    if reported:
+                        self._answers[identity].report.metrics.update(reported)
             finally:
                 mesh.running.discard(name)
             record.state = "done"

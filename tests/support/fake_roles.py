@@ -8,7 +8,7 @@ the runtime's matter and is tested there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,6 +202,9 @@ class FakeMesh:
     """Prompts whose groups SelectGroups keeps."""
     block_order: Callable[[int], list[int]] = lambda number: list(range(number))
     """In which order so many blocks finish."""
+    reported: Callable[[str, Any], Mapping[str, float]] = lambda name, key: {}
+    """Metrics that a call, e.g. "actor.Update", with this key reports besides or instead; what it
+    raises the call fails with, before it has changed anything."""
     withheld_blocks: frozenset[int] = frozenset()
     """Blocks that are never sent."""
     roles: dict[str, FakeRole] = field(default_factory=dict)

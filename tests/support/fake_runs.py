@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from support.fake_roles import FakeMesh
 
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.state.store import StateStore
@@ -50,3 +52,34 @@ def make_run(
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def kill_during(
+    run: TrainingRun, mesh: FakeMesh, service: str, method: str, victim: str, step: int
+) -> RunSummary:
+    """Makes the run; the victim is killed while the service answers the method in the step."""
+    gate = mesh.roles[service].gates[method] = asyncio.Event()
+    task = asyncio.create_task(run.execute())
+
+    def is_there() -> bool:
+        return any(
+            call.name == f"{service}.{method}" and call.step == step and call.state == "running"
+            for call in mesh.calls
+        )
+
+    while not is_there():
+        # Calls of earlier steps go on.
+        gate.set()
+        await asyncio.sleep(0)
+        if not is_there():
+            gate.clear()
+            await asyncio.sleep(0.002)
+        if task.done():
+            break
+    gate.clear()
+    assert is_there(), "the call was made while the test looked away: nothing was killed in it"
+    await mesh.roles[victim].stop()
+    run.service_lost(victim, f"{victim} was killed by signal 9")
+    gate.set()
+    mesh.roles[service].gates.clear()
+    return await task

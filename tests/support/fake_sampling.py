@@ -51,7 +51,9 @@ class FakeSampling(FakeCore):
                     await asyncio.sleep(seconds)
                 seen.append(self.policy_version)
             versions += seen
-            whole[index] = columns = _sampled(blocks[index], weight, tuple(seen))
+            whole[index] = columns = _sampled(
+                blocks[index], weight, tuple(seen), request.key.lineage
+            )
             if request.block_rows and index not in mesh.withheld_blocks:
                 reference = self.publish(request.key, columns, f"/{index}")
                 mesh.log.append(f"{self.service}.Generate sends block {index}")
@@ -124,9 +126,9 @@ class FakeSampling(FakeCore):
 
 
 def _sampled(
-    pairs: list[tuple[int, int]], weight: float, versions: tuple[int, ...]
+    pairs: list[tuple[int, int]], weight: float, versions: tuple[int, ...], lineage: int
 ) -> dict[str, list[Any]]:
-    numbers = [completion(weight, prompt, sample) for prompt, sample in pairs]
+    numbers = [completion(weight, prompt, sample + lineage) for prompt, sample in pairs]
     columns: dict[str, list[Any]] = dict.fromkeys(ROLLOUT_COLUMNS, numbers)
     columns["prompt_ids"] = [prompt for prompt, _ in pairs]
     columns["sample_indexes"] = [sample for _, sample in pairs]

@@ -119,6 +119,8 @@ def identity_of(key: operation_pb2.OperationKey) -> Identity:
         problem = 'key.operation is empty: name the operation, e.g. "actor.update"'
     elif key.sequence < 0:
         problem = f"key.sequence is {key.sequence}: give a number >= 0"
+    elif key.lineage < 0:
+        problem = f"key.lineage is {key.lineage}: give a number >= 0"
     if problem is not None:
         raise InvalidRequestError(problem, reason="KEY_INVALID")
     return (key.run_id, key.fencing_epoch, key.step, key.operation, key.sequence)

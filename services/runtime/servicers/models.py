@@ -158,7 +158,13 @@ class TrainerServicer(EstimateServicer):
                 judged=judged,
                 epochs=request.epochs,
                 mini_batch_rows=request.mini_batch_rows,
-                seed=derive_seed(self._role.run_seed, request.key.step, self._role.name, "update"),
+                seed=derive_seed(
+                    self._role.run_seed,
+                    request.key.step,
+                    self._role.name,
+                    "update",
+                    lineage=request.key.lineage,
+                ),
                 rows_per_unit=_rows_per_unit(
                     request.rows_per_unit, len(judged), request.mini_batch_rows
                 ),

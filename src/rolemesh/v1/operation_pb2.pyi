@@ -62,6 +62,7 @@ class OperationKey(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The training run, 1 to 128 characters."""
     fencing_epoch: _builtins.int
@@ -72,6 +73,12 @@ class OperationKey(_message.Message):
     """Name of the operation within the step, e.g. "actor.update"."""
     sequence: _builtins.int
     """Distinguishes several operations of one name in one step, >= 0."""
+    lineage: _builtins.int
+    """How often the run had gone back when it came to this step, to draw it anew,
+    >= 0. Whatever a service draws at random for the step depends on it: 0 gives
+    the first draw, each other number another one. It is no part of the identity
+    of the operation.
+    """
     def __init__(
         self,
         *,
@@ -80,10 +87,11 @@ class OperationKey(_message.Message):
         step: _builtins.int = ...,
         operation: _builtins.str = ...,
         sequence: _builtins.int = ...,
+        lineage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "operation", b"operation", "run_id", b"run_id", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "lineage", b"lineage", "operation", b"operation", "run_id", b"run_id", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,8 +52,8 @@ class RolloutServiceStub:
                                              in the batch twice goes on counting
       finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
       prompt_text, completion_text, answer, metadata: text, row
-    Seeds derive from (run seed, step, prompt id, sample index): a repeat
-    yields the same tokens.
+    Seeds derive from (run seed, step, prompt id, sample index) and, where it is
+    not 0, key.lineage: a repeat yields the same tokens.
 
     Where the data of the service has an environment, a row is an episode: the
     completion holds the environment's words too, with loss_mask 0, and there
@@ -128,8 +128,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
                                              in the batch twice goes on counting
       finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
       prompt_text, completion_text, answer, metadata: text, row
-    Seeds derive from (run seed, step, prompt id, sample index): a repeat
-    yields the same tokens.
+    Seeds derive from (run seed, step, prompt id, sample index) and, where it is
+    not 0, key.lineage: a repeat yields the same tokens.
 
     Where the data of the service has an environment, a row is an episode: the
     completion holds the environment's words too, with loss_mask 0, and there
@@ -207,8 +207,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
                                                  in the batch twice goes on counting
           finished          bool,    row:        1 when a stop token ended it, 0 when cut by length
           prompt_text, completion_text, answer, metadata: text, row
-        Seeds derive from (run seed, step, prompt id, sample index): a repeat
-        yields the same tokens.
+        Seeds derive from (run seed, step, prompt id, sample index) and, where it is
+        not 0, key.lineage: a repeat yields the same tokens.
 
         Where the data of the service has an environment, a row is an episode: the
         completion holds the environment's words too, with loss_mask 0, and there

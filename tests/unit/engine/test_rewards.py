@@ -101,4 +101,6 @@ def test_seeds_depend_on_every_part_and_on_nothing_else():
     assert all(0 <= seed < 2**63 for seed in seeds)
     # A fixed value: seeds must not change between versions, or a replay draws other tokens.
     assert derive_seed(1, 2, 3, 4) == 5367779579668733980
+    assert derive_seed(1, 2, 3, 4, lineage=0) == 5367779579668733980
+    assert len({derive_seed(1, 2, 3, 4, lineage=lineage) for lineage in range(9)} | {*seeds}) == 90
     assert derive_seed("1", 2) != derive_seed(1, 2)

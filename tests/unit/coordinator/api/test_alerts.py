@@ -98,6 +98,8 @@ def test_a_healthy_run_gives_no_alert_after_any_of_its_steps(steps: int) -> None
     [
         ({"actor/loss": math.nan}, 1, "NOT_FINITE", "actor/loss"),
         ({"actor/loss": math.inf}, 1, "NOT_FINITE", "actor/loss"),
+        ({"health/skipped": 1.0}, 2, "STEPS_SKIPPED", "Of the last 10 steps 2 were undone"),
+        ({"health/roll_backs": 2.0}, 4, "RUN_WENT_BACK", "took the run back 2 times"),
         ({"reward/std": 0.0}, 10, "REWARD_FLAT", "last 10 steps are equal"),
         ({"groups/all_equal": 7.5}, 10, "GROUPS_ALIKE", "94 %"),
         ({"reward/helpful/errors": 2.0}, 3, "REWARD_ERRORS", "helpful failed 6 times"),

@@ -26,6 +26,13 @@ async def test_keys_number_operations_of_one_name_within_a_step() -> None:
     assert {(key.run_id, key.fencing_epoch) for key in keys} == {("run", 1)}
 
 
+async def test_a_key_says_how_often_the_run_had_gone_back_when_it_came_to_the_step() -> None:
+    store = MemoryStateStore()
+    journal = Journal(store, "run", await store.next_epoch("run"), lambda step: step // 3)
+    assert [journal.next_key(step, "actor.generate").lineage for step in (2, 3, 6)] == [0, 1, 2]
+    assert (await make_journal(store)).next_key(9, "actor.generate").lineage == 0
+
+
 async def test_operations_notes_and_commits_stand_in_the_order_in_which_they_came() -> None:
     store = MemoryStateStore()
     journal = await make_journal(store)

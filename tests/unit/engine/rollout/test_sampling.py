@@ -120,6 +120,15 @@ def test_rows_are_what_their_seeds_draw() -> None:
     assert batch["sample_indexes"].values.tolist() == [0, 1] * 3
 
 
+def test_another_lineage_draws_every_row_anew() -> None:
+    first, again, other = (
+        sample(ScriptedBackend(), 4, 2, lineage=lineage)[0]["completion_text"].strings()
+        for lineage in (0, 0, 1)
+    )
+    assert first == again == sample(ScriptedBackend(), 4, 2)[0]["completion_text"].strings()
+    assert all(one != another for one, another in zip(first, other, strict=True))
+
+
 def test_a_rank_without_prompts_gets_columns_without_rows() -> None:
     batch, blocks = sample(ScriptedBackend(), 2, 2, only=(), block_rows=4)
     assert len(batch) == 0
