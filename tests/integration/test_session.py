@@ -55,7 +55,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStateStore:
     store = MemoryStateStore()
 
     @asynccontextmanager
-    async def opened(*arguments: Any) -> AsyncIterator[MemoryStateStore]:
+    async def opened(*arguments: Any, **settings: Any) -> AsyncIterator[MemoryStateStore]:
         yield store
 
     monkeypatch.setattr(session_module, "open_store", opened)

@@ -172,7 +172,9 @@ class CliRun:
         path = self.out / "metrics.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines(keepends=True)
+        # The last one may be being written.
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Returns when the condition holds; fails when the run ends or the time is over."""
