@@ -308,9 +308,10 @@ class TrainingLoop(RunLoop):
             await self._journal.note(step, RECORD_OPERATION, {"record": record})
         self.progress.recorded(record)
         await self._writer.write_step(record)
-        await self._update_record(step=step, metrics=record)
+        # A watch must not miss it, should this process end now.
         self._events.step_made(record)
         await self._events.flush()
+        await self._update_record(step=step, metrics=record)
         self._observer.on_step(record)
 
     async def _train(self, step: int) -> StepContext:

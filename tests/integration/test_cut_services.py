@@ -274,7 +274,9 @@ async def test_what_a_cut_cannot_do_is_refused_by_reason_and_the_service_goes_on
                 assert wrong.value.reason == "KEY_INVALID"
 
 
-async def test_two_runs_of_one_service_have_cuts_of_their_own(model: Path, run_id: str) -> None:
+async def test_a_service_keeps_no_cuts_of_a_run_whose_place_another_one_has_taken(
+    model: Path, run_id: str
+) -> None:
     other = f"{run_id}-other"
     try:
         async with serving(CriticRole()) as server:
@@ -286,10 +288,13 @@ async def test_two_runs_of_one_service_have_cuts_of_their_own(model: Path, run_i
                 async with speaking(address, other, 1) as later:
                     await later["critic"].initialize(critic_spec(model))
                     assert await later["critic"].list_cuts() == ()
+                    # They go with its first cut, and not before.
+                    assert [cut.step for cut in await mesh["critic"].list_cuts()] == [0]
                     later.begin_step(1)
                     await later["critic"].save_cut()
+                    assert [cut.step for cut in await later["critic"].list_cuts()] == [1]
                     await later["critic"].drop_cuts()
-                assert [cut.step for cut in await mesh["critic"].list_cuts()] == [0]
+                assert await mesh["critic"].list_cuts() == ()
     finally:
         remove_slots(other, "critic")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, TypeVar
 
@@ -13,11 +14,13 @@ from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.model_in_training import TrainedModel, kind_of
 from rolemesh.engine.train.randomness import seed_random_state
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport.slots import SlotOwner
+from rolemesh.engine.transport.slots import SlotOwner, remove_slots
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, Role
 from rolemesh.services.runtime.experience.published_weights import PublishedWeights
 from rolemesh.services.runtime.ranks.device import rank_device
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,6 +36,8 @@ class ModelRole(Role):
         self.published = PublishedWeights()
         """The copy of the weights that others may fetch."""
         self._cut_slots: CutSlots | None = None
+        self._last_cut_run = ""
+        """Run of which this process has held cuts last."""
 
     @property
     def trainer(self) -> Trainer:
@@ -70,9 +75,17 @@ class ModelRole(Role):
         """Told after a checkpoint or a cut came back: equal versions may be other weights now."""
 
     def cut_slots(self, owner: SlotOwner) -> CutSlots:
-        """The slots of a rank in the run; opened on first use and kept until the run ends."""
+        """The slots of a rank in the run; opened on first use and kept until the run ends.
+
+        Those of another run that this process held before are removed: it was given up when this
+        one came, has its checkpoints, and two runs' cuts may be more than the host has memory for.
+        """
         if self._cut_slots is None or self._cut_slots.owner != owner:
             self.close_cut_slots()
+            if self._last_cut_run not in ("", owner.run_id):
+                for name in remove_slots(self._last_cut_run, self.name):
+                    logger.warning("removed %s, a cut of run %s", name, self._last_cut_run)
+            self._last_cut_run = owner.run_id
             self._cut_slots = CutSlots(owner, self.trainer.mesh.layout.train.flag())
         return self._cut_slots
 
