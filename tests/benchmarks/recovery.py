@@ -1,10 +1,12 @@
-"""What recovery costs: seconds until a run goes on after a kill, and the cut's share of a step.
+r"""What recovery costs: seconds until a run goes on after a kill, and the cut's share of a step.
 
-    python tests/benchmarks/recovery.py                      # kills, on a tiny model
+    python -m pytest -m slow tests/integration/test_kill_matrix.py --basetemp=DIR \
+        -o tmp_path_retention_policy=all
+    python tests/benchmarks/recovery.py --of DIR             # kills of the matrix
     python tests/benchmarks/recovery.py --quickstart 3       # the cut's share, 3 steps, 3 pairs
 
-Prints one line of JSON. The tiny model's services are forked from a warm process: a start of their
-own adds the import of torch, which the quickstart's kills include.
+Prints one line of JSON. The services of the matrix are forked from a warm process: a start of their
+own adds the import of torch, some seconds.
 """
 
 from __future__ import annotations
@@ -23,12 +25,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.kill_plans import COMMON, COORDINATOR, STORE, plans, read_log  # noqa: E402
-from support.killed_runs import killed_run  # noqa: E402
-from support.mesh_runs import CliRun, tiny_model, tiny_recipe  # noqa: E402
+from support.kill_plans import COORDINATOR, STORE, read_log  # noqa: E402
+from support.mesh_runs import CliRun  # noqa: E402
 
 WAIT_S = 1800
-SINGLE = ("actor", "critic", "reference", "reward", STORE, COORDINATOR)
 RECIPE = ROOT / "recipes/quickstart-ppo.yaml"
 MODEL = ROOT / ".models/SmolLM2-135M-Instruct"
 
@@ -56,30 +56,25 @@ def recovery_seconds(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def kills(runs: int) -> dict[str, Any]:
-    """Random kills of tiny runs, of one rank a role and of a two-rank actor."""
+def of_matrix(directory: Path) -> dict[str, Any]:
+    """What the kill matrix has found, from the folders of its runs.
+
+    Args:
+        directory: Its --basetemp.
+    """
     found: dict[str, list[float]] = defaultdict(list)
-    lost = 0
-    with tempfile.TemporaryDirectory() as directory:
-        model = tiny_model(Path(directory) / "tiny")
-        shapes = (
-            ({}, SINGLE),
-            ({"actor__train": {"tp": 2}, "actor__generate": {"tp": 1}}, ("actor rank 1",)),
-        )
-        for shape, (changes, victims) in enumerate(shapes):
-            recipe = tiny_recipe(
-                model, run__steps=10, run__evaluation={"num_prompts": 4, "every_steps": 3},
-                run__checkpoint={"every_steps": 2}, run__recovery={"pause_s": 0.1}, **changes,
-            )  # fmt: skip
-            for number, plan in enumerate(plans(victims, COMMON, runs=runs, kills=4, seed=7)):
-                folder = Path(directory) / f"{shape}-{number}"
-                folder.mkdir()
-                run = killed_run(recipe, folder, plan, WAIT_S)
-                for kind, seconds in recovery_seconds(folder).items():
-                    found[kind] += seconds
-                summary = json.loads((run.out / "summary.json").read_text())
-                lost += sum(recovered["lost_steps"] for recovered in summary["recoveries"])
+    kills, lost = 0, 0
+    for folder in sorted(log.parent for log in directory.glob("*/kills.jsonl")):
+        if folder.is_symlink():
+            # Pytest's name for the newest of a test.
+            continue
+        kills += sum("victim" in line for line in read_log(folder))
+        for kind, seconds in recovery_seconds(folder).items():
+            found[kind] += seconds
+        summary = json.loads((folder / "run/summary.json").read_text())
+        lost += sum(recovered["lost_steps"] for recovered in summary["recoveries"])
     return {
+        "kills": kills,
         "lost_steps": lost,
         "seconds": {
             kind: {
@@ -128,14 +123,14 @@ def cut_share(steps: int, pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3, help="killed runs of each shape")
-    parser.add_argument("--quickstart", type=int, default=0, help="steps with and without cuts")
+    parser.add_argument("--of", type=Path, help="--basetemp of the kill matrix")
+    parser.add_argument("--quickstart", type=int, default=3, help="steps with and without cuts")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each kind for --quickstart")
     given = parser.parse_args()
-    if given.quickstart:
-        print(json.dumps(cut_share(given.quickstart, given.pairs)))
+    if given.of is not None:
+        print(json.dumps(of_matrix(given.of)))
     else:
-        print(json.dumps(kills(given.runs)))
+        print(json.dumps(cut_share(given.quickstart, given.pairs)))
 
 
 if __name__ == "__main__":
