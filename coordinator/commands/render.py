@@ -14,6 +14,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.compose import compose_file
+from rolemesh.coordinator.render.memory import unsized_models
 from rolemesh.coordinator.render.placement import names_gpus, spread
 from rolemesh.coordinator.state.files import write_atomically
 
@@ -93,6 +94,11 @@ def compose(
         write_atomically(out, text)
     if gpus is not None:
         _tell_idle(loaded, gpus)
+    for folder in dict.fromkeys(unsized_models(loaded)):
+        sys.stderr.write(
+            f"{folder} holds no *.safetensors here, so shm_size does not count the cuts of its "
+            "training (run.recovery.cuts): run this where the model is, or raise shm_size\n"
+        )
 
 
 def _command(files: list[Path], settings: list[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -25,6 +27,10 @@ _BESIDE_BYTES = 1 << 30
 _PUBLISHED_BYTES = 4
 """Bytes of published weights for each byte of the model's folder: two copies, the newest one and
 the one being fetched, in float32, of a model that lies in bfloat16."""
+
+_LEAST_SHARED_BYTES = 12 << 30
+"""The default of docker-compose.yml. A rendered file never goes below it: it limits what may be
+used, and takes no memory by itself."""
 
 _CUT_BYTES = 12
 """Bytes of cuts for each byte of a trained model's folder: two of them, each with weights and two
@@ -56,6 +62,8 @@ def experience_bytes(recipe: Recipe) -> int:
 def shared_memory_bytes(recipe: Recipe) -> int:
     """Size of the /dev/shm that all services of a recipe share: a limit, not memory in use.
 
+    A trained model that is not on this machine adds no bytes for its cuts: see `unsized_models`.
+
     Raises:
         RecipeError: The actor publishes weights, but its model's folder is not on this machine.
     """
@@ -65,21 +73,25 @@ def shared_memory_bytes(recipe: Recipe) -> int:
     total = num_ranks * experience_bytes(recipe) + _BESIDE_BYTES
     if recipe.rollout is not None:
         folder = recipe.rollout.model.path
-        files = list(folder.glob("*.safetensors"))
-        if not files:
+        if not _model_bytes(folder):
             raise RecipeError(
                 f"rollout.model.path is {folder}, which holds no *.safetensors here, and the size "
                 "of shared memory depends on them: run this where the model is, or make it first"
             )
-        total += _PUBLISHED_BYTES * sum(file.stat().st_size for file in files)
-    total += _cut_bytes(recipe)
-    return -(-total // _UNIT) * _UNIT
+        total += _PUBLISHED_BYTES * _model_bytes(folder)
+    if recipe.run.recovery.cuts:
+        total += sum(_CUT_BYTES * _model_bytes(folder) for folder in _trained_models(recipe))
+    return -(-max(total, _LEAST_SHARED_BYTES) // _UNIT) * _UNIT
 
 
-def _cut_bytes(recipe: Recipe) -> int:
-    """Bytes of the cuts of all trained roles; of a model that is not on this machine, none."""
+def unsized_models(recipe: Recipe) -> list[Path]:
+    """Folders of trained models that hold no weights here, so that their cuts are not counted."""
     if not recipe.run.recovery.cuts:
-        return 0
+        return []
+    return [folder for folder in _trained_models(recipe) if not _model_bytes(folder)]
+
+
+def _trained_models(recipe: Recipe) -> list[Path]:
     models = [role.model.path for role in (recipe.actor, recipe.critic) if role is not None]
     reward = recipe.reward
     if reward is not None and reward.optimizer is not None:
@@ -88,5 +100,8 @@ def _cut_bytes(recipe: Recipe) -> int:
             for one in named_sources(reward.source)
             if isinstance(one.source, ClassifierRewardSpec)
         ]
-    files = [file for folder in models for file in folder.glob("*.safetensors")]
-    return _CUT_BYTES * sum(file.stat().st_size for file in files)
+    return models
+
+
+def _model_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

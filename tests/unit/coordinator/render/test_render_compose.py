@@ -164,6 +164,25 @@ def test_shared_memory_grows_with_the_batch_and_holds_what_all_ranks_may() -> No
     assert size >= num_ranks * capacity
 
 
+def test_shared_memory_holds_two_cuts_of_each_trained_model(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(1 << 30)
+    models = [f"--set={role}.model.path={tmp_path}" for role in ("actor", "critic")]
+    result = render(PPO, "--gpus", "2", *models)
+    size = yaml.load(result.stdout, _Loader)["services"]["store"]["shm_size"]
+    # Weights and two moments in float32, twice, of two models of 1 GiB in bfloat16.
+    assert 24 << 10 <= int(size.removesuffix("mb")) < 30 << 10
+    assert "holds no *.safetensors" not in result.stderr
+
+    weights.unlink()
+    result = render(PPO, "--gpus", "2", *models)
+    # What docker-compose.yml has by itself.
+    assert yaml.load(result.stdout, _Loader)["services"]["store"]["shm_size"] == "12288mb"
+    assert f"{tmp_path} holds no *.safetensors here" in result.stderr
+    assert "12gb" in BASE_FILE.read_text()
+
+
 @pytest.mark.parametrize("number", [1, 2, 4, 8])
 def test_files_of_the_repository_are_what_the_command_writes(number: int, tmp_path: Path) -> None:
     out = tmp_path / "gpus.yaml"
