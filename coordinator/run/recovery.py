@@ -75,14 +75,18 @@ class RecoveryBudget:
         self._step = -1
         self._last = ""
 
-    def pause_s(self, error: BaseException, step: int) -> float | None:
+    def pause_s(self, error: BaseException, step: int, *, is_return: bool = False) -> float | None:
         """Seconds to wait before the next attempt; None where the run is to end.
 
         Args:
             error: What ended the attempt.
             step: Steps made before.
+            is_return: Whether services were to load again what they had loaded in this run. A
+                refusal is then about the moment, e.g. the memory that a dead process has not given
+                back yet.
         """
-        if not is_transient(error):
+        is_of_the_moment = is_return and isinstance(cause_of(error), RolemeshError)
+        if not is_of_the_moment and not is_transient(error):
             return None
         if step != self._step:
             self._step, self._failures, self._last = step, 0, ""

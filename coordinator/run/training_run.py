@@ -149,6 +149,8 @@ class TrainingRun:
         """What the run has reached."""
         self._budget = RecoveryBudget(recipe.run.recovery)
         self._attempt: Attempt | None = None
+        self._begun_by: Attempt | None = None
+        """The last attempt that had all services where the run was."""
         self._aborted = EarlyEnd()
         self._lost: set[str] = set()
         """Services whose process is gone or of no use any more."""
@@ -243,6 +245,7 @@ class TrainingRun:
 
     async def _take_over(self) -> None:
         """Fences off the coordinator before, and reads what that one has added until now."""
+        # A store that has lost the run would begin anew, below the epoch that services know.
         epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
         self.progress, _ = await reached(self._store, self.run_id, self.directory)
         self.progress.epoch = epoch
@@ -269,11 +272,8 @@ class TrainingRun:
         await self._store.update_run(self.run_id, epoch=attempt.epoch)
 
     async def _new_attempt(self, parts: RunParts) -> Attempt:
-        if self._attempt is not None:
-            # A new epoch would fence off a coordinator that came while this one recovered.
-            await self._check_leads(self._attempt)
-        # A store that has lost the run would begin anew, below the epoch that services know.
-        epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
+        # Without `led`, it would fence off a coordinator that came while this one recovered.
+        epoch = await self._store.next_epoch(self.run_id, led=self.progress.epoch or None)
         self.progress.epoch = epoch
         self._attempt = Attempt(parts, epoch, self._addresses)
         return self._attempt
@@ -297,7 +297,8 @@ class TrainingRun:
                     await self._check_leads(attempt)
                 pause_s = None
                 if isinstance(attempt.loop, TrainingLoop):
-                    pause_s = self._budget.pause_s(error, self.progress.step)
+                    is_return = self._begun_by not in (None, attempt)
+                    pause_s = self._budget.pause_s(error, self.progress.step, is_return=is_return)
                 if pause_s is None:
                     raise
                 await self._failed(error, attempt)
@@ -373,6 +374,7 @@ class TrainingRun:
 
     def _begun(self, attempt: Attempt) -> None:
         """Told that all services are where the run is, so that a recovery has come to its end."""
+        self._begun_by = attempt
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -421,7 +423,7 @@ class TrainingRun:
                 f"`rolemesh train --resume {self.directory}` goes on from what is left"
             )
             return
-        epoch = await self._store.next_epoch(self.run_id)
+        epoch = await self._store.next_epoch(self.run_id, led=attempt.journal.epoch)
         saver = Attempt(replace(parts, services=trained), epoch, self._addresses)
         try:
             async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):

@@ -111,8 +111,10 @@ class MemoryStateStore(StateStore):
         record = await self.get_run(run_id)
         self._runs[run_id] = dataclasses.replace(record, **{"updated_at": self._clock(), **changes})
 
-    async def next_epoch(self, run_id: str, *, at_least: int = 1) -> int:
+    async def next_epoch(self, run_id: str, *, at_least: int = 1, led: int | None = None) -> int:
         """Takes the run over."""
+        if led is not None:
+            self._check_epoch(run_id, led)
         self._epochs[run_id] = max(self._epochs.get(run_id, 0) + 1, at_least)
         return self._epochs[run_id]
 

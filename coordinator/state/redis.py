@@ -182,9 +182,12 @@ class RedisStateStore(StateStore):
         if code == scripts.ABSENT:
             raise RunNotFoundError(run_id)
 
-    async def next_epoch(self, run_id: str, *, at_least: int = 1) -> int:
+    async def next_epoch(self, run_id: str, *, at_least: int = 1, led: int | None = None) -> int:
         """Takes the run over."""
-        _, epoch = await self._changed(scripts.NEXT_EPOCH, run_id, ["epoch"], [at_least])
+        code, epoch = await self._changed(
+            scripts.NEXT_EPOCH, run_id, ["epoch"], ["" if led is None else led, at_least]
+        )
+        self._check(run_id, led, code, epoch)
         return int(epoch)
 
     # --- journal and metrics ---

@@ -47,8 +47,10 @@ for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 return done('0')
 """
 
-NEXT_EPOCH = f"""{_ONCE}
-local given = math.max(tonumber(redis.call('GET', KEYS[2]) or '0') + 1, tonumber(ARGV[1]))
+NEXT_EPOCH = f"""{_ONCE}{_FENCE}
+local refused = refusal(ARGV[1], KEYS[2])
+if refused then return refused end
+local given = math.max(tonumber(redis.call('GET', KEYS[2]) or '0') + 1, tonumber(ARGV[2]))
 redis.call('SET', KEYS[2], string.format('%d', given))
 return done(string.format('%d', given))
 """

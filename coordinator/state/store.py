@@ -348,13 +348,19 @@ class StateStore(ABC):
         """
 
     @abstractmethod
-    async def next_epoch(self, run_id: str, *, at_least: int = 1) -> int:
+    async def next_epoch(self, run_id: str, *, at_least: int = 1, led: int | None = None) -> int:
         """Takes the run over: raises its epoch and returns it (the first is 1).
 
         Args:
             run_id: The run.
             at_least: Lowest epoch to return. Services refuse an older one than they know, so a
                 caller that knows of an epoch asks for the next: the store may have lost it.
+            led: Epoch under which the caller leads the run. It gets the next one only as long as
+                no other has taken the run over. None: it takes the run over, from any other.
+
+        Raises:
+            StaleEpochError: `led` is older than the newest one.
+            JournalLostError: `led` is newer than the newest one.
         """
 
     # --- journal and metrics ---

@@ -159,6 +159,18 @@ async def test_an_epoch_may_be_asked_for_that_is_newer_than_a_known_one(store: S
     assert await store.next_epoch("a") == 9
 
 
+async def test_of_all_that_lead_a_run_one_alone_gets_the_next_epoch(store: StateStore) -> None:
+    led = await store.next_epoch("a")
+    asked = (store.next_epoch("a", led=led) for _ in range(8))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert sorted(map(str, answers))[:1] == [str(led + 1)]
+    refused = [answer for answer in answers if isinstance(answer, StaleEpochError)]
+    assert [error.current for error in refused] == [led + 1] * 7
+    with pytest.raises(JournalLostError):
+        await store.next_epoch("a", led=led + 5)
+    assert await store.next_epoch("a") == led + 2
+
+
 async def test_a_store_that_has_lost_the_run_says_so(store: StateStore) -> None:
     await store.create_run(record("a"))
     newest = await store.next_epoch("a")

@@ -20,7 +20,7 @@ from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.errors import InternalError
+from rolemesh.rpc.errors import InternalError, InvalidRequestError
 from rolemesh.v1 import coordinator_pb2
 
 STEPS = 3
@@ -155,6 +155,52 @@ async def test_an_error_inside_a_service_that_comes_again_ends_the_run(tmp_path:
             await run.execute()
         updates = [call for call in mesh.calls if call.name == "critic.Update"]
         assert len(updates) == 2
+
+
+@pytest.mark.parametrize("refusals", [2, RECOVERY["attempts"] + 1])
+async def test_a_role_that_is_refused_what_it_had_before_is_asked_again(
+    refusals: int, tmp_path: Path
+) -> None:
+    lacking = InvalidRequestError("9 GiB are free, but 12 are needed", reason="VALUE_INVALID")
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        mesh.roles["actor"].gates["Update"] = asyncio.Event()
+
+        async def restart(service: str) -> str:
+            address = await mesh.restart(service)
+            mesh.roles[service].failures["Initialize"] = lacking
+            return address
+
+        run = make_run(mesh, tmp_path, recipe(), store, restart=restart)
+        run._loss_grace_s = 0.2
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        await mesh.roles["actor"].stop()
+        run.service_lost("actor", "actor was killed by signal 9, for want of memory")
+
+        def number_of(state: str) -> int:
+            return sum(call.state == state for call in mesh.of("actor.Initialize"))
+
+        await until(lambda: number_of("failed") == min(refusals, RECOVERY["attempts"]))
+        if refusals > RECOVERY["attempts"]:
+            with pytest.raises(RunError, match="12 are needed"):
+                await task
+            return
+        mesh.roles["actor"].failures.clear()
+        summary = await task
+        assert mesh.restarted == ["actor"]
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert [one.restarted for one in summary.recoveries] == [("actor",)]
+
+
+async def test_a_role_that_is_refused_at_the_start_ends_the_run(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        mesh.roles["actor"].failures["Initialize"] = InvalidRequestError(
+            "9 GiB are free, but 12 are needed", reason="VALUE_INVALID"
+        )
+        with pytest.raises(RunError, match="12 are needed"):
+            await recovering_run(mesh, tmp_path, MemoryStateStore()).execute()
+        assert len(mesh.of("actor.Initialize")) == 1
 
 
 async def test_a_failed_run_saves_its_newest_step_and_can_be_resumed(tmp_path: Path) -> None:
