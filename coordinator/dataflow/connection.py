@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.recipe.schema import role_of
-from rolemesh.rpc.channel import ChannelTraffic, open_channel
+from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import (
     DeadlineError,
     RolemeshError,
@@ -73,10 +73,36 @@ class RoleConnection:
         self._channel = open_channel(address, traffic=traffic, is_watched=True)
         self.client = ServiceClient(self._channel, name=service)
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._before: list[MeshChannel] = []
+        """Channels to processes that were replaced: calls may still be ending on them."""
+        self._present = asyncio.Event()
+        self._present.set()
 
     async def close(self) -> None:
-        """Lets the channel go."""
-        await self._channel.close()
+        """Lets the channels go."""
+        for channel in (*self._before, self._channel):
+            await channel.close()
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the service is there; else it is being replaced."""
+        return self._present.is_set()
+
+    async def present(self) -> None:
+        """Returns when the service is there."""
+        await self._present.wait()
+
+    def lost(self) -> None:
+        """Told that the service is gone and will be replaced: calls wait for the new one."""
+        self._present.clear()
+
+    def replace(self, new: RoleConnection) -> None:
+        """Takes the place of what is gone: calls that wait go to the new service."""
+        self._before.append(self._channel)
+        self._channel, self.client, self._health = new._channel, new.client, new._health
+        self.address, self.capabilities = new.address, new.capabilities
+        self.policy_version = new.policy_version
+        self._present.set()
 
     def facts(self) -> dict[str, Any]:
         """What the run's record says of it."""
@@ -174,7 +200,8 @@ class RoleConnection:
         """Makes a call with a key: announces it, tells its progress, records that it was answered.
 
         A broken connection is no failure of the service: the same call is made again with the same
-        key, as `unbroken` says. What it told before may be told again.
+        key, as `unbroken` says. What it told before may be told again. Where the service is
+        being replaced, the call waits for the new one.
 
         Args:
             key: Of the call.
@@ -189,6 +216,17 @@ class RoleConnection:
         """
         outage = Outage()
 
+        async def once() -> Result:
+            while True:
+                await self.present()
+                client = self.client
+                try:
+                    return await call(on_progress)
+                except RolemeshError:
+                    if self.is_present and client is self.client:
+                        raise
+                    outage.is_over()  # another process answers from now on
+
         def on_progress(progress: operation_pb2.Progress) -> None:
             outage.is_over()
             told = f"{stage}: {progress.stage}" if progress.stage else stage
@@ -196,7 +234,7 @@ class RoleConnection:
 
         on_phase(self.service, stage, 0, 0)
         try:
-            result = await unbroken(lambda: call(on_progress), outage)
+            result = await unbroken(once, outage)
         except RolemeshError as error:
             # A broken connection says nothing of itself; a service's own words stay.
             error.metadata.setdefault("role", self.role)

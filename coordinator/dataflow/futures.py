@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.references import concat_references, join_references
@@ -137,6 +137,10 @@ class CallFuture:
             return self.nodes
         return (self.nodes[block],)
 
+    def outcomes_of(self, block: int | None) -> tuple[asyncio.Future[Outcome], ...]:
+        """What makes a block, or all."""
+        return self.outcomes if block is None else (self.outcomes[block],)
+
 
 class UpdateFuture:
     """An update in flight. Nothing has to be done with it: the step waits for all nodes."""
@@ -154,6 +158,13 @@ class UpdateFuture:
         return await asyncio.shield(self.part.outcomes[0])
 
 
+class Remakes(Protocol):
+    """Graph of a step, which makes an answer again where its service is lost."""
+
+    def newest(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
+        """The answer that takes the place of one that is lost; else the same."""
+
+
 class ExperienceFuture:
     """Experience that exists or will exist. `a | b` joins two over the same rows.
 
@@ -167,7 +178,7 @@ class ExperienceFuture:
     """
 
     def __init__(
-        self, dataflow: object, parts: tuple[CallFuture, ...], *, is_whole: bool = False
+        self, dataflow: Remakes, parts: tuple[CallFuture, ...], *, is_whole: bool = False
     ) -> None:
         self._dataflow = dataflow
         self._parts = parts
@@ -210,6 +221,10 @@ class ExperienceFuture:
         """The nodes behind a block, or behind all."""
         return tuple(node for part in self._parts for node in part.nodes_of(block))
 
+    def outcomes_of(self, block: int | None) -> tuple[asyncio.Future[Outcome], ...]:
+        """What makes a block, or all."""
+        return tuple(outcome for part in self._parts for outcome in part.outcomes_of(block))
+
     def select(self, needs: Iterable[str], uses: Iterable[str] = ()) -> ExperienceFuture:
         """The parts with these columns, and no others.
 
@@ -244,10 +259,10 @@ class ExperienceFuture:
         """The reference, once every part exists: of one block, or of all rows."""
         references = []
         for part in self._parts:
-            awaited = part.outcomes if block is None else (part.outcomes[block],)
             made = []
-            for outcome in awaited:
-                experience = (await asyncio.shield(outcome)).experience
+            for outcome in part.outcomes_of(block):
+                newest = self._dataflow.newest(outcome)
+                experience = (await asyncio.shield(newest)).experience
                 if experience is None:
                     names = ", ".join(node.name for node in part.nodes)
                     raise ValueError(f"{names} answered without experience")

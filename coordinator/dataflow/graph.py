@@ -9,8 +9,9 @@ cancelled, down to the calls in flight.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -26,7 +27,11 @@ from rolemesh.coordinator.dataflow.futures import (
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.store import StateStoreError
 from rolemesh.rpc import tracing
+from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
 from rolemesh.v1 import experience_pb2
+
+LOSS_S = 6.0
+"""When a call cannot read from a service, its loss is known after at most this long."""
 
 Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
 """Makes the call: gets its node and the joined experience that it reads."""
@@ -53,11 +58,28 @@ class StepGraph:
         dataflow.nodes[0].seconds  # all are done
     """
 
-    def __init__(self, step: int, pools: Pools) -> None:
+    def __init__(self, step: int, pools: Pools, replaceable: Collection[str] = ()) -> None:
+        """Prepares; no node exists yet.
+
+        Args:
+            step: Its number.
+            pools: Where services compute.
+            replaceable: Services that may be replaced while the step goes on. What they have
+                answered is asked for again where a later call reads it.
+        """
         self.step = step
         self.nodes: list[Node] = []
         self._pools = pools
+        self._replaceable = replaceable
         self._tasks: list[asyncio.Future[Outcome]] = []
+        self._calls: dict[asyncio.Future[Outcome], tuple[Node, Callable[[], Awaitable[Outcome]]]]
+        self._calls = {}
+        """Calls that can be made again, by their answers."""
+        self._lost: set[asyncio.Future[Outcome]] = set()
+        """Answers whose experience is gone."""
+        self._remade: dict[asyncio.Future[Outcome], asyncio.Future[Outcome]] = {}
+        self._loss = asyncio.Event()
+        """Set, and replaced by a new one, when a service is lost."""
         self._failure: BaseException | None = None
         self._span = tracing.begin(f"step {step}", step=step)
         # Durations come from the monotonic clock, the offset makes them Unix times.
@@ -98,8 +120,9 @@ class StepGraph:
         after, columns = tuple(after), frozenset(produces)
         node = self._node(kind, service, method, sequence, reads, block, after)
 
-        async def run() -> Outcome:
-            await _exist(after)
+        answers = () if reads is None else reads.outcomes_of(block)
+
+        async def made() -> Outcome:
             experience = None if reads is None else await reads.result(block)
             if experience is not None:
                 node.num_rows = experience.num_rows
@@ -112,7 +135,18 @@ class StepGraph:
                 _check_rows(node, experience, outcome.experience)
             return outcome
 
+        async def run() -> Outcome:
+            await _exist(after)
+            while True:
+                read = [self._current(answer) for answer in answers]
+                try:
+                    return await made()
+                except RolemeshError as error:
+                    if not _may_be_loss(error) or not await self._is_lost(read):
+                        raise
+
         task = self._start(node, run)
+        self._calls[task] = node, run
         return CallFuture(nodes=(node,), outcomes=(task,), columns=columns)
 
     def sample(
@@ -248,6 +282,46 @@ class StepGraph:
         self._tasks.append(task)
         return task
 
+    # --- services that are replaced ---
+
+    def lost(self, service: str) -> None:
+        """Told that a replaceable service is lost, with all experience that it held."""
+        self._lost.update(
+            answer
+            for answer, (node, _) in self._calls.items()
+            if node.service == service and node.state is NodeState.DONE
+        )
+        self._loss.set()
+        self._loss = asyncio.Event()
+
+    def newest(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
+        """The answer that takes the place of one that is lost: its call is made once more."""
+        current = self._current(outcome)
+        if current not in self._lost:
+            return current
+        node, run = self._calls[current]
+        answer = self._start(node, run)
+        self._calls[answer] = node, run
+        self._remade[current] = answer
+        return answer
+
+    def _current(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
+        while outcome in self._remade:
+            outcome = self._remade[outcome]
+        return outcome
+
+    async def _is_lost(self, read: Sequence[asyncio.Future[Outcome]]) -> bool:
+        """Whether one of the answers that a call has read is lost, which may not be known yet."""
+        makers = {self._calls[answer][0].service for answer in read if answer in self._calls}
+        if makers.isdisjoint(self._replaceable):
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOSS_S):
+                while self._lost.isdisjoint(read):
+                    await self._loss.wait()
+                return True
+        return False
+
     def experience(self, part: CallFuture) -> ExperienceFuture:
         """The future of a node that produces columns."""
         return ExperienceFuture(self, (part,))
@@ -375,6 +449,11 @@ class StepGraph:
                 node.state = NodeState.CANCELLED
         if self._failure is not None:
             raise self._failure
+
+
+def _may_be_loss(error: RolemeshError) -> bool:
+    is_silence = isinstance(error, UnavailableError | DeadlineError)
+    return is_silence or error.reason == "EXPERIENCE_NOT_FOUND"
 
 
 async def _exist(parts: Iterable[CallFuture]) -> None:

@@ -53,6 +53,8 @@ class RunMesh:
         """What each service said when it was initialised, by its name."""
         self.fresh: set[str] = set()
         """Services that have loaded their models just now; the others held the run before."""
+        self.replaceable: frozenset[str] = frozenset()
+        """Services that may be replaced while a step goes on."""
         self._observer = observer
         self._is_reward_trained = False
 
@@ -138,6 +140,29 @@ class RunMesh:
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
         self._observer.on_phase(service, "", 0, 0)
 
+    async def replace(self, service: str, address: str, recipe: Recipe, deadline_s: float) -> None:
+        """Puts a new process in the place of one that is lost, and gives it the run.
+
+        Args:
+            service: One of `replaceable`.
+            address: "host:port" of the new process.
+            recipe: Of the run.
+            deadline_s: Longest wait for its first answer, in seconds.
+
+        Raises:
+            RunError: It does not answer in time, or cannot stand in for the role.
+            RolemeshError: It refuses or fails.
+        """
+        new = RoleConnection(service, address, self.traffic)
+        try:
+            await new.wait_healthy(deadline_s)
+            await new.learn_capabilities()
+            await self._load(new, recipe)
+        except BaseException:
+            await new.close()
+            raise
+        self.connections[service].replace(new)
+
     async def attach(self, recipe: Recipe) -> bool:
         """Goes on with services that hold the run; False where one does not.
 
@@ -220,7 +245,7 @@ class RunMesh:
         await together(
             connection.client.release(run_id, epoch, through_step=through_step)
             for connection in self.connections.values()
-            if connection.serves("rolemesh.v1.ExperienceService")
+            if connection.serves("rolemesh.v1.ExperienceService") and connection.is_present
         )
 
     async def give_back(self, services: Iterable[str], timeout_s: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.dataflow.role_calls import (
     PromptBatch,
@@ -80,8 +81,12 @@ class StepsAhead:
 
     def running(self, service: str) -> list[Node]:
         """Calls of a service that are in flight, of steps that are not handed out yet."""
-        contexts = self._begun.values()
-        return [node for context in contexts for node in context.dataflow.running(service)]
+        return [node for dataflow in self.begun for node in dataflow.running(service)]
+
+    @property
+    def begun(self) -> list[StepGraph]:
+        """Graphs of the steps that are not handed out yet."""
+        return [context.dataflow for context in self._begun.values()]
 
     async def drop(self) -> None:
         """Cancels the sampling of steps that will not be made."""

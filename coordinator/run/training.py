@@ -194,6 +194,12 @@ class TrainingLoop(RunLoop):
         newest = [] if self.dataflow is None else self.dataflow.running(service)
         return [*newest, *self._ahead.running(service)]
 
+    def lost(self, service: str) -> None:
+        """Told that a service is replaced: what it has answered has to be asked for again."""
+        newest = [] if self.dataflow is None else [self.dataflow]
+        for dataflow in (*newest, *self._ahead.begun):
+            dataflow.lost(service)
+
     @property
     def _can_evaluate(self) -> bool:
         """Whether there is a policy that samples, and a role that judges it."""
@@ -223,7 +229,7 @@ class TrainingLoop(RunLoop):
         return StepContext(
             step=step,
             algorithm=self._section,
-            dataflow=StepGraph(step, self._pools),
+            dataflow=StepGraph(step, self._pools, self._mesh.replaceable),
             sampler=self._sampler,
             journal=self._journal,
             connections=self._mesh.connections,

@@ -33,6 +33,7 @@ from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
 from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_of
+from rolemesh.coordinator.run.replacing import Replacements
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
@@ -149,6 +150,8 @@ class TrainingRun:
         """What the run has reached."""
         self._budget = RecoveryBudget(recipe.run.recovery)
         self._attempt: Attempt | None = None
+        self._replacements: Replacements | None = None
+        """Of the attempt in progress, once it has begun."""
         self._begun_by: Attempt | None = None
         """The last attempt that had all services where the run was."""
         self._aborted = EarlyEnd()
@@ -175,7 +178,7 @@ class TrainingRun:
         )
 
     def service_lost(self, service: str, reason: str) -> None:
-        """Ends the attempt in progress because a service is gone.
+        """Replaces a service that is gone, or ends the attempt in progress.
 
         Args:
             service: Its name.
@@ -183,6 +186,8 @@ class TrainingRun:
                 killed by signal 9; its log ends with: ...".
         """
         self._lost.add(service)
+        if self._replacements is not None and self._replacements.take(service, reason):
+            return
         if self._attempt is not None:
             self._attempt.lost(service, reason)
 
@@ -239,6 +244,7 @@ class TrainingRun:
             raise
         finally:
             attempt = self._attempt or attempt
+            await self._end_replacements()
             await self._end(parts, attempt, failure)
             summary = await conclusion.write(failure, attempt, self._recovered)
         return summary
@@ -289,9 +295,11 @@ class TrainingRun:
                 await attempt.make(self._deadlines_s(started), self.service_lost, self._begun)
                 return
             except StepUndoneError:
+                await self._end_replacements()
                 await attempt.mesh.close()
                 attempt = await self._new_attempt(parts)
             except Exception as error:
+                await self._end_replacements()
                 if not isinstance(error, StateStoreError):
                     # Whatever it looks like, the reason may be that another one leads by now.
                     await self._check_leads(attempt)
@@ -372,9 +380,26 @@ class TrainingRun:
         starts = f"; {', '.join(own)} is started again" if own and self._restart else ""
         return starts + (f"; {', '.join(others)} is waited for" if others else "")
 
+    async def _start_again(self, service: str) -> tuple[str, float]:
+        """Starts a service that is replaced, as `Replacements` asks for it."""
+        if self.recipe.address(service) is not None:
+            return self._addresses[service], self.recipe.run.recovery.wait_s
+        if self._restart is None:
+            return self._addresses[service], MEET_AGAIN_DEADLINE_S
+        self._observer.on_phase(service, "start", 0, 0)
+        self._addresses[service] = await self._restart(service)
+        self._lost.discard(service)
+        return self._addresses[service], self._start_deadline_s
+
+    async def _end_replacements(self) -> None:
+        replacements, self._replacements = self._replacements, None
+        if replacements is not None:
+            await replacements.close()
+
     def _begun(self, attempt: Attempt) -> None:
         """Told that all services are where the run is, so that a recovery has come to its end."""
         self._begun_by = attempt
+        self._replacements = Replacements(attempt, self._budget, self._start_again, self._replaced)
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -385,14 +410,23 @@ class TrainingRun:
             restarted=tuple(sorted(attempt.mesh.fresh)),
             lost_steps=failure.step - self.progress.step,
         )
+        self._observer.on_phase(RECOVERING, "", 0, 0)
+        self._note(
+            recovered,
+            f"step {recovered.step + 1} is made again"
+            + (f", {recovered.lost_steps} before it are, too" if recovered.lost_steps else "")
+            + f"; loaded anew: {', '.join(recovered.restarted) or 'no service'}",
+        )
+
+    def _replaced(self, recovered: Recovered) -> None:
+        """Told that a service was replaced while the attempt went on."""
+        self._lost.difference_update(recovered.restarted)
+        self._note(recovered, f"{', '.join(recovered.restarted)} was replaced, the step goes on")
+
+    def _note(self, recovered: Recovered, told: str) -> None:
         self._recovered.append(recovered)
         self._events.recovered(recovered)
-        self._observer.on_phase(RECOVERING, "", 0, 0)
-        self._observer.show(
-            f"recovered in {recovered.seconds:.1f} s: step {recovered.step + 1} is made again"
-            + (f", {recovered.lost_steps} before it are, too" if recovered.lost_steps else "")
-            + f"; loaded anew: {', '.join(recovered.restarted) or 'no service'}"
-        )
+        self._observer.show(f"recovered in {recovered.seconds:.1f} s: {told}")
 
     async def _end(self, parts: RunParts, attempt: Attempt, failure: BaseException | None) -> None:
         """Saves what can be saved after a failure, and lets the services go."""

@@ -105,6 +105,9 @@ class Watcher:
     async def _watch_service(self, connection: RoleConnection) -> None:
         look = _Look(self._settings, asyncio.get_running_loop().time())
         while True:
+            if not connection.is_present:
+                await connection.present()
+                look = _Look(self._settings, asyncio.get_running_loop().time())
             # Read before the question: an answer from before the service was initialised says
             # nothing of what it holds since.
             is_ready = connection.service in self.ready
@@ -123,9 +126,10 @@ class Watcher:
                 if not loss:
                     self._on_devices(connection.service, status.devices)
                     self._news[connection.service] = connection, describe(status)
-            if loss:
+            if loss and connection.is_present:
                 self._on_lost(connection.service, f"{_name(connection)} {loss}")
-                return
+                if connection.is_present:
+                    return  # it is not replaced
             await asyncio.sleep(self._settings.interval_s)
 
 

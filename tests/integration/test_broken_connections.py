@@ -24,9 +24,10 @@ from rolemesh.v1 import value_pb2, value_pb2_grpc
 class Caller:
     """A connection to the toy service through a proxy, and what its calls told."""
 
-    def __init__(self, proxy: TcpProxy, journal: Journal) -> None:
+    def __init__(self, proxy: TcpProxy, store: MemoryStateStore, epoch: int) -> None:
         self.proxy = proxy
-        self.journal = journal
+        self.store = store
+        self.journal = Journal(store, "run", epoch)
         self.connection = RoleConnection("critic", proxy.address, ChannelTraffic())
         self.num_calls = 0
         self.phases: list[tuple[str, int]] = []
@@ -71,7 +72,7 @@ async def caller(role: ToyRole) -> AsyncIterator[Caller]:
     async with serving(role) as server:
         proxy = TcpProxy(int(server.runtime.address.rpartition(":")[2]))
         await proxy.start()
-        one = Caller(proxy, Journal(store, "run", await store.next_epoch("run")))
+        one = Caller(proxy, store, await store.next_epoch("run"))
         yield one
         await one.connection.close()
         await proxy.cut()
@@ -94,7 +95,7 @@ async def test_a_long_call_over_connections_that_break_is_made_once_and_answered
     assert result.experience.num_rows == role.spec.num_rows
     assert caller.num_calls >= 4
     assert role.num_runs == 1
-    (entry,) = await caller.journal.read()
+    (entry,) = await caller.store.read_journal("run")
     assert entry.result == {"rows": role.spec.num_rows}
 
 

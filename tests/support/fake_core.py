@@ -168,7 +168,7 @@ class FakeCore(
     ) -> experience_pb2.ExperienceRef:
         """Keeps columns and names them."""
         experience_id = f"{self.service}/{key.step}/{key.operation}/{key.sequence}{suffix}"
-        self.mesh.columns[experience_id] = columns
+        self.mesh.columns[self.address, experience_id] = columns
         num_rows = len(next(iter(columns.values())))
         schemas = [
             experience_pb2.ColumnSchema(

@@ -28,7 +28,7 @@ from support.fake_training import FakeTraining
 
 from rolemesh.coordinator.recipe.schema import role_of, service_names
 from rolemesh.rpc.channel import SERVER_OPTIONS
-from rolemesh.rpc.errors import to_status
+from rolemesh.rpc.errors import NotFoundError, to_status
 from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2_grpc,
@@ -120,6 +120,8 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
         """Ends at once: calls in flight break off, as when the process is killed."""
         if self._server is not None:
             await self._server.stop(None)
+        for held in [one for one in self.mesh.columns if one[0] == self.address]:
+            del self.mesh.columns[held]
 
     # --- WorkerService, ExperienceService ---
 
@@ -215,8 +217,8 @@ class FakeMesh:
     """What they keep, by service and step."""
     restarted: list[str] = field(default_factory=list)
     """Services that were started again, in order."""
-    columns: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """By experience id and name of the column: one value a row."""
+    columns: dict[tuple[str, str], dict[str, list[Any]]] = field(default_factory=dict)
+    """By address of the service, experience id and name of the column: one value a row."""
     published: tuple[int, float] | None = None
     """Version and weight that the actor has published last."""
     calls: list[CallRecord] = field(default_factory=list)
@@ -262,7 +264,13 @@ class FakeMesh:
             if any(schema.name == column for schema in group.columns):
                 rows: dict[int, Any] = {}
                 for shard in group.shards:
-                    held = self.columns[shard.experience_id][column]
+                    if (shard.address, shard.experience_id) not in self.columns:
+                        # As the service that reads it would say.
+                        raise NotFoundError(
+                            f"{shard.address} holds no {shard.experience_id}",
+                            reason="EXPERIENCE_NOT_FOUND",
+                        )
+                    held = self.columns[shard.address, shard.experience_id][column]
                     numbers = range(shard.row_start, shard.row_start + shard.num_rows)
                     rows |= zip(numbers, held, strict=True)
                 assert sorted(rows) == list(range(reference.num_rows))

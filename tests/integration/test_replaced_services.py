@@ -1,0 +1,168 @@
+"""Services that are only read from: replaced while the others go on, and asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_recipes import split_pools
+from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe, until
+from support.fake_runs import Recorder, kill_during, make_run, read_lines
+
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.run.launch import LaunchError
+from rolemesh.coordinator.run.summary import RunSummary
+from rolemesh.coordinator.run.training_run import TrainingRun
+from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
+
+ROLES = ("actor", "critic", "reference", "reward")
+STEPS = 3
+VICTIMS = ("reference", "reward")
+
+
+def run_of(mesh: FakeMesh, directory: Path, *, restart: Any = None, **settings: Any) -> TrainingRun:
+    # No pause: a new attempt follows at once.
+    recovery = {"attempts": 3, "pause_s": 0.0}
+    recipe = fake_recipe(
+        **{"recovery": recovery, "steps": STEPS, "evaluation": {"num_prompts": 4}},
+        pools=split_pools(ROLES),
+    )
+    run = make_run(
+        mesh, directory, recipe, MemoryStateStore(), restart=restart or mesh.restart, **settings
+    )
+    run._loss_grace_s = 0.2
+    return run
+
+
+def answered(mesh: FakeMesh, step: int) -> Counter[str]:
+    """Calls of training in a step that were answered, by name."""
+    return Counter(
+        call.name
+        for call in mesh.calls
+        if call.step == step and call.state == "done" and not call.key[3].startswith("evaluate.")
+    )
+
+
+def check_goes_on(mesh: FakeMesh, summary: RunSummary, victim: str) -> None:
+    """The run never went back: one epoch, nothing attached or restored."""
+    assert summary.state is RunState.SUCCEEDED
+    assert mesh.restarted == [victim]
+    assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert {call.key[1] for call in mesh.calls} == {1}
+    assert not {"Attach", "RestoreCut"} & {call.method for call in mesh.calls}
+    (recovered,) = summary.recoveries
+    assert (recovered.restarted, recovered.lost_steps) == ((victim,), 0)
+    assert victim in recovered.cause
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+async def test_a_call_that_loses_its_service_is_made_by_the_next_process(
+    victim: str, tmp_path: Path
+) -> None:
+    method = {"reference": "ComputeLogprobs", "reward": "ComputeReward"}[victim]
+    recorder = Recorder()
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = run_of(mesh, tmp_path, observer=recorder)
+        summary = await kill_during(run, mesh, victim, method, victim, 2)
+        check_goes_on(mesh, summary, victim)
+        # Nothing else was asked for twice.
+        assert answered(mesh, 2) == answered(mesh, 1)
+    assert [record["step"] for record in recorder.records] == [1, 2, 3]
+    assert any(f"{victim} is replaced while the step goes on" in text for text in recorder.events)
+    assert any("was replaced, the step goes on" in text for text in recorder.events)
+
+
+async def test_what_a_lost_service_had_answered_is_asked_for_again_where_it_is_read(
+    tmp_path: Path,
+) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        # Advantages read the rewards; they wait while the reward, which has answered, is killed.
+        summary = await kill_during(
+            run_of(mesh, tmp_path), mesh, "actor", "ComputeAdvantages", "reward", 2
+        )
+        check_goes_on(mesh, summary, "reward")
+        again = answered(mesh, 2) - answered(mesh, 1)
+        assert again == {"reward.ComputeReward": 1}
+    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed")
+
+
+async def test_what_no_later_call_reads_is_not_asked_for_again(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        summary = await kill_during(run_of(mesh, tmp_path), mesh, "actor", "Update", "reward", 2)
+        check_goes_on(mesh, summary, "reward")
+        assert answered(mesh, 2) == answered(mesh, 1)
+
+
+async def test_two_lost_services_are_replaced_side_by_side(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        gate = mesh.roles["actor"].gates["ComputeAdvantages"] = asyncio.Event()
+        run = run_of(mesh, tmp_path)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.ComputeAdvantages" in mesh.running)
+        for victim in VICTIMS:
+            await mesh.roles[victim].stop()
+            run.service_lost(victim, f"{victim} was killed by signal 9")
+        gate.set()
+        summary = await task
+        assert sorted(mesh.restarted) == sorted(VICTIMS)
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+        assert {call.key[1] for call in mesh.calls} == {1}
+    assert sorted(one.restarted for one in summary.recoveries) == [("reference",), ("reward",)]
+
+
+async def test_a_trained_role_that_is_lost_meanwhile_begins_a_new_attempt(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        is_free = asyncio.Event()
+
+        async def restart(service: str) -> str:
+            if service == "reward" and not mesh.restarted:
+                await is_free.wait()
+            return await mesh.restart(service)
+
+        gate = mesh.roles["reward"].gates["ComputeReward"] = asyncio.Event()
+        run = run_of(mesh, tmp_path, restart=restart)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "reward.ComputeReward" in mesh.running)
+        await mesh.roles["reward"].stop()
+        run.service_lost("reward", "reward was killed by signal 9")
+        await asyncio.sleep(0)
+        await mesh.roles["critic"].stop()
+        run.service_lost("critic", "critic was killed by signal 9")
+        is_free.set()
+        gate.set()
+        summary = await task
+        assert sorted(mesh.restarted) == ["critic", "reward"]
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    (recovered,) = summary.recoveries
+    assert recovered.restarted == ("critic", "reward")
+    assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed")
+
+
+async def test_a_service_that_cannot_be_replaced_is_a_failure_of_the_run(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+
+        async def restart(service: str) -> str:
+            mesh.restarted.append(service)
+            raise LaunchError(f"{service} ended while starting")
+
+        run = run_of(mesh, tmp_path, restart=restart)
+        with pytest.raises((RunError, LaunchError), match="reward ended while starting"):
+            await kill_during(run, mesh, "reward", "ComputeReward", "reward", 2)
+    assert mesh.restarted == ["reward"] * 3
+
+
+def learnt(directory: Path) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in record.items() if name in ("step", "kl/mean", "score")}
+        for record in read_lines(directory / "metrics.jsonl")
+    ]
+
+
+async def undisturbed(directory: Path) -> list[dict[str, float]]:
+    async with fake_mesh(has_cuts=True) as mesh:
+        await run_of(mesh, directory).execute()
+    return learnt(directory)
