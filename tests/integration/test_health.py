@@ -294,7 +294,8 @@ async def test_what_was_sampled_ahead_of_an_undone_step_is_sampled_anew(
             for call in again
             if call.step == first
             for number in mesh.columns[
-                f"{call.service}/{call.step}/{call.key[3]}/{call.key[4]}"
+                mesh.roles[call.service].address,
+                f"{call.service}/{call.step}/{call.key[3]}/{call.key[4]}",
             ]["tokens"]
         }  # fmt: skip
         assert max(weights) <= expected_weight(BAD - 1)

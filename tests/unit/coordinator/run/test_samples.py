@@ -59,6 +59,13 @@ def test_a_row_without_a_completion_is_a_sample() -> None:
     assert (sample.row, list(sample.token_ids), sample.policy_version) == (3, [], 0)
 
 
+class Final:
+    """A graph whose answers are never made again."""
+
+    def newest(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
+        return outcome
+
+
 async def held_by_nobody() -> ExperienceFuture:
     """Experience whose holder is gone."""
     column = experience_pb2.ColumnSchema(name="tokens", kind=experience_pb2.COLUMN_KIND_SEQUENCE)
@@ -72,7 +79,7 @@ async def held_by_nobody() -> ExperienceFuture:
         )
     )
     part = CallFuture(nodes=(), outcomes=(outcome,), columns=frozenset({"tokens"}))
-    return ExperienceFuture(None, (part,))
+    return ExperienceFuture(Final(), (part,))
 
 
 @pytest.mark.parametrize("num_rows", [0, 4])
