@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,11 @@ from rolemesh.coordinator.run.conclusion import Conclusion
 from rolemesh.coordinator.run.early_end import EarlyEnd
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
 from rolemesh.coordinator.run.health import StepUndoneError
+from rolemesh.coordinator.run.lost_services import (
+    MEET_AGAIN_DEADLINE_S,
+    LostServices,
+    Restart,
+)
 from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
@@ -51,7 +56,6 @@ from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import DeadlineError, RolemeshError
-from rolemesh.rpc.together import together
 from rolemesh.v1 import coordinator_pb2
 
 START_DEADLINE_S = 300.0
@@ -63,15 +67,8 @@ LOSS_GRACE_S = 6.0
 The agent of a service of several ranks ends the others first, which takes a few seconds.
 """
 
-MEET_AGAIN_DEADLINE_S = 20.0
-"""Longest wait after a failure for a service of ours that was not reported as lost. One that does
-not answer by then is started again."""
-
 LAST_CHECKPOINT_DEADLINE_S = 600.0
 """Longest time that a run which has failed spends on saving what its services hold."""
-
-Restart = Callable[[str], Awaitable[str]]
-"""Ends what is left of a service, starts it again, and gives its address."""
 
 
 class TrainingRun:
@@ -135,16 +132,14 @@ class TrainingRun:
                 )
         if resumed is None:
             check_directory_is_free(self.directory)
-        self._addresses = dict(addresses)
         self._store = store
         self._events = EventLog(store, self.run_id)
         self._observer = NotingObserver(observer or QuietObserver(), self._events)
         self.wishes = Wishes(store, self.run_id, self._events, self._observer)
         """Wishes of users while the run goes on."""
         self._watch_settings = watch or WatchSettings()
-        self._start_deadline_s = start_deadline_s
         self._loss_grace_s = loss_grace_s
-        self._restart = restart
+        self._lost = LostServices(recipe, addresses, restart, self._observer, start_deadline_s)
         self._is_resumed = resumed is not None
         self.progress = resumed or RunProgress()
         """What the run has reached."""
@@ -155,8 +150,6 @@ class TrainingRun:
         self._begun_by: Attempt | None = None
         """The last attempt that had all services where the run was."""
         self._aborted = EarlyEnd()
-        self._lost: set[str] = set()
-        """Services whose process is gone or of no use any more."""
         self._failure: _Failure | None = None
         """What the attempt in progress recovers from."""
         self._recovered: list[Recovered] = []
@@ -185,7 +178,7 @@ class TrainingRun:
             reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
                 killed by signal 9; its log ends with: ...".
         """
-        self._lost.add(service)
+        self._lost.names.add(service)
         if self._replacements is not None and self._replacements.take(service, reason):
             return
         if self._attempt is not None:
@@ -281,18 +274,21 @@ class TrainingRun:
         # Without `led`, it would fence off a coordinator that came while this one recovered.
         epoch = await self._store.next_epoch(self.run_id, led=self.progress.epoch or None)
         self.progress.epoch = epoch
-        self._attempt = Attempt(parts, epoch, self._addresses)
+        self._attempt = Attempt(parts, epoch, self._lost.addresses)
         return self._attempt
 
     async def _until_made(self, parts: RunParts, attempt: Attempt) -> None:
         """Makes attempts until the run is made, or a failure is final."""
         while True:
-            started: frozenset[str] = frozenset()
+            is_first, new = self._failure is None, frozenset(self._services)
             try:
-                if self._failure is not None:
-                    started = await self._start_lost()
+                if not is_first:
+                    new = await self._lost.start()
                     attempt = await self._new_attempt(parts)
-                await attempt.make(self._deadlines_s(started), self.service_lost, self._begun)
+                deadlines_s = self._lost.deadlines_s(
+                    self._services, new, is_first=is_first and not self._is_resumed
+                )
+                await attempt.make(deadlines_s, self.service_lost, self._begun)
                 return
             except StepUndoneError:
                 await self._end_replacements()
@@ -312,55 +308,19 @@ class TrainingRun:
                 await self._failed(error, attempt)
                 await asyncio.sleep(pause_s)
 
-    def _deadlines_s(self, started: frozenset[str]) -> dict[str, float]:
-        """Longest wait for the first answer of each service, in seconds."""
-        is_first = self._failure is None and not self._is_resumed
-
-        def deadline_s(service: str) -> float:
-            if self.recipe.address(service) is not None and not is_first:
-                return self.recipe.run.recovery.wait_s
-            is_new = self._failure is None or service in started
-            return self._start_deadline_s if is_new else MEET_AGAIN_DEADLINE_S
-
-        return {service: deadline_s(service) for service in self._services}
-
-    async def _start_lost(self) -> frozenset[str]:
-        """Starts the services of ours again whose processes are gone or of no use."""
-        restart, started = self._restart, set[str]()
-        # Others start theirs, and the attempt waits for them.
-        self._lost = {name for name in self._lost if self.recipe.address(name) is None}
-        if restart is None:
-            self._lost.clear()
-            return frozenset()
-
-        async def one(service: str) -> None:
-            self._observer.on_phase(service, "start", 0, 0)
-            self._lost.discard(service)
-            try:
-                self._addresses[service] = await restart(service)
-            except BaseException:
-                self._lost.add(service)
-                raise
-
-        # Anew, as long as one is lost while others start.
-        while lost := sorted(self._lost):
-            await together(one(service) for service in lost)
-            started.update(lost)
-        return frozenset(started)
-
     async def _failed(self, error: Exception, attempt: Attempt) -> None:
         """Says that the run recovers, and notes which service has to be started again."""
         if isinstance(error, ServiceLostError):
-            self._lost.add(error.role)
+            self._lost.names.add(error.role)
         elif isinstance(error, NodeFailedError) and isinstance(cause_of(error), DeadlineError):
             # Its compute thread hangs, or is too slow to be of use.
-            self._lost.add(error.node.rpartition(".")[0])
+            self._lost.names.add(error.node.rpartition(".")[0])
         recoveries = (await self._store.get_run(self.run_id)).recoveries
         if self._failure is None:
             self._failure = _Failure(told_of(error), time.monotonic(), self.progress.step)
             recoveries += 1
         await attempt.mesh.close()
-        told = f"{told_of(error)}{self._awaited()}"
+        told = f"{told_of(error)}{self._lost.told()}"
         self._observer.show(f"recovering after {self.progress.step} steps: {told}")
         self._observer.on_phase(RECOVERING, told, 0, 0)
         self._events.state(coordinator_pb2.RUN_STATE_RECOVERING, told)
@@ -373,24 +333,6 @@ class TrainingRun:
         )
         await self._events.flush()
 
-    def _awaited(self) -> str:
-        """What a recovery begins with, in words."""
-        own = sorted(name for name in self._lost if self.recipe.address(name) is None)
-        others = sorted(self._lost.difference(own))
-        starts = f"; {', '.join(own)} is started again" if own and self._restart else ""
-        return starts + (f"; {', '.join(others)} is waited for" if others else "")
-
-    async def _start_again(self, service: str) -> tuple[str, float]:
-        """Starts a service that is replaced, as `Replacements` asks for it."""
-        if self.recipe.address(service) is not None:
-            return self._addresses[service], self.recipe.run.recovery.wait_s
-        if self._restart is None:
-            return self._addresses[service], MEET_AGAIN_DEADLINE_S
-        self._observer.on_phase(service, "start", 0, 0)
-        self._addresses[service] = await self._restart(service)
-        self._lost.discard(service)
-        return self._addresses[service], self._start_deadline_s
-
     async def _end_replacements(self) -> None:
         replacements, self._replacements = self._replacements, None
         if replacements is not None:
@@ -399,7 +341,9 @@ class TrainingRun:
     def _begun(self, attempt: Attempt) -> None:
         """Told that all services are where the run is, so that a recovery has come to its end."""
         self._begun_by = attempt
-        self._replacements = Replacements(attempt, self._budget, self._start_again, self._replaced)
+        self._replacements = Replacements(
+            attempt, self._budget, self._lost.start_one, self._replaced
+        )
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -420,7 +364,7 @@ class TrainingRun:
 
     def _replaced(self, recovered: Recovered) -> None:
         """Told that a service was replaced while the attempt went on."""
-        self._lost.difference_update(recovered.restarted)
+        self._lost.names.difference_update(recovered.restarted)
         self._note(recovered, f"{', '.join(recovered.restarted)} was replaced, the step goes on")
 
     def _note(self, recovered: Recovered, told: str) -> None:
@@ -450,7 +394,7 @@ class TrainingRun:
         if step == 0 or step in attempt.loop.checkpoints.committed():
             return
         trained = [known.service for known in attempt.mesh.trained]
-        gone = sorted(self._lost & set(trained))
+        gone = sorted(self._lost.names & set(trained))
         if gone:
             self._observer.on_event(
                 f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
@@ -458,7 +402,7 @@ class TrainingRun:
             )
             return
         epoch = await self._store.next_epoch(self.run_id, led=attempt.journal.epoch)
-        saver = Attempt(replace(parts, services=trained), epoch, self._addresses)
+        saver = Attempt(replace(parts, services=trained), epoch, self._lost.addresses)
         try:
             async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
                 deadlines_s = dict.fromkeys(trained, MEET_AGAIN_DEADLINE_S)

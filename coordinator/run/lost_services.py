@@ -1,0 +1,120 @@
+"""Services of a run whose process is gone or of no use any more, and how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.rpc.together import together
+
+MEET_AGAIN_DEADLINE_S = 20.0
+"""Longest wait after a failure for a service of ours that was not reported as lost. One that does
+not answer by then is started again."""
+
+Restart = Callable[[str], Awaitable[str]]
+"""Ends what is left of a service, starts it again, and gives its address."""
+
+
+class LostServices:
+    """Notes which services are lost, and starts those again that were started for the run.
+
+    Owner: the run's loop.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        addresses: Mapping[str, str],
+        restart: Restart | None,
+        observer: RunObserver,
+        start_deadline_s: float,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            recipe: Of the run; services with an address in it are started by others.
+            addresses: "host:port" by name of the service.
+            restart: Starts a service again that was started for the run; None: others do that.
+            observer: Is told what is started.
+            start_deadline_s: Longest wait for the first answer of a new process, in seconds.
+        """
+        self.names: set[str] = set()
+        """Those that are lost."""
+        self.addresses = dict(addresses)
+        """Of all services, where they are by now."""
+        self._recipe = recipe
+        self._restart = restart
+        self._observer = observer
+        self._start_deadline_s = start_deadline_s
+
+    def deadlines_s(
+        self, services: Collection[str], new: Collection[str], *, is_first: bool
+    ) -> dict[str, float]:
+        """Longest wait for the first answer of each service, in seconds.
+
+        Args:
+            services: All of the run.
+            new: Those whose process has just been started.
+            is_first: Whether the run has not met its services before.
+        """
+
+        def deadline_s(service: str) -> float:
+            if self._is_of_others(service) and not is_first:
+                return self._recipe.run.recovery.wait_s
+            return self._start_deadline_s if service in new else MEET_AGAIN_DEADLINE_S
+
+        return {service: deadline_s(service) for service in services}
+
+    async def start(self) -> frozenset[str]:
+        """Starts all lost services of ours again, and gives their names.
+
+        Raises:
+            LaunchError: One did not start; it counts as lost still.
+        """
+        # Others start theirs, and the next attempt waits for them.
+        self.names = {name for name in self.names if not self._is_of_others(name)}
+        if self._restart is None:
+            self.names.clear()
+        started = set[str]()
+        # Anew, as long as one is lost while others start.
+        while lost := sorted(self.names):
+            await together(self._start(service) for service in lost)
+            started.update(lost)
+        return frozenset(started)
+
+    async def start_one(self, service: str) -> tuple[str, float]:
+        """Starts a service again where it is ours.
+
+        Returns:
+            Its address, and the longest wait for its first answer in seconds.
+
+        Raises:
+            LaunchError: It did not start; it counts as lost still.
+        """
+        if self._is_of_others(service):
+            return self.addresses[service], self._recipe.run.recovery.wait_s
+        if self._restart is None:
+            return self.addresses[service], MEET_AGAIN_DEADLINE_S
+        await self._start(service)
+        return self.addresses[service], self._start_deadline_s
+
+    async def _start(self, service: str) -> None:
+        assert self._restart is not None
+        self._observer.on_phase(service, "start", 0, 0)
+        self.names.discard(service)
+        try:
+            self.addresses[service] = await self._restart(service)
+        except BaseException:
+            self.names.add(service)
+            raise
+
+    def told(self) -> str:
+        """What a recovery begins with, in words."""
+        own = sorted(name for name in self.names if not self._is_of_others(name))
+        others = sorted(self.names.difference(own))
+        starts = f"; {', '.join(own)} is started again" if own and self._restart else ""
+        return starts + (f"; {', '.join(others)} is waited for" if others else "")
+
+    def _is_of_others(self, service: str) -> bool:
+        return self._recipe.address(service) is not None
