@@ -221,11 +221,16 @@ class RoleConnection:
                 await self.present()
                 client = self.client
                 try:
-                    return await call(on_progress)
+                    result = await call(on_progress)
+                    await journal.acknowledge(key, note(result))
                 except RolemeshError:
                     if self.is_present and client is self.client:
                         raise
-                    outage.is_over()  # another process answers from now on
+                else:
+                    if self.is_present and client is self.client:
+                        return result
+                # What a lost process has answered is lost with it: the next one is asked.
+                outage.is_over()
 
         def on_progress(progress: operation_pb2.Progress) -> None:
             outage.is_over()
@@ -240,7 +245,6 @@ class RoleConnection:
             error.metadata.setdefault("role", self.role)
             error.metadata.setdefault("rank", str(self.capabilities.rank))
             raise
-        await journal.acknowledge(key, note(result))
         on_phase(self.service, "", 0, 0)
         return result
 
