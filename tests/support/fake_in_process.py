@@ -29,7 +29,7 @@ from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord
-from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.channel import ChannelTraffic, MeshChannel
 from rolemesh.rpc.service_client import ServiceClient
 
 RUN_ID = "in-process"
@@ -94,8 +94,8 @@ class _Connection(RoleConnection):
     """A connection without a server."""
 
     def __init__(self, fake: FakeRole) -> None:
-        self.service, self.role, self.address = fake.service, fake.role, "in process"
-        self.policy_version = 0
+        # The channel is never used, so nothing is connected.
+        super().__init__(fake.service, "127.0.0.1:1", ChannelTraffic())
         self.client = ServiceClient(cast(MeshChannel, _Channel(fake)))
 
 
