@@ -218,6 +218,31 @@ def logs_of(run_id: str) -> list[str]:
     return sorted(path.name for path in SHM_DIRECTORY.glob(pattern))
 
 
+async def test_a_function_that_draws_its_rewards_is_not_called_again(
+    run_id: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "drawn.py"
+    file.write_text(
+        "import random\n"
+        "def drawn(completions, **columns):\n"
+        "    return [random.random() for _ in completions]\n"
+    )
+    spec = {"source": f"python:{file}:drawn"}
+    results = []
+    async with serving() as producer:
+        for epoch, step in ((1, STEP), (2, STEP), (3, STEP + 1), (1, STEP)):
+            async with (
+                serving(RewardRole()) as service,
+                judging(service.runtime.address, run_id, epoch, spec) as caller,
+            ):
+                found = await caller.judge(batch(producer, run_id), step)
+                columns = await pulled(producer.runtime, found.experience)
+            results.append(repr(columns["rewards"].values.tolist()))
+    assert results[0] == results[1] != results[2]
+    # A driver that begins the run anew, under the same name, wants new answers.
+    assert results[3] not in results[:3]
+
+
 async def test_a_run_that_takes_the_place_removes_the_answers_of_the_one_before(
     run_id: str,
 ) -> None:
@@ -285,6 +310,10 @@ def recipe_of(model: Path, judge: MoodyJudge) -> dict[str, Any]:
     return recipe
 
 
+def run_id_of(run: CliRun) -> str:
+    return str(json.loads((run.out / "run.json").read_text())["run_id"])
+
+
 def told_of(run: CliRun) -> list[dict[str, float]]:
     return [
         {name: value for name, value in record.items() if not name.endswith(ASKED_OF_ATTEMPT)}
@@ -302,6 +331,7 @@ def test_a_run_with_a_judge_of_moods_ends_with_the_same_bits_though_processes_ar
         undisturbed = CliRun(recipe_of(model, judge), tmp_path / "undisturbed")
         try:
             assert undisturbed.wait(START_S) == 0, undisturbed.output
+            assert logs_of(run_id_of(undisturbed)) == []
         finally:
             undisturbed.close()
         answered, asked = judge.answered, judge.asked
@@ -327,6 +357,4 @@ def test_a_run_with_a_judge_of_moods_ends_with_the_same_bits_though_processes_ar
     # What was compared has groups that were dropped, and others.
     dropped = [record["reward/dropped_rows"] for record in records]
     assert 0 < sum(dropped) < 8 * STEPS
-    run_id = json.loads((killed.out / "run.json").read_text())["run_id"]
     assert "recovered in" in killed.stdout
-    assert logs_of(run_id) == []

@@ -183,14 +183,14 @@ class AnswerLog:
                     f"the answers of step {record.step} take more than {MAX_LOG_BYTES} bytes"
                 )
                 return
+            written, why = 0, "it is full"
             try:
                 written = os.pwrite(self._descriptor, frame, self._end)
             except OSError as error:
-                self._tell(f"shared memory takes no more ({error.strerror}): enlarge /dev/shm")
-                return
+                why = str(error.strerror)
             if written < len(frame):
                 os.ftruncate(self._descriptor, self._end)
-                self._tell("shared memory is full: enlarge /dev/shm")
+                self._tell(f"shared memory takes no more ({why}): enlarge /dev/shm")
                 return
             self._end += written
             self._records[record.key] = record
