@@ -262,7 +262,7 @@ class Attempt:
             raise RunError(f"a trained role has no cut of step {progress.step}")
         await loop.cuts.restore(progress.step)
         folder = await loop.checkpoints.save(progress.step, progress.to_dict())
-        await loop.cuts.drop()
+        await loop.cuts.drop_all()
         return folder
 
     def lost(self, service: str, reason: str) -> None:

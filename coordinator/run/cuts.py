@@ -6,7 +6,7 @@ the step's commit is in the journal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
@@ -109,10 +109,17 @@ class Cuts:
 
     async def drop(self) -> None:
         """Removes the run's cuts, wherever they are kept."""
+        await self._drop(self._mesh.trained)
+
+    async def drop_all(self) -> None:
+        """Removes the cuts, and what judges answered besides: no step will be made again."""
+        await self._drop(self._mesh.connections.values())
+
+    async def _drop(self, connections: Iterable[RoleConnection]) -> None:
         run_id, epoch = self._journal.run_id, self._journal.epoch
         await together(
             known.client.drop_cuts(run_id, epoch)
-            for known in self._mesh.trained
+            for known in connections
             if known.serves(CUT_SERVICE)
         )
 

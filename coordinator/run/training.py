@@ -140,7 +140,7 @@ class TrainingLoop(RunLoop):
         if self.step:
             await self._save_checkpoint()
         await self._export()
-        await self.cuts.drop()
+        await self.cuts.drop_all()
 
     def rewound(self) -> None:
         """Told that the progress went back to an earlier step, before `run`."""

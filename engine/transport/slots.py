@@ -3,6 +3,8 @@
 A slot has a fixed area for a header, and room for tensors behind it. Its mark is cleared before
 anything is written and set last: a process that is killed in between leaves a slot that is not
 whole. Its living owner holds a lock on it.
+
+Logs lie beside them, with equal names, owners and ends. What is in a log grows record by record.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ logger = logging.getLogger(__name__)
 NUM_SLOTS = 2
 """Slots of a rank: while one is written, the other one stays whole."""
 
+NUM_LOGS = NUM_SLOTS + 1
+"""Logs of a rank, one a step: of the step in progress, and of those whose cuts may be there."""
+
 SLOT_NAME = re.compile(
-    r"rolemesh-cut-[0-9a-f]{16}-[a-z][a-z0-9_]*-[0-9]{1,6}of[0-9]{1,6}-[01]", re.ASCII
+    r"rolemesh-cut-[0-9a-f]{16}-[a-z][a-z0-9_]*-[0-9]{1,6}of[0-9]{1,6}-(?:[01]|log[0-2])", re.ASCII
 )
 """The only names that are ever opened or removed. Leftovers of other shared memory differ."""
 
@@ -61,6 +66,10 @@ class SlotRoomError(RuntimeError):
     """The file system of shared memory lacks the room for a slot, or is not to be had."""
 
 
+class LogUnavailableError(RuntimeError):
+    """A log can be neither opened nor made; says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotOwner:
     """The rank of a role in a run to which slots belong, in whatever process."""
@@ -74,8 +83,15 @@ class SlotOwner:
 
     def path(self, index: int) -> Path:
         """The file of a slot, 0 <= index < NUM_SLOTS."""
+        return self._file(str(index))
+
+    def log_path(self, index: int) -> Path:
+        """The file of a log, 0 <= index < NUM_LOGS."""
+        return self._file(f"log{index}")
+
+    def _file(self, name: str) -> Path:
         place = f"{self.rank}of{self.world_size}"
-        return self.directory / f"{_prefix(self.run_id)}-{self.role}-{place}-{index}"
+        return self.directory / f"{_prefix(self.run_id)}-{self.role}-{place}-{name}"
 
 
 class Slot:
@@ -145,8 +161,7 @@ class Slot:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _reserve(descriptor, num_bytes, owner)
-            run_id = owner.run_id.encode()
-            os.pwrite(descriptor, _PROLOGUE.pack(_MAGIC, 0, len(run_id)) + run_id, 0)
+            _write_prologue(descriptor, owner)
             slot = Slot(path, descriptor, num_bytes)
             # The first write to a page takes far longer than the later ones.
             slot.memory[_TEXT_AT::PAGE_BYTES].zero_()
@@ -209,8 +224,37 @@ def read_header(owner: SlotOwner, index: int) -> bytes | None:
         os.close(descriptor)
 
 
+def open_log(owner: SlotOwner, index: int) -> int:
+    """Opens a log, or makes an empty one; closing the descriptor lets it go, and the file stays.
+
+    Returns:
+        A descriptor with the lock of the file. Records begin at byte PAGE_BYTES.
+
+    Raises:
+        LogUnavailableError: A process that still lives holds it, there is no room, or something
+            else has its name.
+    """
+    path = owner.log_path(index)
+    descriptor = None
+    try:
+        descriptor = _open_locked(path)
+        if descriptor is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _run_of(descriptor) != owner.run_id:
+            os.ftruncate(descriptor, 0)
+            _write_prologue(descriptor, owner)
+            os.ftruncate(descriptor, PAGE_BYTES)
+        return descriptor
+    except (OSError, SlotHeldError) as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        raise LogUnavailableError(f"{path} is not to be had: {error}") from error
+
+
 def remove_slots(run_id: str, role: str, directory: Path = SHM_DIRECTORY) -> list[str]:
-    """Removes all slots of a role in a run, also of other layouts; returns their names."""
+    """Removes all slots and logs of a role in a run, also of other layouts; returns their names."""
     removed = []
     for path in _slots_in(directory):
         if path.name.startswith(f"{_prefix(run_id)}-{role}-"):
@@ -220,7 +264,7 @@ def remove_slots(run_id: str, role: str, directory: Path = SHM_DIRECTORY) -> lis
 
 
 def remove_old_slots(max_age_s: float, directory: Path = SHM_DIRECTORY) -> list[tuple[str, str]]:
-    """Removes slots of this user that no process holds and that were not written for long.
+    """Removes slots and logs of this user that no process holds and that were not written for long.
 
     Returns:
         Name and run of each.
@@ -307,6 +351,12 @@ def _prologue(descriptor: int) -> tuple[int, bytes]:
     if magic != _MAGIC:
         return 0, b""
     return mark, given[_PROLOGUE.size : _PROLOGUE.size + length]
+
+
+def _write_prologue(descriptor: int, owner: SlotOwner) -> None:
+    """Says whose file it is, and that no header is whole."""
+    run_id = owner.run_id.encode()
+    os.pwrite(descriptor, _PROLOGUE.pack(_MAGIC, 0, len(run_id)) + run_id, 0)
 
 
 def _run_of(descriptor: int) -> str:

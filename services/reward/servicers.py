@@ -19,8 +19,10 @@ from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError
 from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.engine.train.trainer import Trainer
+from rolemesh.engine.transport.slots import SlotOwner
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.references import names_of, row_tokens
+from rolemesh.services.reward.answer_book import AnswerBook
 from rolemesh.services.reward.judging import Judged, OwnSource, RewardSources
 from rolemesh.services.reward.outcome import (
     LOSS_MASK,
@@ -28,6 +30,7 @@ from rolemesh.services.reward.outcome import (
     judgement_metrics,
     make_sources,
 )
+from rolemesh.services.reward.outside.answers import Answers, current_answers
 from rolemesh.services.reward.outside.base import OutsideRewardError, current_step
 from rolemesh.services.reward.outside.counts import RequestObserver
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
@@ -43,6 +46,7 @@ from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2_grpc,
     experience_pb2,
+    operation_pb2,
     reward_pb2,
     reward_pb2_grpc,
     trainer_pb2_grpc,
@@ -68,6 +72,7 @@ class RewardRole(ModelRole):
         self._observer: RequestObserver | None = None
         self._learner: ClassifierReward | None = None
         self._data: PromptSource | None = None
+        self._answers: AnswerBook | None = None
 
     @property
     def sources(self) -> RewardSources:
@@ -143,6 +148,25 @@ class RewardRole(ModelRole):
         """Brings back the model that sleep has moved."""
         return 0 if self._trainer is None else super().wake()
 
+    def answers_of(self, owner: SlotOwner, key: operation_pb2.OperationKey) -> Answers | None:
+        """What is known of a call's answers from outside. On the compute thread.
+
+        Args:
+            owner: This rank in the run.
+            key: Of the call.
+        """
+        if self._answers is None or self._answers.owner != owner:
+            self.take_place_of_earlier_run(owner.run_id)
+            self._answers = AnswerBook(owner)
+        return self._answers.of_call(key)
+
+    def close_cut_slots(self) -> None:
+        """Lets slots and answers go; their files stay."""
+        super().close_cut_slots()
+        if self._answers is not None:
+            self._answers.close()
+            self._answers = None
+
     def close(self) -> None:
         """Drops sources, trainer and data."""
         if self._sources is not None:
@@ -186,6 +210,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     reason="PASS_AT_INVALID",
                 )
             share, columns = await self._share(request.experience, call)
+            if sources.asks_outside and share.counts:
+                config, key = self._runtime.config, request.key
+                owner = SlotOwner(key.run_id, self._role.name, config.rank, config.world_size)
+                current_answers.set(await call.compute(self._role.answers_of, owner, key))
             batch = await self._runtime.pull(request.experience, columns, call, rows=share.rows)
             ids = batch["prompt_ids"].values if sources.may_drop else None
             judged = await self._judged(batch, ids, call, counts=share.counts)

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -148,6 +148,9 @@ class RewardServer:
         raise ValueError(f"no fault {fault!r}")
 
 
+Served = TypeVar("Served", bound=RewardServer)
+
+
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -157,7 +160,13 @@ class _Server(uvicorn.Server):
 @contextmanager
 def reward_server() -> Iterator[RewardServer]:
     """A server on a thread of its own, so that it answers whatever the test's loop does."""
-    served = RewardServer()
+    with on_a_thread(RewardServer()) as served:
+        yield served
+
+
+@contextmanager
+def on_a_thread(served: Served) -> Iterator[Served]:
+    """Has a server answer on a thread of its own."""
     config = uvicorn.Config(
         served.app,
         host="127.0.0.1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import tenacity
 
 from rolemesh.engine.specs import EndpointRewardSpec, FailSpec
 from rolemesh.rpc.together import together
+from rolemesh.services.reward.outside.answers import kept
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
@@ -151,13 +153,16 @@ class EndpointReward(OutsideReward):
         asked = self._unknown(rows, keys, rewards, counts)
 
         async def one(batch: Sequence[int]) -> None:
+            request = functools.partial(self._with_tries, [rows[i] for i in batch], counts)
+            # Before it waits for its place: requests are known by their order.
+            ask = kept(self._name, [sent[i] for i in batch], self._spec.on_failure, request)
             async with self._place(counts):
                 if failures and isinstance(self._spec.on_failure, FailSpec):
                     # The step has failed already, so further tries would only take time.
                     failures.update(dict.fromkeys(batch, next(iter(failures.values()))))
                     return
                 try:
-                    found = await self._with_tries([rows[index] for index in batch], counts)
+                    found = await ask()
                 except OutsideRewardError as error:
                     failures.update(dict.fromkeys(batch, error))
                     return

@@ -75,19 +75,23 @@ class ModelRole(Role):
         """Told after a checkpoint or a cut came back: equal versions may be other weights now."""
 
     def cut_slots(self, owner: SlotOwner) -> CutSlots:
-        """The slots of a rank in the run; opened on first use and kept until the run ends.
-
-        Those of another run that this process held before are removed: it was given up when this
-        one came, has its checkpoints, and two runs' cuts may be more than the host has memory for.
-        """
+        """The slots of a rank in the run; opened on first use and kept until the run ends."""
         if self._cut_slots is None or self._cut_slots.owner != owner:
-            self.close_cut_slots()
-            if self._last_cut_run not in ("", owner.run_id):
-                for name in remove_slots(self._last_cut_run, self.name):
-                    logger.warning("removed %s, a cut of run %s", name, self._last_cut_run)
-            self._last_cut_run = owner.run_id
+            self.take_place_of_earlier_run(owner.run_id)
             self._cut_slots = CutSlots(owner, self.trainer.mesh.layout.train.flag())
         return self._cut_slots
+
+    def take_place_of_earlier_run(self, run_id: str) -> None:
+        """Lets the slots go, and removes those of another run that this process held before.
+
+        That run was given up when this one came, has its checkpoints, and two runs' cuts may be
+        more than the host has memory for.
+        """
+        self.close_cut_slots()
+        if self._last_cut_run not in ("", run_id):
+            for name in remove_slots(self._last_cut_run, self.name):
+                logger.warning("removed %s, a cut of run %s", name, self._last_cut_run)
+        self._last_cut_run = run_id
 
     def close_cut_slots(self) -> None:
         """Lets the slots go; their files stay."""

@@ -29,8 +29,8 @@ class CutServiceStub(object):
     """Keeps cuts: the state of a trainer after a step, in shared memory that
     outlives the process, so that a run can go on from there after a crash.
     Served by every role that may hold a trainer: actor, critic, and reward and
-    cost, which answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives
-    them no optimizer and data.
+    cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
+    (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
     Each rank has two slots, one for even and one for odd steps. A service that
     saves a cut after every step therefore always holds one whole cut, also when
@@ -74,8 +74,8 @@ class CutServiceServicer(object):
     """Keeps cuts: the state of a trainer after a step, in shared memory that
     outlives the process, so that a run can go on from there after a crash.
     Served by every role that may hold a trainer: actor, critic, and reward and
-    cost, which answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives
-    them no optimizer and data.
+    cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
+    (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
     Each rank has two slots, one for even and one for odd steps. A service that
     saves a cut after every step therefore always holds one whole cut, also when
@@ -138,6 +138,10 @@ class CutServiceServicer(object):
         """Removes the cuts of a run on all ranks: at the end of the run, and before it
         goes on from a checkpoint. Waits for its turn while a call computes.
 
+        Also removes whatever else the service keeps of the run for steps that are
+        made again: rewards and costs keep the answers of outside judges. At the end
+        of the run it is asked of every role that serves it, trained or not.
+
         Idempotent: a second call finds nothing.
         Errors:
         INVALID_ARGUMENT (KEY_INVALID): run_id is empty or too long.
@@ -182,8 +186,8 @@ class CutService(object):
     """Keeps cuts: the state of a trainer after a step, in shared memory that
     outlives the process, so that a run can go on from there after a crash.
     Served by every role that may hold a trainer: actor, critic, and reward and
-    cost, which answer FAILED_PRECONDITION (NOT_TRAINABLE) where the recipe gives
-    them no optimizer and data.
+    cost, which answer SaveCut and RestoreCut with FAILED_PRECONDITION
+    (NOT_TRAINABLE) where the recipe gives them no optimizer and data.
 
     Each rank has two slots, one for even and one for odd steps. A service that
     saves a cut after every step therefore always holds one whole cut, also when

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from rolemesh.engine.specs import FailSpec, PythonRewardSpec
+from rolemesh.services.reward.outside.answers import kept
 from rolemesh.services.reward.outside.base import (
     Judgement,
     OutsideReward,
@@ -95,6 +98,10 @@ class FunctionReward(OutsideReward):
     async def _judge_batch(
         self, rows: Sequence[RewardRow], counts: RequestCounts, failed: list[OutsideRewardError]
     ) -> Judgement | OutsideRewardError:
+        plain = [_plain(row) for row in rows]
+        sent = [json.dumps(row).encode() for row in plain]
+        # Before it waits for its place: calls are known by their order.
+        ask = kept(self._name, sent, self._spec.on_failure, functools.partial(self._call, plain))
         counts.enter_queue()
         try:
             await self._places.acquire()
@@ -105,7 +112,7 @@ class FunctionReward(OutsideReward):
             if failed and isinstance(self._spec.on_failure, FailSpec):
                 # The step has failed already, so further calls would change nothing.
                 return failed[0]
-            judgement = await self._call(rows)
+            judgement = await ask()
             outcome = "ok"
             counts.seconds.append(time.monotonic() - started)
             return judgement
@@ -119,10 +126,10 @@ class FunctionReward(OutsideReward):
             if self._observer is not None and outcome != "cancelled":
                 self._observer.reward_request(self._name, outcome, time.monotonic() - started)
 
-    async def _call(self, rows: Sequence[RewardRow]) -> Judgement:
+    async def _call(self, rows: list[dict[str, Any]]) -> Judgement:
         process = await self._ready()
         try:
-            answer = await process.call([_plain(row) for row in rows], current_step.get())
+            answer = await process.call(rows, current_step.get())
         finally:
             if process.is_open:
                 self._idle.append(process)

@@ -17,10 +17,12 @@ from rolemesh.engine.transport import slots
 from rolemesh.engine.transport.shm import remove_leftovers
 from rolemesh.engine.transport.slots import (
     PAGE_BYTES,
+    LogUnavailableError,
     Slot,
     SlotHeldError,
     SlotOwner,
     SlotRoomError,
+    open_log,
     read_header,
     remove_old_slots,
     remove_slots,
@@ -145,6 +147,54 @@ def test_leftovers_of_other_shared_memory_are_another_matter() -> None:
         assert path.exists()
     finally:
         path.unlink()
+
+
+def test_a_log_stays_with_what_was_appended_and_is_held_by_one_process(
+    owner: SlotOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "LOCK_WAIT_S", 0.1)
+    held = open_log(owner, 2)
+    assert os.fstat(held).st_size == PAGE_BYTES
+    assert stat.S_IMODE(owner.log_path(2).stat().st_mode) == 0o600
+    os.pwrite(held, b"told", PAGE_BYTES)
+    with pytest.raises(LogUnavailableError, match="still lives"):
+        open_log(owner, 2)
+    os.close(held)
+    again = open_log(owner, 2)
+    assert os.pread(again, 10, PAGE_BYTES) == b"told"
+    os.close(again)
+
+
+def test_what_is_no_log_of_the_run_is_begun_anew_and_a_link_is_not_followed(
+    owner: SlotOwner,
+) -> None:
+    for foreign in (b"", b"short", b"\xff" * 3 * PAGE_BYTES):
+        owner.log_path(0).write_bytes(foreign)
+        opened = open_log(owner, 0)
+        assert os.fstat(opened).st_size == PAGE_BYTES
+        os.close(opened)
+    target = owner.directory / "elsewhere"
+    target.write_bytes(b"precious")
+    owner.log_path(1).symlink_to(target)
+    with pytest.raises(LogUnavailableError, match="not to be had"):
+        open_log(owner, 1)
+    assert target.read_bytes() == b"precious"
+
+
+def test_logs_go_with_the_slots_of_their_run_and_are_no_leftovers(owner: SlotOwner) -> None:
+    log, mark = owner.log_path(0), time.time() - 2 * DAY_S
+    os.close(open_log(owner, 0))
+    assert remove_slots("run", "actor", owner.directory) == [log.name]
+    os.close(open_log(owner, 0))
+    os.utime(log, (mark, mark))
+    assert remove_old_slots(DAY_S, owner.directory) == [(log.name, "run")]
+    real = SlotOwner(f"leftover-{os.getpid()}", "reward", 0, 1)
+    os.close(open_log(real, 0))
+    try:
+        remove_leftovers()
+        assert real.log_path(0).exists()
+    finally:
+        real.log_path(0).unlink()
 
 
 @pytest.fixture
