@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from rolemesh.engine.transport.slots import (
     NUM_LOGS,
@@ -45,9 +44,6 @@ class AnswerBook:
                 self._is_off = True
                 self._tell(str(error))
             else:
-                if key.fencing_epoch == 1:
-                    # No attempt came before this one: another run had the name.
-                    os.ftruncate(descriptor, PAGE_BYTES)
                 self._logs[index] = AnswerLog(descriptor, PAGE_BYTES, self._tell)
         if self._is_off:
             return None

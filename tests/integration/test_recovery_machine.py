@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import Phase, settings
@@ -25,6 +26,7 @@ from support.fake_runs import Recorder, make_run
 from support.run_results import learnt_of
 
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
+from rolemesh.coordinator.run import lost_services
 from rolemesh.coordinator.run.checkpoints import COMMITTED, committed_steps
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import RunSummary
@@ -106,6 +108,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "run"
+        # The fakes start in milliseconds, and many kills are not told.
+        self.stack.enter_context(mock.patch.object(lost_services, "MEET_AGAIN_DEADLINE_S", 2.0))
         self.store = MemoryStateStore()
         self.mesh: FakeMesh
         self.coordinators: list[Coordinator] = []
