@@ -150,6 +150,8 @@ class TrainingRun:
         self._begun_by: Attempt | None = None
         """The last attempt that had all services where the run was."""
         self._aborted = EarlyEnd()
+        self._is_ending = False
+        """Whether this process was told to end, by a signal."""
         self._failure: _Failure | None = None
         """What the attempt in progress recovers from."""
         self._recovered: list[Recovered] = []
@@ -157,7 +159,11 @@ class TrainingRun:
     # --- wishes and news from outside ---
 
     def request_stop(self) -> None:
-        """Ends the run after the step in progress, with everything saved; a repeat aborts it."""
+        """Ends the run after the step in progress, with everything saved; a repeat aborts it.
+
+        If a service is lost meanwhile, the run ends at once, and can be resumed.
+        """
+        self._is_ending = True
         if self.wishes.is_stop_wanted:
             self.abort()
         else:
@@ -299,6 +305,12 @@ class TrainingRun:
                 if not isinstance(error, StateStoreError):
                     # Whatever it looks like, the reason may be that another one leads by now.
                     await self._check_leads(attempt)
+                if self._is_ending:
+                    # A whole mesh is being ended: its services need not come back.
+                    raise RunAbortedError(
+                        f"stopped after {self.progress.step} steps, in the middle of the next one: "
+                        f"{told_of(error)}; `rolemesh train --resume {self.directory}` goes on"
+                    ) from error
                 pause_s = None
                 if isinstance(attempt.loop, TrainingLoop):
                     is_return = self._begun_by not in (None, attempt)

@@ -13,7 +13,7 @@ from support.fake_roles import FakeMesh, expected_weight, fake_mesh, fake_recipe
 from support.fake_runs import Recorder, kill_during, make_run, read_lines
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
+from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError, ServiceLostError
 from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.run.resume import reached
@@ -191,6 +191,35 @@ async def test_a_role_that_is_refused_what_it_had_before_is_asked_again(
         assert mesh.restarted == ["actor"]
         assert mesh.roles["actor"].weight == expected_weight(STEPS)
     assert [one.restarted for one in summary.recoveries] == [("actor",)]
+
+
+async def test_a_run_that_is_told_to_end_with_its_mesh_ends_at_once_and_goes_on_later(
+    tmp_path: Path,
+) -> None:
+    store, folder = MemoryStateStore(), tmp_path / "run"
+    expected = await undisturbed(tmp_path / "undisturbed")
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, folder, store)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: len(mesh.of("critic.SaveCut")) == 2)
+        gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        await until(lambda: "actor.Update" in mesh.running)
+        run.request_stop()
+        await mesh.roles["actor"].stop()
+        run.service_lost("actor", "actor was ended by signal 15")
+        with pytest.raises(
+            RunAbortedError, match=r"signal 15; `rolemesh train --resume .* goes on"
+        ):
+            await task
+        assert mesh.restarted == []
+        assert (await store.get_run(run.run_id)).state is RunState.STOPPED
+        gate.set()
+        await mesh.restart("actor")
+        progress, _ = await reached(store, run.run_id, folder)
+        again = make_run(mesh, folder, recipe(), store, run_id=run.run_id, resumed=progress)
+        await again.execute()
+        assert mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert learnt(folder) == expected
 
 
 async def test_a_role_that_is_refused_at_the_start_ends_the_run(tmp_path: Path) -> None:
