@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,13 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
 from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
 from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
 from rolemesh.engine.train.gradients import Gradients
-from rolemesh.engine.train.optimizer import Optimizer
+from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
+from rolemesh.engine.train.randomness import capture_random_state
+from rolemesh.engine.train.state import TrainerState
+from rolemesh.engine.weights.checkpoint_writing import Progress, silent
 from rolemesh.engine.weights.export import gathered, write_model_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
@@ -107,7 +111,12 @@ class ModelInTraining:
         self.model.device = device
         return moved + self._optimizer.move_to(device)
 
-    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        progress: Progress = silent,
+    ) -> None:
         """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
 
         With many ranks all of them call it, each writes its part, and any layout can load it.
@@ -116,9 +125,11 @@ class ModelInTraining:
             directory: Must not exist; on a disk that all ranks see. It is on disk and whole when
                 this returns.
             extra: JSON-able state of the caller, returned by `load`; rank 0's is kept.
+            progress: Told of this rank's files. If it raises, there is no checkpoint.
 
         Raises:
             GradientPendingError: Gradients are accumulated, which a checkpoint does not hold.
+            CheckpointRoomError: The disk has no room; nothing has the name.
             FolderExistsError: The directory exists.
             RuntimeError: Another rank failed (its number and cause); nothing has the name.
         """
@@ -126,14 +137,17 @@ class ModelInTraining:
             raise GradientPendingError(
                 "gradients are accumulated: call optim_step or drop_gradients before save"
             )
-        trainer_state.save(
-            Path(directory),
+        state = TrainerState(
             kind=self.kind,
             weights=self._trained_weights(),
-            optimizer=self._optimizer,
+            optimizer={name: self._optimizer.state(name) for name in STATE_NAMES},
+            optimizer_steps=self._optimizer.num_steps,
+            optimizer_spec=self._optimizer.spec,
             policy_version=self.policy_version,
             extra=dict(extra or {}),
+            random=capture_random_state(),
         )
+        trainer_state.save(Path(directory), state, progress=progress)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
@@ -162,7 +176,7 @@ class ModelInTraining:
         slots: CutSlots,
         step: int,
         extra: Mapping[str, Any],
-        progress: Callable[[str, int, int], None],
+        progress: Progress,
     ) -> int:
         """Copies what a checkpoint holds into shared memory that outlives the process.
 
@@ -225,6 +239,28 @@ class ModelInTraining:
         self.drop_gradients()
         self.policy_version = restored.policy_version
         return restored
+
+    def hold_cut(self, slots: CutSlots, step: int) -> HeldCut:
+        """Holds a cut, which another thread is to write as a checkpoint. Changes nothing here.
+
+        With many ranks each calls it for itself.
+
+        Args:
+            slots: Of this rank.
+            step: Of the cut.
+
+        Raises:
+            CutNotFoundError: This rank has no whole cut of that step.
+            CutMismatchError: The cut is of another model, layout or kind.
+            SlotHeldError: A process that still lives holds a slot.
+        """
+        return hold_cut(
+            slots,
+            step=step,
+            kind=self.kind,
+            weights=self._trained_weights(),
+            optimizer_spec=self._optimizer.spec,
+        )
 
     def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
         """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.
