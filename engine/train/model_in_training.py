@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from rolemesh.engine.train.gradients import Gradients
 from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
 from rolemesh.engine.train.randomness import capture_random_state
 from rolemesh.engine.train.state import TrainerState
-from rolemesh.engine.weights.checkpoint_writing import Progress, silent
 from rolemesh.engine.weights.export import gathered, write_model_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
@@ -111,12 +110,7 @@ class ModelInTraining:
         self.model.device = device
         return moved + self._optimizer.move_to(device)
 
-    def save(
-        self,
-        directory: Path,
-        extra: Mapping[str, Any] | None = None,
-        progress: Progress = silent,
-    ) -> None:
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint: weights, optimizer, schedule, random state, policy_version.
 
         With many ranks all of them call it, each writes its part, and any layout can load it.
@@ -125,7 +119,6 @@ class ModelInTraining:
             directory: Must not exist; on a disk that all ranks see. It is on disk and whole when
                 this returns.
             extra: JSON-able state of the caller, returned by `load`; rank 0's is kept.
-            progress: Told of this rank's files. If it raises, there is no checkpoint.
 
         Raises:
             GradientPendingError: Gradients are accumulated, which a checkpoint does not hold.
@@ -147,7 +140,7 @@ class ModelInTraining:
             extra=dict(extra or {}),
             random=capture_random_state(),
         )
-        trainer_state.save(Path(directory), state, progress=progress)
+        trainer_state.save(Path(directory), state)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
@@ -176,7 +169,7 @@ class ModelInTraining:
         slots: CutSlots,
         step: int,
         extra: Mapping[str, Any],
-        progress: Progress,
+        progress: Callable[[str, int, int], None],
     ) -> int:
         """Copies what a checkpoint holds into shared memory that outlives the process.
 

@@ -56,7 +56,8 @@ class CutServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
-      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots.
+      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
+        writes the cut that was in this one: call again once it has answered.
       FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
@@ -84,7 +85,8 @@ class CutServiceStub:
     """
     DropCuts: _grpc.UnaryUnaryMultiCallable[_cuts_pb2.DropCutsRequest, _cuts_pb2.DropCutsResponse]
     """Removes the cuts of a run on all ranks: at the end of the run, and before it
-    goes on from a checkpoint. Waits for its turn while a call computes.
+    goes on from a checkpoint. Waits for its turn while a call computes, or
+    while a SaveCheckpoint writes a cut.
 
     Idempotent: a second call finds nothing.
     Errors:
@@ -120,7 +122,8 @@ class CutServiceAsyncStub(CutServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
-      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots.
+      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
+        writes the cut that was in this one: call again once it has answered.
       FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
@@ -148,7 +151,8 @@ class CutServiceAsyncStub(CutServiceStub):
     """
     DropCuts: _aio.UnaryUnaryMultiCallable[_cuts_pb2.DropCutsRequest, _cuts_pb2.DropCutsResponse]  # type: ignore[assignment]
     """Removes the cuts of a run on all ranks: at the end of the run, and before it
-    goes on from a checkpoint. Waits for its turn while a call computes.
+    goes on from a checkpoint. Waits for its turn while a call computes, or
+    while a SaveCheckpoint writes a cut.
 
     Idempotent: a second call finds nothing.
     Errors:
@@ -187,7 +191,8 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
-          FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots.
+          FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
+            writes the cut that was in this one: call again once it has answered.
           FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
           FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
@@ -233,7 +238,8 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cuts_pb2.DropCutsResponse, _abc.Awaitable[_cuts_pb2.DropCutsResponse]]:
         """Removes the cuts of a run on all ranks: at the end of the run, and before it
-        goes on from a checkpoint. Waits for its turn while a call computes.
+        goes on from a checkpoint. Waits for its turn while a call computes, or
+        while a SaveCheckpoint writes a cut.
 
         Idempotent: a second call finds nothing.
         Errors:
