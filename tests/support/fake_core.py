@@ -67,7 +67,7 @@ class FakeCore(
     failures: dict[str, RolemeshError] = field(default_factory=dict)
     """By method: raised instead of an answer."""
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
-    """By method: the call waits until the event is set."""
+    """By method, or by method and step ("Update 2"): the call waits until the event is set."""
     block_gates: dict[int, asyncio.Event] = field(default_factory=dict)
     """By number of a block: Generate waits before it sends it."""
     rows_dropped: int = 0
@@ -120,8 +120,9 @@ class FakeCore(
             mesh.running.add(name)
             mesh.most_together = max(mesh.most_together, len(mesh.running))
             try:
-                if method in self.gates:
-                    await self.gates[method].wait()
+                for gate in (method, f"{method} {key.step}"):
+                    if gate in self.gates:
+                        await self.gates[gate].wait()
                 seconds = mesh.delay(self.service, method)
                 if seconds and events is None:
                     await asyncio.sleep(seconds)
