@@ -128,7 +128,7 @@ class FakeCore(
                     await asyncio.sleep(seconds)
                 if method in self.failures:
                     raise self.failures[method]
-                self._check(key, method)
+                self._check(key, method, needs_awake=not getattr(request, "from_cut", False))
                 reported = mesh.reported(name, key)
                 if identity not in self._answers:
                     if work is not None:
@@ -157,10 +157,10 @@ class FakeCore(
                 record.state = "cancelled"
                 self.cancelled.append(method)
 
-    def _check(self, key: operation_pb2.OperationKey, method: str) -> None:
+    def _check(self, key: operation_pb2.OperationKey, method: str, *, needs_awake: bool) -> None:
         if key.fencing_epoch < self.highest_epoch:
             raise PreconditionError("a newer coordinator has taken over", reason="STALE_EPOCH")
-        if self.is_asleep and method not in ("Initialize", "Attach"):
+        if self.is_asleep and needs_awake and method not in ("Initialize", "Attach"):
             raise PreconditionError(f"the {self.role} is asleep: wake it first", reason="ASLEEP")
         self.highest_epoch = key.fencing_epoch
 
