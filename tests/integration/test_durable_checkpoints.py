@@ -88,7 +88,7 @@ async def test_the_run_goes_on_until_a_cut_would_replace_one_that_is_written(
         for role in TRAINED:
             # The critic has long written its own, but that alone can be lost with a disk.
             assert asked(mesh, f"{role}.SaveCut") == [0, 1, 2, 3]
-        assert made(mesh, "critic.SaveCheckpoint", 2)
+        await until(lambda: made(mesh, "critic.SaveCheckpoint", 2))
         assert (await store.get_run(run.run_id)).state is RunState.RUNNING
         gate.set()
         summary = await task
@@ -257,19 +257,20 @@ async def test_a_wished_checkpoint_comes_after_the_one_that_is_written(tmp_path:
     store = MemoryStateStore()
     async with fake_mesh(has_cuts=True) as mesh:
         gate = hold(mesh, "actor", 2)
+        update = mesh.roles["actor"].gates["Update 3"] = asyncio.Event()
         run = make_run(mesh, tmp_path, recipe(2), store)
         task = asyncio.create_task(run.execute())
-        await until(lambda: "actor.SaveCheckpoint" in mesh.running)
+        await until(lambda: 3 in asked(mesh, "actor.Update"))
         await store.append_entry(run.run_id, RunStream.CHECKPOINT_WISHES, b"a wish")
+        update.set()
         await until(
             lambda: run._attempt is not None and run._attempt.activity == "checkpoint of step 2"
         )
-        wished = run.progress.step
+        assert run.progress.step == 3
         gate.set()
         await task
-        steps = asked(mesh, "actor.SaveCheckpoint")
-        assert steps[:2] == [2, wished]
-    assert wished in committed_steps(tmp_path / "checkpoints")
+        assert asked(mesh, "actor.SaveCheckpoint") == [2, 3, 4, 5]
+    assert committed_steps(tmp_path / "checkpoints") == [2, 3, 4, 5]
 
 
 async def test_a_stopped_run_waits_for_what_is_written(tmp_path: Path) -> None:
