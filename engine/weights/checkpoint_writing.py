@@ -213,7 +213,7 @@ class _Part:
         done = 0
         for name, contents in planned.items():
             for file, copies in contents:
-                self.progress(f"write {file}", done, total)
+                self.progress("write", done, total)
                 _write_tensors(self.folder / file, self.groups[name], copies)
                 done += 1
         files = [file for contents in planned.values() for file, _ in contents]
@@ -230,7 +230,7 @@ class _Part:
             files += [tensors_file, state_file]
         described = {}
         for done, file in enumerate(files):
-            self.progress(f"settle {file}", done, len(files))
+            self.progress("settle and hash", done, len(files))
             settle_file(self.folder / file)
             described[file] = _describe(self.folder / file)
         sync_path(self.folder)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from rolemesh.engine.train.cut_reader import HeldCut
 from rolemesh.engine.transport.slots import SlotOwner
 from rolemesh.services.runtime.calls.compute import ComputeThread
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
+from rolemesh.services.runtime.ranks.face import Face
 from rolemesh.services.runtime.server.operations import task_of
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import operation_pb2, weights_pb2
@@ -57,14 +58,9 @@ async def write_cut(
         return role.trainer.hold_cut(role.cut_slots(owner), key.step)
 
     held = await call.compute(hold)
-    others, face, loop = None, runtime.face, asyncio.get_running_loop()
-    if face is not None:
-
-        def others(folder: Path) -> Future[Any]:
-            request = weights_pb2.SaveCheckpointRequest(
-                key=key, directory=str(folder), from_cut=True
-            )
-            return asyncio.run_coroutine_threadsafe(face.beside(request), loop)
+    others = None
+    if runtime.face is not None:
+        others = functools.partial(_ask_others, runtime.face, key, asyncio.get_running_loop())
 
     def write() -> None:
         if runtime.is_face:
@@ -79,6 +75,14 @@ async def write_cut(
     finally:
         thread.close(0.0)
     return held.state.policy_version
+
+
+def _ask_others(
+    face: Face, key: operation_pb2.OperationKey, loop: asyncio.AbstractEventLoop, folder: Path
+) -> Future[None]:
+    """Has the other ranks write their parts. On the thread that writes this rank's."""
+    request = weights_pb2.SaveCheckpointRequest(key=key, directory=str(folder), from_cut=True)
+    return asyncio.run_coroutine_threadsafe(face.beside(request), loop)
 
 
 async def cuts_written(runtime: Runtime) -> None:
