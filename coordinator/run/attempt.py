@@ -261,7 +261,7 @@ class Attempt:
         if progress.step not in await loop.cuts.known():
             raise RunError(f"a trained role has no cut of step {progress.step}")
         await loop.cuts.restore(progress.step)
-        folder = await loop.checkpoints.save(progress.step, progress.to_dict())
+        folder = await loop.checkpoints.save(progress.step, progress.to_dict(progress.step))
         await loop.cuts.drop_all()
         return folder
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import re
 import shutil
@@ -13,14 +15,18 @@ from typing import Any
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.pools import Pools
+from rolemesh.coordinator.run.early_end import to_the_end
 from rolemesh.coordinator.state.files import make_folder, sync_folder, write_atomically
-from rolemesh.rpc.errors import DataLossError
+from rolemesh.rpc.errors import CapacityError, DataLossError, UnsupportedError
 from rolemesh.rpc.result_call import ProgressCallback, ResultCall
-from rolemesh.rpc.together import together
+from rolemesh.rpc.together import all_ended, together
 from rolemesh.v1 import operation_pb2, weights_pb2
 
 COMMITTED = "COMMITTED"
 """File that makes a checkpoint valid: written last, after every role has answered."""
+
+BESIDE = " checkpoint"
+"""Comes behind the name of a service whose checkpoint is written while it does something else."""
 
 CheckpointCall = ResultCall[weights_pb2.CheckpointResult]
 
@@ -83,12 +89,18 @@ class Checkpoints:
 
         await together(one(connection) for connection in self._trained())
 
-    async def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    async def save(self, step: int, state: Mapping[str, Any], *, from_cut: bool = False) -> Path:
         """Writes a checkpoint of every trained role, then commits it for all at once.
 
         Args:
             step: Steps made.
             state: The coordinator's own part, e.g. the position in the data; JSON values.
+            from_cut: Whether roles write their cuts of the step, beside whatever else they do.
+
+        Raises:
+            CapacityError: A disk has no room; nothing of the checkpoint is left.
+            UnsupportedError: A role cannot write a cut.
+            RolemeshError: A role failed.
         """
         folder = self.folder(step)
         if step in self.committed():
@@ -98,12 +110,15 @@ class Checkpoints:
             await asyncio.to_thread(shutil.rmtree, folder)
         await asyncio.to_thread(make_folder, folder)
         connections = self._trained()
-        results = await together(
-            self._checkpoint_call(
-                connection, "save_checkpoint", step, folder, connection.client.save_checkpoint
+        try:
+            results = await all_ended(
+                self._save(connection, step, folder, from_cut=from_cut)
+                for connection in connections
             )
-            for connection in connections
-        )
+        except CapacityError:
+            # What other roles have written takes room for nothing.
+            await asyncio.to_thread(shutil.rmtree, folder)
+            raise
         marker = {
             "run_id": self._journal.run_id,
             "epoch": self._journal.epoch,
@@ -118,9 +133,35 @@ class Checkpoints:
                 for connection, result in zip(connections, results, strict=True)
             },
         }
-        await asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
+        # Who gives a checkpoint up has to know whether it is there.
+        await to_the_end(
+            asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
+        )
         await self._remove(self.committed()[: -self._keep])
         return folder
+
+    async def _save(
+        self, connection: RoleConnection, step: int, folder: Path, *, from_cut: bool
+    ) -> weights_pb2.CheckpointResult:
+        client = connection.client
+        if not from_cut:
+            return await self._checkpoint_call(
+                connection, "save_checkpoint", step, folder, client.save_checkpoint
+            )
+        result = await self._checkpoint_call(
+            connection,
+            "save_checkpoint",
+            step,
+            folder,
+            functools.partial(client.save_checkpoint, from_cut=True),
+            is_beside=True,
+        )
+        if not result.from_cut:
+            raise UnsupportedError(
+                f"the {connection.role} keeps cuts, but writes no checkpoint from them: update its "
+                "service, or switch cuts off (run.recovery.cuts=false)"
+            )
+        return result
 
     async def remove_after(self, step: int) -> None:
         """Removes those of later steps: they belong to a lineage that has ended."""
@@ -137,12 +178,19 @@ class Checkpoints:
         step: int,
         folder: Path,
         begin: Callable[[operation_pb2.OperationKey, str], CheckpointCall],
+        *,
+        is_beside: bool = False,
     ) -> weights_pb2.CheckpointResult:
+        """Makes a call about a role's folder; `is_beside`: while the role does something else."""
         key = self._journal.next_key(step, f"{connection.role}.{name}")
 
         async def call(on_progress: ProgressCallback) -> weights_pb2.CheckpointResult:
-            async with self._pools.awake(connection.service, step):
+            lease = self._pools.awake(connection.service, step)
+            async with contextlib.nullcontext() if is_beside else lease:
                 return await begin(key, str(folder / connection.role)).result(on_progress)
+
+        def on_phase(service: str, stage: str, done: int, total: int) -> None:
+            self._on_phase(f"{service}{BESIDE}" if is_beside else service, stage, done, total)
 
         return await connection.make(
             key,
@@ -150,7 +198,7 @@ class Checkpoints:
             call,
             lambda result: {"manifest_sha256": result.manifest_sha256},
             journal=self._journal,
-            on_phase=self._on_phase,
+            on_phase=on_phase,
         )
 
 

@@ -22,6 +22,9 @@ from rolemesh.v1 import cuts_pb2, operation_pb2
 CUT_SERVICE = "rolemesh.v1.CutService"
 """Full name of the family of calls; a service of another make may lack it."""
 
+NUM_SLOTS = 2
+"""Cuts that a service keeps: that of a step takes the place of the one so many steps before."""
+
 _Result = cuts_pb2.CutResult
 
 

@@ -15,8 +15,8 @@ from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.health import Action, HealthSpec
-from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
+from rolemesh.coordinator.run.durable import DurableCheckpoints
 from rolemesh.coordinator.run.health_rules import SKIPPED, Record, Strike, strikes_of, unjudged
 from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import ROLL_BACK_OPERATION, RunProgress, SkippedStep
@@ -61,7 +61,7 @@ class Health:
         writer: MetricsWriter,
         observer: RunObserver,
         cuts: Cuts,
-        checkpoints: Checkpoints,
+        checkpoints: DurableCheckpoints,
     ) -> None:
         """Prepares.
 

@@ -139,14 +139,18 @@ class RunProgress:
         if self.after is not None and self.after.step > step:
             self.after = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON values: all but records and seconds."""
+    def to_dict(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of a step keeps of it, as JSON values: all but records and seconds.
+
+        Args:
+            step: At most the newest.
+        """
         return {
-            "step": self.step,
-            "next_prompt": self.next_prompt,
-            "next_prompts": self.next_prompts,
-            "actor_versions": self.actor_versions,
-            "roll_backs": self.roll_backs,
+            "step": step,
+            "next_prompt": self.next_prompts[step],
+            "next_prompts": self.next_prompts[: step + 1],
+            "actor_versions": self.actor_versions[: step + 1],
+            "roll_backs": list(self.roll_backs),
             "before": None if self.before is None else self.before.to_dict(),
         }
 

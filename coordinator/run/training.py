@@ -22,6 +22,7 @@ from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
+from rolemesh.coordinator.run.durable import DurableCheckpoints
 from rolemesh.coordinator.run.early_end import to_the_end
 from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
 from rolemesh.coordinator.run.events import EventLog
@@ -109,8 +110,17 @@ class TrainingLoop(RunLoop):
             on_phase=observer.on_phase,
         )
         rules, progress = recipe.run.health, self.progress
+        self.durable = DurableCheckpoints(
+            self.checkpoints,
+            self.cuts,
+            progress,
+            observer,
+            events,
+            every=recipe.run.checkpoint.every_steps,
+            phase=self._phase,
+        )
         self._health = Health(
-            rules, progress, journal, store, writer, observer, self.cuts, self.checkpoints
+            rules, progress, journal, store, writer, observer, self.cuts, self.durable
         )
 
     async def run(self) -> None:
@@ -119,28 +129,33 @@ class TrainingLoop(RunLoop):
         After a wish to stop, the step in progress is the last one. The run is then saved and
         exported, but not evaluated.
         """
-        spec, progress = self._recipe.run, self.progress
         self._check_held_out()
         await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
         if self.step == 0:
             await self._begin_run()
         try:
-            if progress.unrecorded is not None:
+            await self._make_steps()
+            if self.step:
+                await self.durable.save_now()
+        finally:
+            await self.durable.give_up()
+        await self._export()
+        await self.cuts.drop_all()
+
+    async def _make_steps(self) -> None:
+        try:
+            if self.progress.unrecorded is not None:
                 # The attempt before has made the step, but has not told of it.
                 await self._tell_step()
-            # The attempt before may have ended between a step and its checkpoint.
-            await self._save_due_checkpoint()
+            # It may have ended between a step and its checkpoint, too.
+            await self.durable.save_owed()
             await self._heed_wishes()
-            while self.step < spec.steps and not self.wishes.is_stop_wanted:
+            while self.step < self._recipe.run.steps and not self.wishes.is_stop_wanted:
                 await self._make_step(self.step + 1)
-                await self._save_due_checkpoint()
+                await self.durable.save_due()
                 await self._heed_wishes()
         finally:
             await self._ahead.drop()
-        if self.step:
-            await self._save_checkpoint()
-        await self._export()
-        await self.cuts.drop_all()
 
     def rewound(self) -> None:
         """Told that the progress went back to an earlier step, before `run`."""
@@ -174,7 +189,7 @@ class TrainingLoop(RunLoop):
         """Serves wishes between two steps: saves requested checkpoints, waits during a pause."""
         await self.wishes.read()
         if self.wishes.take_checkpoints():
-            await self._save_checkpoint(is_wished=True)
+            await self.durable.save_now(is_wished=True)
         is_last = self.step == self._recipe.run.steps
         if is_last or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
             return
@@ -185,8 +200,7 @@ class TrainingLoop(RunLoop):
             while self.wishes.is_pause_wanted and not self.wishes.is_stop_wanted:
                 await self.wishes.change()
                 if self.wishes.take_checkpoints():
-                    await self._save_checkpoint(is_wished=True)
-                    self.activity = paused
+                    await self.durable.save_now(is_wished=True)
             self.wishes.is_paused = False
         if not self.wishes.is_stop_wanted:
             await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
@@ -221,9 +235,10 @@ class TrainingLoop(RunLoop):
 
     @contextlib.contextmanager
     def _phase(self, name: str, activity: str) -> Iterator[None]:
-        started, self.activity = time.monotonic(), activity
+        started, before, self.activity = time.monotonic(), self.activity, activity
         try:
             yield
+            self.activity = before
         finally:
             self.progress.seconds[name] += time.monotonic() - started
 
@@ -262,7 +277,7 @@ class TrainingLoop(RunLoop):
         self._traffic_before = dataflow_traffic(self._mesh.traffic)
         skipped = self.progress.take_skipped(step)
         if skipped is not None:
-            await self.cuts.save(step)
+            await self.durable.save_cut(step)
             await self._commit(step, skipped.next_prompt, skipped.record)
             self.rewound()
             await self._tell_step()
@@ -342,9 +357,7 @@ class TrainingLoop(RunLoop):
         await self._health.check(
             nodes, self._record(step, nodes, started), self._ahead.position(step), refusal
         )
-        made = time.monotonic()
-        await self.cuts.save(step)
-        cut_seconds = time.monotonic() - made
+        cut_seconds = await self.durable.save_cut(step)
         record = self._record(step, nodes, started) | self._health.marks()
         if self.cuts.is_on:
             record["time/cut"] = cut_seconds
@@ -383,19 +396,6 @@ class TrainingLoop(RunLoop):
         self.progress.commit(step, position, actor_version, record)
         self._events.step = step
         self.step_in_progress = None
-
-    async def _save_due_checkpoint(self) -> None:
-        every = self._recipe.run.checkpoint.every_steps
-        if every and self.step and self.step % every == 0:
-            await self._save_checkpoint()
-
-    async def _save_checkpoint(self, *, is_wished: bool = False) -> None:
-        is_new = self.step not in self.checkpoints.committed()
-        with self._phase("checkpoint", f"checkpoint of step {self.step}"):
-            folder = await self.checkpoints.save(self.step, self.progress.to_dict())
-        if is_new or is_wished:
-            self._events.checkpoint_saved(str(folder))
-            await self._events.flush()
 
     async def _export(self) -> None:
         role = "actor" if "actor" in self._mesh.connections else "reward"

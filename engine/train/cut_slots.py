@@ -6,87 +6,40 @@ be loaded by another layout, is a checkpoint (`state.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rolemesh.engine.layout.manifest import DtypeName
-from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.parallel.agreement import Peers
-from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
+from rolemesh.engine.train.cut_format import (
+    WEIGHTS,
+    CutHeader,
+    CutMismatchError,
+    CutPlan,
+    check_header,
+    encoded,
+    parsed,
+)
+from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
 from rolemesh.engine.train.randomness import capture_random_state, restore_random_state
+from rolemesh.engine.transport.slot_readers import SlotReaders
 from rolemesh.engine.transport.slots import (
     NUM_SLOTS,
-    PAGE_BYTES,
     Slot,
     SlotHeldError,
     SlotOwner,
     SlotRoomError,
     read_header,
 )
-from rolemesh.engine.weights.published import Place
-from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Is told a stage, bytes done and bytes in all."""
 
-WEIGHTS = "weights"
-GROUPS = (WEIGHTS, *STATE_NAMES)
-"""Groups of tensors of a cut."""
-
-EXTRA_BYTES = 1 << 20
-"""Room in the header for what is no tensor: random state, and the caller's state."""
-
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 class CutNotFoundError(LookupError):
     """There is no whole cut of that step."""
-
-
-class CutMismatchError(ValueError):
-    """The cut is of another model, layout or kind; names what differs."""
-
-
-class _Closed(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TensorEntry(_Closed):
-    """A tensor of a cut."""
-
-    shape: tuple[int, ...]
-    dtype: DtypeName
-    offset: int
-    """First byte, counted from the beginning of the slot's tensors."""
-
-
-class CutHeader(_Closed):
-    """What a slot says of itself."""
-
-    format: Literal["rolemesh-cut-1"]
-    run_id: str
-    kind: str
-    """ "policy", "critic" or "reward"."""
-    step: int
-    policy_version: int
-    layout: str
-    """Of training: `TrainLayout.flag()`."""
-    rank: int
-    optimizer_steps: int
-    num_bytes: int
-    """Of all tensors."""
-    tensors: dict[str, dict[str, TensorEntry]]
-    """By group and name. What the optimizer does not keep yet is absent."""
-    extra: dict[str, Any]
-    """State of the caller."""
-    random_tensors: dict[str, str]
-    """Hexadecimal bytes of random states."""
-    random: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,47 +51,6 @@ class RestoredCut:
     """State that the caller had given, on this rank."""
     num_bytes: int
     """Of the tensors of all ranks."""
-
-
-_Directory: TypeAlias = Mapping[str, Mapping[str, Place]]
-"""Where each tensor that a cut may have lies in the slot, by group and name."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Where everything lies in a rank's slots; a function of model and layout alone."""
-
-    places: _Directory
-    entries: Mapping[str, Mapping[str, TensorEntry]]
-    text_bytes: int
-    """Longest text of the header."""
-    num_bytes: int
-    """Of a slot."""
-
-    @staticmethod
-    def of(weights: Mapping[str, torch.Tensor]) -> _Plan:
-        """The plan for a rank's weights and what an optimizer keeps for them."""
-        entries: dict[str, dict[str, TensorEntry]] = {}
-        at = 0
-        for group in GROUPS:
-            entries[group] = {}
-            for name, weight in weights.items():
-                shape = tuple(weight.shape) if group == WEIGHTS or group in MOMENTS else ()
-                # The optimizer keeps all it has in float32.
-                dtype = weight.dtype if group == WEIGHTS else torch.float32
-                entry = TensorEntry(shape=shape, dtype=_DTYPE_NAMES[dtype], offset=at)
-                entries[group][name] = entry
-                at += aligned(torch.Size(shape).numel() * dtype.itemsize)
-        text_bytes = len(_text({"tensors": _plain(entries)})) + EXTRA_BYTES
-        begin = PAGE_BYTES + -(-text_bytes // PAGE_BYTES) * PAGE_BYTES
-        places = {
-            group: {
-                name: Place(begin + one.offset, one.shape, TORCH_DTYPES[one.dtype])
-                for name, one in found.items()
-            }
-            for group, found in entries.items()
-        }
-        return _Plan(places, entries, text_bytes, begin + at)
 
 
 class CutSlots:
@@ -164,15 +76,17 @@ class CutSlots:
         """
         self.owner = owner
         self.layout = layout
+        self.readers = SlotReaders()
+        """Threads that write checkpoints from slots."""
         self._open: dict[int, Slot] = {}
-        self._plan: _Plan | None = None
+        self._plan: CutPlan | None = None
         self._planned_for: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
-    def plan(self, weights: Mapping[str, torch.Tensor]) -> _Plan:
+    def plan(self, weights: Mapping[str, torch.Tensor]) -> CutPlan:
         """Where everything lies in a slot; the same plan for the same model."""
         shapes = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
         if self._plan is None or self._planned_for != shapes:
-            self._plan, self._planned_for = _Plan.of(weights), shapes
+            self._plan, self._planned_for = CutPlan.of(weights), shapes
         return self._plan
 
     def reserve(self, num_bytes: int) -> Mapping[int, Slot]:
@@ -198,13 +112,18 @@ class CutSlots:
             raise
         return self._open
 
+    @staticmethod
+    def index_of(step: int) -> int:
+        """The slot of a step."""
+        return step % NUM_SLOTS
+
     def slot_of(self, step: int) -> Slot | None:
         """The slot for the cut of a step; None where there is none yet.
 
         Raises:
             SlotHeldError: A process that still lives holds it.
         """
-        return self._slot(step % NUM_SLOTS)
+        return self._slot(self.index_of(step))
 
     def forget_after(self, step: int) -> None:
         """Drops cuts of later steps; their slots stay for the next ones."""
@@ -212,12 +131,13 @@ class CutSlots:
             slot = self._slot(index)
             if slot is None:
                 continue
-            header = _parsed(slot.header())
+            header = parsed(slot.header())
             if header is not None and header.step > step:
                 slot.clear()
 
     def close(self) -> None:
-        """Lets the slots go; the cuts stay."""
+        """Lets the slots go; the cuts stay. Ends whatever reads them first."""
+        self.readers.give_up()
         for slot in self._open.values():
             slot.close()
         self._open.clear()
@@ -236,7 +156,7 @@ class CutSlots:
 
 def whole_cuts(owner: SlotOwner, layout: str) -> list[CutHeader]:
     """Reads which whole cuts a rank has that fit its layout, by ascending step; holds nothing."""
-    headers = [_parsed(read_header(owner, index)) for index in range(NUM_SLOTS)]
+    headers = [parsed(read_header(owner, index)) for index in range(NUM_SLOTS)]
     found = [one for one in headers if one is not None and one.layout == layout]
     return sorted(found, key=lambda header: header.step)
 
@@ -271,14 +191,21 @@ def save_cut(
 
     Raises:
         SlotRoomError: There is no room on some rank; raised on all, and older cuts stay.
-        SlotHeldError: A process that still lives holds a slot of some rank; raised on all.
+        SlotHeldError: A process that still lives holds a slot of some rank, or the slot is being
+            written as a checkpoint; raised on all.
     """
     plan = slots.plan(weights)
     held = {WEIGHTS: weights} | {name: optimizer.state(name) for name in STATE_NAMES}
     total = sum(tensor.nbytes for tensors in held.values() for tensor in tensors.values())
 
     def reserve() -> tuple[Slot, int]:
-        return slots.reserve(plan.num_bytes)[step % NUM_SLOTS], total
+        index = slots.index_of(step)
+        if slots.readers.is_read(index):
+            raise SlotHeldError(
+                f"the cut of step {step} takes the place of one that is being written as a "
+                "checkpoint: save it once SaveCheckpoint has answered"
+            )
+        return slots.reserve(plan.num_bytes)[index], total
 
     slot, totals = peers.agree(reserve, (SlotRoomError, SlotHeldError))
     slot.clear()
@@ -310,7 +237,7 @@ def save_cut(
         },
         random=random,
     )
-    text = _text(header.model_dump())
+    text = encoded(header.model_dump())
     if len(text) > plan.text_bytes:
         raise ValueError(
             f"the state beside the tensors takes {len(text)} bytes, and a cut has room for "
@@ -348,16 +275,9 @@ def restore_cut(
         CutMismatchError: The cut is of another model, layout or kind.
         SlotHeldError: A process that still lives holds a slot.
     """
-    plan = slots.plan(weights)
 
     def check() -> tuple[tuple[Slot, CutHeader], list[int]]:
-        slot, header = _found(slots, step)
-        _check(header, plan, kind, slots.layout, step)
-        if slot.num_bytes != plan.num_bytes:
-            raise CutMismatchError(
-                f"the cut of step {step} takes {slot.num_bytes} bytes, but the state of this "
-                f"model takes {plan.num_bytes}: restore it with the version that saved it"
-            )
+        slot, header = checked_cut(slots, step, kind, weights)
         return (slot, header), [header.policy_version, header.num_bytes]
 
     (slot, header), facts = peers.agree(check, (CutNotFoundError, CutMismatchError, SlotHeldError))
@@ -367,21 +287,12 @@ def restore_cut(
             f"the ranks hold cuts of step {step} at the versions {versions}: go on from a "
             "checkpoint"
         )
-    held = {
-        group: {name: plan.places[group][name].view(slot.memory) for name in names}
-        for group, names in header.tensors.items()
-    }
+    held = views_of(slots, slot, header, weights)
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(held[WEIGHTS][name])
     optimizer.restore({name: held[name] for name in STATE_NAMES}, header.optimizer_steps)
-    restore_random_state(
-        {
-            name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-            for name, state in header.random_tensors.items()
-        },
-        header.random,
-    )
+    restore_random_state(*random_state_of(header))
     if not keeps_later:
         slots.forget_after(step)
     return RestoredCut(
@@ -389,9 +300,56 @@ def restore_cut(
     )
 
 
+def checked_cut(
+    slots: CutSlots, step: int, kind: str, weights: Mapping[str, torch.Tensor]
+) -> tuple[Slot, CutHeader]:
+    """The whole cut of a step, if it is of this model.
+
+    Args:
+        slots: Of this rank.
+        step: Of the cut.
+        kind: "policy", "critic" or "reward", which must be the cut's.
+        weights: The model's own.
+
+    Raises:
+        CutNotFoundError: There is no whole cut of that step.
+        CutMismatchError: It is of another model, layout or kind.
+        SlotHeldError: A process that still lives holds the slot.
+    """
+    plan = slots.plan(weights)
+    slot, header = _found(slots, step)
+    check_header(header, plan, kind, slots.layout, step)
+    if slot.num_bytes != plan.num_bytes:
+        raise CutMismatchError(
+            f"the cut of step {step} takes {slot.num_bytes} bytes, but the state of this "
+            f"model takes {plan.num_bytes}: restore it with the version that saved it"
+        )
+    return slot, header
+
+
+def views_of(
+    slots: CutSlots, slot: Slot, header: CutHeader, weights: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a checked cut where they lie in its slot, by group and name."""
+    places = slots.plan(weights).places
+    return {
+        group: {name: places[group][name].view(slot.memory) for name in names}
+        for group, names in header.tensors.items()
+    }
+
+
+def random_state_of(header: CutHeader) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The generators of a cut, as `capture_random_state` gave them."""
+    tensors = {
+        name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+        for name, state in header.random_tensors.items()
+    }
+    return tensors, header.random
+
+
 def _found(slots: CutSlots, step: int) -> tuple[Slot, CutHeader]:
     slot = slots.slot_of(step)
-    header = None if slot is None else _parsed(slot.header())
+    header = None if slot is None else parsed(slot.header())
     if slot is None or header is None or header.step != step:
         held = [one.step for one in whole_cuts(slots.owner, slots.layout)]
         raise CutNotFoundError(
@@ -400,59 +358,3 @@ def _found(slots: CutSlots, step: int) -> tuple[Slot, CutHeader]:
             "names, or from a checkpoint"
         )
     return slot, header
-
-
-def _check(header: CutHeader, plan: _Plan, kind: str, layout: str, step: int) -> None:
-    """Raises CutMismatchError unless the cut is of this kind, layout and model."""
-    for what, theirs, own in (("kind", header.kind, kind), ("layout", header.layout, layout)):
-        if theirs != own:
-            raise CutMismatchError(
-                f"the cut of step {step} is of {what} {theirs!r}, and this service's is {own!r}: "
-                "start the service as it was when it saved the cut"
-            )
-    for group in GROUPS:
-        found, expected = header.tensors.get(group, {}), plan.entries[group]
-        # What an optimizer does not keep yet is absent.
-        names = dict.fromkeys([*found, *(expected if group == WEIGHTS else ())])
-        for name in names:
-            if (theirs := _kind_of(found.get(name))) != (own := _kind_of(expected.get(name))):
-                raise CutMismatchError(
-                    f"the cut of step {step} is of another model: {name!r} of {group!r} is "
-                    f"{theirs}, but the model's is {own}: give the model that the run began with"
-                )
-        if any(found[name].offset != expected[name].offset for name in found):
-            raise CutMismatchError(
-                f"the cut of step {step} has {group!r} in another order: give the model that the "
-                "run began with"
-            )
-    kept = [header.tensors.get(name, {}).keys() for name in STATE_NAMES]
-    if header.tensors.keys() - set(GROUPS) or any(names != kept[0] for names in kept):
-        raise CutMismatchError(
-            f"the cut of step {step} has the groups {sorted(header.tensors)}, which do not fit "
-            "each other: restore it with the version that saved it"
-        )
-
-
-def _kind_of(entry: TensorEntry | None) -> str:
-    return "absent" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-
-
-def _parsed(text: bytes | None) -> CutHeader | None:
-    """The header; None where there is none, or none that this version can read."""
-    if text is None:
-        return None
-    try:
-        return CutHeader.model_validate(json.loads(text))
-    except (ValueError, ValidationError):
-        return None
-
-
-def _text(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()
-
-
-def _plain(entries: Mapping[str, Mapping[str, TensorEntry]]) -> dict[str, Any]:
-    return {
-        group: {name: one.model_dump() for name, one in found.items()}
-        for group, found in entries.items()
-    }

@@ -17,9 +17,12 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
 from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
+from rolemesh.engine.train.cut_reader import HeldCut, hold_cut
 from rolemesh.engine.train.cut_slots import CutSlots, RestoredCut
 from rolemesh.engine.train.gradients import Gradients
-from rolemesh.engine.train.optimizer import Optimizer
+from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
+from rolemesh.engine.train.randomness import capture_random_state
+from rolemesh.engine.train.state import TrainerState
 from rolemesh.engine.weights.export import gathered, write_model_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
@@ -119,6 +122,7 @@ class ModelInTraining:
 
         Raises:
             GradientPendingError: Gradients are accumulated, which a checkpoint does not hold.
+            CheckpointRoomError: The disk has no room; nothing has the name.
             FolderExistsError: The directory exists.
             RuntimeError: Another rank failed (its number and cause); nothing has the name.
         """
@@ -126,14 +130,17 @@ class ModelInTraining:
             raise GradientPendingError(
                 "gradients are accumulated: call optim_step or drop_gradients before save"
             )
-        trainer_state.save(
-            Path(directory),
+        state = TrainerState(
             kind=self.kind,
             weights=self._trained_weights(),
-            optimizer=self._optimizer,
+            optimizer={name: self._optimizer.state(name) for name in STATE_NAMES},
+            optimizer_steps=self._optimizer.num_steps,
+            optimizer_spec=self._optimizer.spec,
             policy_version=self.policy_version,
             extra=dict(extra or {}),
+            random=capture_random_state(),
         )
+        trainer_state.save(Path(directory), state)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Takes over a checkpoint, whole or not at all; training goes on bit for bit.
@@ -225,6 +232,28 @@ class ModelInTraining:
         self.drop_gradients()
         self.policy_version = restored.policy_version
         return restored
+
+    def hold_cut(self, slots: CutSlots, step: int) -> HeldCut:
+        """Holds a cut, which another thread is to write as a checkpoint. Changes nothing here.
+
+        With many ranks each calls it for itself.
+
+        Args:
+            slots: Of this rank.
+            step: Of the cut.
+
+        Raises:
+            CutNotFoundError: This rank has no whole cut of that step.
+            CutMismatchError: The cut is of another model, layout or kind.
+            SlotHeldError: A process that still lives holds a slot.
+        """
+        return hold_cut(
+            slots,
+            step=step,
+            kind=self.kind,
+            weights=self._trained_weights(),
+            optimizer_spec=self._optimizer.spec,
+        )
 
     def export(self, directory: Path, dtype: ComputeDtype | None = None) -> None:
         """Writes a Hugging Face folder, tokenizer included; replaces an older one whole.

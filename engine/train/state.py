@@ -14,18 +14,20 @@ from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
-from rolemesh.engine.train.randomness import (
-    capture_random_state,
-    restore_random_state,
-    seed_random_state,
-)
+from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
 from rolemesh.engine.weights.checkpoint import (
     SHARED_ERRORS,
     CheckpointMismatchError,
     CheckpointReader,
     RandomState,
     open_checkpoint,
+)
+from rolemesh.engine.weights.checkpoint_writing import (
+    OtherParts,
+    Progress,
+    silent,
     write_checkpoint,
 )
 from rolemesh.engine.weights.copies import Copy
@@ -78,47 +80,71 @@ class TrainedWeights:
         return self.layout if name in MOMENTS else scalar_layout(self.layout)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What a checkpoint says of a trainer, as one rank has it: live, or in a cut."""
+
+    kind: str
+    """ "policy", "critic" or "reward"."""
+    weights: TrainedWeights
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]]
+    """By one of STATE_NAMES and by weight: float32, shaped as `Optimizer.state` says."""
+    optimizer_steps: int
+    optimizer_spec: OptimizerSpec
+    policy_version: int
+    extra: Mapping[str, Any]
+    """JSON-able state of the caller; rank 0's is kept."""
+    random: RandomState
+
+    def groups(self) -> dict[str, ShardedTensors]:
+        """The tensors, as they are written."""
+        weights = self.weights
+        groups = {"weights": ShardedTensors(weights.layout, weights.tensors)}
+        for name in STATE_NAMES:
+            # A weight of which this rank has no element has nothing that could be stepped.
+            tensors = {
+                tensor: state
+                for tensor, state in self.optimizer[name].items()
+                if weights.tensors[tensor].numel()
+            }
+            groups[f"optimizer-{name}"] = ShardedTensors(weights.moments_layout(name), tensors)
+        return groups
+
+    def values(self) -> dict[str, Any]:
+        """The rest, as it is written."""
+        return {
+            "kind": self.kind,
+            "policy_version": self.policy_version,
+            # The schedule is a function of the spec and this count.
+            "optimizer_steps": self.optimizer_steps,
+            "optimizer": self.optimizer_spec.model_dump(mode="json"),
+            "extra": dict(self.extra),
+        }
+
+
 def save(
     directory: Path,
+    state: TrainerState,
     *,
-    kind: str,
-    weights: TrainedWeights,
-    optimizer: Optimizer,
-    policy_version: int,
-    extra: Mapping[str, Any],
+    others: OtherParts | None = None,
+    progress: Progress = silent,
 ) -> None:
-    """Writes a trainer's checkpoint. All ranks call it; see `write_checkpoint`.
+    """Writes a trainer's checkpoint; see `write_checkpoint`, also for who calls it.
 
     Args:
         directory: Must not exist.
-        kind: "policy" or "critic".
-        weights: This rank's.
-        optimizer: Its moments, step counts and schedule.
-        policy_version: Version of the weights.
-        extra: JSON-able state of the caller; rank 0's is kept.
+        state: This rank's.
+        others: Writes the parts of ranks at their own pace.
+        progress: Told of this rank's files.
     """
-    groups = {"weights": ShardedTensors(weights.layout, weights.tensors)}
-    for name in STATE_NAMES:
-        # A weight of which this rank has no element has nothing that could be stepped.
-        tensors = {
-            tensor: state
-            for tensor, state in optimizer.state(name).items()
-            if weights.tensors[tensor].numel()
-        }
-        groups[f"optimizer-{name}"] = ShardedTensors(weights.moments_layout(name), tensors)
     write_checkpoint(
         directory,
-        groups,
-        {
-            "kind": kind,
-            "policy_version": policy_version,
-            # The schedule is a function of the spec and this count.
-            "optimizer_steps": optimizer.num_steps,
-            "optimizer": optimizer.spec.model_dump(mode="json"),
-            "extra": dict(extra),
-        },
-        random=capture_random_state(),
-        peers=weights.peers,
+        state.groups(),
+        state.values(),
+        random=state.random,
+        peers=state.weights.peers,
+        others=others,
+        progress=progress,
     )
 
 

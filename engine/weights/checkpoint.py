@@ -1,11 +1,11 @@
-"""Checkpoints as data: safetensors and JSON, whole or absent, every byte hashed.
+"""Checkpoints as data: safetensors and JSON, whole or absent, every byte hashed. Reads them.
 
 A checkpoint is a layout on disk. Each rank writes what it holds and no lower rank does
 (`<group>-rank00001-00001.safetensors` ...) and the state of its random generators; rank 0 also
 `state.json` and `manifest.json`, which says what part of which parameter lies in which file, with
 size and SHA-256 of every file and its own digest. Ranks of any other layout read their parts as
 slices. One rank alone is the simplest case. Nothing in a checkpoint is ever executed: no pickle, no
-torch.load.
+torch.load. `checkpoint_writing.py` writes them.
 """
 
 from __future__ import annotations
@@ -13,43 +13,34 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from rolemesh.engine.layout.boxes import whole_layout
 from rolemesh.engine.layout.manifest import (
     Manifest,
     ManifestError,
-    Parameter,
     Piece,
     RankShard,
     WeightLayout,
 )
-from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.disk_layout import (
-    check_whole,
     decode_group,
-    encode_parameters,
-    encode_pieces,
     read_copies,
-    written_files,
 )
-from rolemesh.engine.weights.folders import FolderExistsError, settle_file, sync_path, whole_folder
-from rolemesh.engine.weights.sharded_tensors import ShardedTensors, part, place, ranges
+from rolemesh.engine.weights.folders import FolderExistsError
+from rolemesh.engine.weights.sharded_tensors import place, ranges
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 FORMAT = "rolemesh-checkpoint-2"
-SHARD_BYTES = 2 * 2**30
-"""No file has more bytes of tensors than this."""
 _HASH_BLOCK_BYTES = 2**22
 
 RandomState = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
@@ -66,133 +57,6 @@ class CheckpointMismatchError(ValueError):
 
 SHARED_ERRORS = (FolderExistsError, CheckpointMismatchError, ManifestError, CheckpointCorruptError)
 """Errors that all ranks raise when one of them has found something; see `Peers.agree`."""
-
-
-# --- writing ------------------------------------------------------------------------------
-
-
-def write_checkpoint(
-    directory: Path,
-    groups: Mapping[str, ShardedTensors],
-    state: Mapping[str, Any],
-    *,
-    random: RandomState | None = None,
-    peers: Peers | None = None,
-) -> None:
-    """Writes a checkpoint that is on disk, whole, when this returns. All ranks call it.
-
-    When a rank fails, all raise, and nothing has the directory's name. (When one dies after all
-    files are written, the checkpoint may be there, whole.)
-
-    Args:
-        directory: Must not exist; on a disk that all ranks see.
-        groups: By group, what the ranks hold: floating, shaped as the layout says, on any device.
-            Layouts are the same on all ranks.
-        state: What json can hold; rank 0's is written.
-        random: This rank's generators: uint8 [bytes] tensors, and what json can hold.
-        peers: The ranks; None for one alone.
-
-    Raises:
-        FolderExistsError: The directory exists.
-        ManifestError: Tensors are not those of their layout, or parts of one are missing.
-        ValueError: The state holds something that JSON has no form for (NaN included).
-        RuntimeError: Another rank failed (its number and cause).
-    """
-    ranks = peers or Peers.alone()
-
-    def check() -> tuple[tuple[bytes, bytes], None]:
-        for group in groups.values():
-            group.check(ranks.rank)
-        return (_encode(state), _encode(random[1] if random else {})), None
-
-    (encoded_state, encoded_random), _ = ranks.agree(check, (*SHARED_ERRORS, ValueError))
-    with whole_folder(directory, peers=ranks) as temporary:
-
-        def write() -> tuple[None, dict[str, Any]]:
-            written = {
-                name: _write_group(temporary, name, group, ranks.rank)
-                for name, group in groups.items()
-            }
-            files = [file for contents in written.values() for file in contents]
-            if ranks.is_first:
-                (temporary / STATE_FILE).write_bytes(encoded_state)
-                files.append(STATE_FILE)
-            if random is not None:
-                tensors_file, state_file = _random_files(ranks.rank)
-                save_file(
-                    {name: tensor.cpu() for name, tensor in random[0].items()},
-                    temporary / tensors_file,
-                )
-                (temporary / state_file).write_bytes(encoded_random)
-                files += [tensors_file, state_file]
-            for file in files:
-                settle_file(temporary / file)
-            sync_path(temporary)
-            return None, {
-                "groups": written,
-                "random": random is not None,
-                "files": {file: _describe(temporary / file) for file in files},
-            }
-
-        _, answers = ranks.agree(write, SHARED_ERRORS)
-
-        def describe() -> tuple[None, None]:
-            if ranks.is_first:
-                content = _manifest(groups, answers)
-                manifest = {**content, "sha256": _digest_of(content)}
-                (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1))
-            return None, None
-
-        ranks.agree(describe, SHARED_ERRORS)
-
-
-def _write_group(
-    folder: Path, name: str, group: ShardedTensors, rank: int
-) -> dict[str, list[dict[str, Any]]]:
-    """Writes this rank's files of a group; returns what each holds."""
-    written = {}
-    files = written_files(group.layout, rank, group.tensors, SHARD_BYTES)
-    for number, copies in enumerate(files, start=1):
-        file = f"{name}-rank{rank:05}-{number:05}.safetensors"
-        save_file(
-            {
-                copy.target_tensor: part(
-                    group.tensors[copy.source_tensor].detach(), copy.source_origin, copy.box
-                )
-                .cpu()
-                .contiguous()
-                for copy in copies
-            },
-            folder / file,
-        )
-        written[file] = encode_pieces(copies)
-    return written
-
-
-def _manifest(
-    groups: Mapping[str, ShardedTensors], answers: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The manifest but for its digest; raises ManifestError when parts were not written."""
-    encoded = {}
-    for name, group in groups.items():
-        files = {
-            file: pieces for answer in answers for file, pieces in answer["groups"][name].items()
-        }
-        present = {piece["parameter"] for pieces in files.values() for piece in pieces}
-        parameters = {
-            parameter: Parameter(entry.shape, group.layout.dtype_of(parameter))
-            for parameter, entry in group.layout.manifest.items()
-            if parameter in present
-        }
-        encoded[name] = {"parameters": encode_parameters(parameters), "files": files}
-        check_whole(decode_group(encoded[name]))
-    return {
-        "format": FORMAT,
-        "ranks": len(answers),
-        "groups": encoded,
-        "random": [rank for rank, answer in enumerate(answers) if answer["random"]],
-        "files": {file: entry for answer in answers for file, entry in answer["files"].items()},
-    }
 
 
 # --- reading ------------------------------------------------------------------------------
@@ -254,7 +118,7 @@ class CheckpointReader:
     def verify(self, files: Iterable[str]) -> None:
         """Hashes files; raises CheckpointCorruptError for the first that was changed."""
         for name in files:
-            if _sha256(self.directory / name) != self._manifest["files"][name]["sha256"]:
+            if sha256_of(self.directory / name) != self._manifest["files"][name]["sha256"]:
                 raise CheckpointCorruptError(
                     f"{self.directory / name} does not match its SHA-256: go back to an older "
                     "checkpoint"
@@ -305,7 +169,7 @@ class CheckpointReader:
         """The generators of a rank, verified; None where it has none here."""
         if rank not in self._manifest["random"]:
             return None
-        tensors_file, state_file = _random_files(rank)
+        tensors_file, state_file = random_files(rank)
         self.verify((tensors_file, state_file))
         with safe_open(self.directory / tensors_file, framework="pt") as content:
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
@@ -329,7 +193,7 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
     try:
         manifest = json.loads(manifest_path.read_bytes())
         digest = manifest.pop("sha256")
-        is_intact = digest == _digest_of(manifest)
+        is_intact = digest == digest_of(manifest)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointCorruptError(f"{manifest_path} is not a manifest: {error}") from error
     if not is_intact:
@@ -357,19 +221,13 @@ def _check_size(path: Path, expected: int) -> None:
         )
 
 
-def _random_files(rank: int) -> tuple[str, str]:
+def random_files(rank: int) -> tuple[str, str]:
+    """Names of the files with a rank's generators: tensors, and the rest."""
     return f"random-rank{rank:05}-00001.safetensors", f"random-rank{rank:05}.json"
 
 
-def _encode(state: Mapping[str, Any]) -> bytes:
-    return json.dumps(state, allow_nan=False, indent=1).encode()
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Hash of a file, hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_HASH_BLOCK_BYTES):
@@ -377,5 +235,6 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(content: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Hash of JSON values, hexadecimal: equal for equal ones."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

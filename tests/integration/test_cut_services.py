@@ -8,22 +8,20 @@ import os
 import random
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cut_services import QUICK, Speaker, batch_of_values, critic_spec, new_folder, speaking
 from support.rollout_services import DATA, process_of
-from support.services import operation_key, serving
+from support.services import serving
 from support.tiny_models import write_tiny_llama
-from support.token_batches import token_batch
 from support.warm_processes import forked
 
 from rolemesh.coordinator.sdk import (
     AsyncMesh,
-    Experience,
     PromptSlice,
     RetryPolicy,
     Status,
@@ -42,7 +40,6 @@ from rolemesh.services.actor.servicers import ActorRole
 from rolemesh.services.critic.servicers import CriticRole
 from rolemesh.services.rollout.servicers import RolloutRole
 
-QUICK = RetryPolicy(budget_s=20.0, first_s=0.01, longest_s=0.05)
 AT_ONCE = RetryPolicy(budget_s=0.1, first_s=0.01, longest_s=0.05)
 ONE_AT_A_TIME = {"type": "hf", "max_model_len": 160, "max_num_seqs": 1}
 
@@ -61,57 +58,10 @@ def run_id() -> Iterator[str]:
         remove_slots(run_id, role)
 
 
-def critic_spec(model: Path, layout: Mapping[str, int] | None = None) -> dict[str, Any]:
-    return {
-        "model": {"path": str(model), "compute_dtype": "float32"},
-        "optimizer": {"learning_rate": 1e-3},
-        "train": dict(layout or {}),
-    }
-
-
 def actor_spec(model: Path) -> dict[str, Any]:
     spec = critic_spec(model)
     del spec["train"]
     return {**spec, "rollout": ONE_AT_A_TIME, "data": DATA}
-
-
-@asynccontextmanager
-async def batch_of_values() -> AsyncIterator[Experience]:
-    """Rows that a critic is trained on, held by a service that nothing here kills."""
-    async with serving() as producer:
-        yield Experience(producer.runtime.publish(operation_key(), token_batch()))
-
-
-def new_folder(within: Path) -> Path:
-    """For a service of its own: one that was killed leaves its announcement behind."""
-    folder = within / uuid.uuid4().hex
-    folder.mkdir()
-    return folder
-
-
-@dataclass
-class Speaker:
-    """A coordinator of one epoch that trains a critic."""
-
-    mesh: AsyncMesh
-    batch: Experience
-    folder: Path
-
-    async def train(self, step: int) -> dict[str, float]:
-        """One update; its metrics."""
-        self.mesh.begin_step(step)
-        critic = self.mesh["critic"]
-        updated = await critic.update(self.batch, "ppo_value", mini_batch_rows=3)
-        return dict(updated.report.metrics)
-
-    async def fingerprint(self) -> str:
-        """One hash over weights, optimizer, random state and counts, as a checkpoint has them."""
-        saved = await self.mesh["critic"].save_state(str(self.folder / uuid.uuid4().hex))
-        return saved.manifest_sha256
-
-
-def speaking(address: str, run_id: str, epoch: int, **role: Any) -> AsyncMesh:
-    return AsyncMesh({role.get("name", "critic"): address}, run_id=run_id, epoch=epoch, retry=QUICK)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.run.checkpoints import COMMITTED, Checkpoints, committed_steps
 from rolemesh.coordinator.run.kept_checkpoints import kept_checkpoints, prune
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.engine.weights.checkpoint import open_checkpoint, write_checkpoint
+from rolemesh.engine.weights.checkpoint import open_checkpoint
+from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 from rolemesh.v1 import weights_pb2
 

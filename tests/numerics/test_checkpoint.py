@@ -23,13 +23,13 @@ from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights import checkpoint as checkpoint_module
+from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
     CheckpointMismatchError,
     open_checkpoint,
-    write_checkpoint,
 )
+from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
 from rolemesh.engine.weights.folders import FolderExistsError, whole_folder
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_before_the_first_step_can_be_loaded(folder: Path, tmp_path
 def test_large_tensors_and_groups_are_cut_into_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 100)
+    monkeypatch.setattr(checkpoint_writing, "SHARD_BYTES", 100)
     tensors = {f"t{index}": torch.full((5,), float(index)) for index in range(7)}
     tensors["large"] = torch.arange(90.0).view(9, 10)
     groups = {"weights": ShardedTensors.whole(tensors), "none": ShardedTensors.whole({})}
@@ -206,14 +206,14 @@ def test_state_that_json_cannot_hold_leaves_nothing_behind(folder: Path, tmp_pat
 KILLED_SAVE = """
 import os, signal, sys
 import torch
-from rolemesh.engine.weights import checkpoint
+from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights import folders
 from rolemesh.engine.weights import sharded_tensors
 
 # Everything is written; the process dies just before the rename.
 folders._move_into_place = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 weights = sharded_tensors.ShardedTensors.whole({"a": torch.ones(1000)})
-checkpoint.write_checkpoint(sys.argv[1], {"weights": weights}, {"step": 1})
+checkpoint_writing.write_checkpoint(sys.argv[1], {"weights": weights}, {"step": 1})
 """
 
 

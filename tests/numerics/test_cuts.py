@@ -34,8 +34,8 @@ from support.token_batches import token_batch
 
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
+from rolemesh.engine.train.cut_format import CutMismatchError
 from rolemesh.engine.train.cut_slots import (
-    CutMismatchError,
     CutNotFoundError,
     CutSlots,
     whole_cuts,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,3 +144,70 @@ def refused_save(at: RankContext, job: Job, directory: Path, poor: int) -> tuple
                 Slot.create = staticmethod(reserve)  # type: ignore[method-assign]
             slots.close()
         raise AssertionError("the save was not refused")
+
+
+def write_beside_training(at: RankContext, job: Job, slots_in: Path, folder: Path) -> Held:
+    """Writes the checkpoint of a step twice: at once, and from its cut while the ranks train on.
+
+    The ranks' writers meet in the file system alone, since their trainers use all groups meanwhile.
+
+    Args:
+        at: The rank.
+        job: What to train.
+        slots_in: Folder of the slots.
+        folder: Gets the checkpoints "live" and "cut".
+
+    Returns:
+        What the trainer holds after the step that it made meanwhile.
+    """
+    with at.connect(HybridLayout(job.layout)) as mesh:
+        trainer = make_trainer(job, at, mesh)
+        slots = slots_of(trainer, slots_in)
+        train(trainer, job, 4)
+        extra = {"rank": at.rank, "kl": 0.1 + 0.2}
+        trainer.save_cut(slots, 4, extra, silent)
+        trainer.save(folder / "live", extra)
+        cut = trainer.hold_cut(slots, 4)
+        told = folder / "told"
+        others = [folder / f"done-{rank}" for rank in range(1, at.world_size)]
+        may_end = threading.Event()
+
+        def progress(stage: str, done: int, total: int) -> None:
+            # The step is made while the first file is about to be written.
+            assert may_end.wait(60)
+
+        def ask_others(temporary: Path) -> Future[None]:
+            answered: Future[None] = Future()
+            told.with_suffix(".new").write_text(str(temporary))
+            told.with_suffix(".new").rename(told)
+
+            def wait() -> None:
+                _until_there(others)
+                answered.set_result(None)
+
+            threading.Thread(target=wait).start()
+            return answered
+
+        def write() -> None:
+            if at.rank == 0:
+                cut.write(folder / "cut", ask_others, progress)
+            else:
+                _until_there([told])
+                cut.write_part(Path(told.read_text()), progress)
+                others[at.rank - 1].touch()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        after = held(trainer, slots, train(trainer, job, 5))
+        trainer.save_cut(slots, 5, extra, silent)
+        may_end.set()
+        writer.join()
+        slots.close()
+        return after
+
+
+def _until_there(paths: list[Path]) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"one of {paths} did not come"
+        time.sleep(0.01)

@@ -67,7 +67,7 @@ class FakeCore(
     failures: dict[str, RolemeshError] = field(default_factory=dict)
     """By method: raised instead of an answer."""
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
-    """By method: the call waits until the event is set."""
+    """By method, or by method and step ("Update 2"): the call waits until the event is set."""
     block_gates: dict[int, asyncio.Event] = field(default_factory=dict)
     """By number of a block: Generate waits before it sends it."""
     rows_dropped: int = 0
@@ -120,14 +120,15 @@ class FakeCore(
             mesh.running.add(name)
             mesh.most_together = max(mesh.most_together, len(mesh.running))
             try:
-                if method in self.gates:
-                    await self.gates[method].wait()
+                for gate in (method, f"{method} {key.step}"):
+                    if gate in self.gates:
+                        await self.gates[gate].wait()
                 seconds = mesh.delay(self.service, method)
                 if seconds and events is None:
                     await asyncio.sleep(seconds)
                 if method in self.failures:
                     raise self.failures[method]
-                self._check(key, method)
+                self._check(key, method, needs_awake=not getattr(request, "from_cut", False))
                 reported = mesh.reported(name, key)
                 if identity not in self._answers:
                     if work is not None:
@@ -156,10 +157,10 @@ class FakeCore(
                 record.state = "cancelled"
                 self.cancelled.append(method)
 
-    def _check(self, key: operation_pb2.OperationKey, method: str) -> None:
+    def _check(self, key: operation_pb2.OperationKey, method: str, *, needs_awake: bool) -> None:
         if key.fencing_epoch < self.highest_epoch:
             raise PreconditionError("a newer coordinator has taken over", reason="STALE_EPOCH")
-        if self.is_asleep and method not in ("Initialize", "Attach"):
+        if self.is_asleep and needs_awake and method not in ("Initialize", "Attach"):
             raise PreconditionError(f"the {self.role} is asleep: wake it first", reason="ASLEEP")
         self.highest_epoch = key.fencing_epoch
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from support.fake_core import FakeCore
 from support.fake_models import STRIDE, reward_of
 
-from rolemesh.rpc.errors import PreconditionError
+from rolemesh.rpc.errors import NotFoundError, PreconditionError
 from rolemesh.v1 import (
     logprob_pb2,
     reward_pb2,
@@ -141,13 +141,24 @@ class FakeTraining(FakeCore):
         ):
             yield response
 
-    def _written(self, directory: str, *, replaces: bool) -> weights_pb2.CheckpointResult:
+    def _written(
+        self, directory: str, *, replaces: bool, cut: int | None = None
+    ) -> weights_pb2.CheckpointResult:
+        """Writes what is held, or the cut of a step."""
+        weight, version = self.weight, self.policy_version
+        if cut is not None:
+            if cut not in self.mesh.cuts[self.service]:
+                raise NotFoundError(f"no cut of step {cut}", reason="CUT_NOT_FOUND")
+            weight, version = self.mesh.cuts[self.service][cut]
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=replaces)
-        state = {"weight": self.weight, "policy_version": self.policy_version}
+        state = {"weight": weight, "policy_version": version}
         (folder / "weight.json").write_text(json.dumps(state))
         return weights_pb2.CheckpointResult(
-            policy_version=self.policy_version, num_bytes=1, manifest_sha256="ab" * 32
+            policy_version=version,
+            num_bytes=1,
+            manifest_sha256="ab" * 32,
+            from_cut=cut is not None,
         )
 
     async def SaveCheckpoint(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -156,7 +167,11 @@ class FakeTraining(FakeCore):
             request,
             context,
             weights_pb2.SaveCheckpointResponse,
-            lambda: self._written(request.directory, replaces=False),
+            lambda: self._written(
+                request.directory,
+                replaces=False,
+                cut=request.key.step if request.from_cut else None,
+            ),
         ):
             yield response
 

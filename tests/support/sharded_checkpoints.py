@@ -16,7 +16,7 @@ from support.updates import update_whole
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.specs import ComputeDtype
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.weights import checkpoint as checkpoint_module
+from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights import export as export_module
 
 
@@ -98,7 +98,7 @@ def refused_load(at: RankContext, job: Job, directory: Path) -> tuple[str, str, 
 def killed_save(at: RankContext, job: Job, directory: Path, victim: int) -> str:
     """Saves; one rank is killed between its files. What the others raise."""
     if at.rank == victim:
-        save_file = checkpoint_module.save_file
+        save_file = checkpoint_writing.save_file
         written: list[Path] = []
 
         def dying(tensors: Any, path: Path) -> None:
@@ -107,7 +107,7 @@ def killed_save(at: RankContext, job: Job, directory: Path, victim: int) -> str:
             save_file(tensors, path)
             written.append(path)
 
-        checkpoint_module.save_file = dying
+        checkpoint_writing.save_file = dying
     with at.connect(HybridLayout(job.layout), timeout_s=30.0) as mesh:
         trainer = make_trainer(job, at, mesh)
         update_whole(trainer, job.batch, job.loss, epochs=1, mini_batch_rows=3, seed=5)
@@ -120,7 +120,7 @@ def killed_save(at: RankContext, job: Job, directory: Path, victim: int) -> str:
 
 def failed_save(at: RankContext, job: Job, directory: Path, victim: int) -> tuple[str, str]:
     """Saves while the disk of one rank is full; what each rank raises."""
-    save_file = checkpoint_module.save_file
+    save_file = checkpoint_writing.save_file
 
     def full(tensors: Any, path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -128,13 +128,13 @@ def failed_save(at: RankContext, job: Job, directory: Path, victim: int) -> tupl
     with at.connect(HybridLayout(job.layout)) as mesh:
         trainer = make_trainer(job, at, mesh)
         if at.rank == victim:
-            checkpoint_module.save_file = full
+            checkpoint_writing.save_file = full
         try:
             trainer.save(directory)
         except Exception as error:
             return type(error).__name__, str(error)
         finally:
-            checkpoint_module.save_file = save_file
+            checkpoint_writing.save_file = save_file
         raise AssertionError("the save did not fail")
 
 

@@ -1,4 +1,4 @@
-"""The one thread of a process that computes."""
+"""A thread that works beside the loop: the one of a process that computes, above all."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ComputeThread:
     is raised by the await.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "compute") -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._busy = threading.Event()
         self._is_closed = False
         self._thread.start()

@@ -151,6 +151,29 @@ class Face:
                 self._diverge(f"a rank is gone: {error.message}")
             raise
 
+    async def beside(self, request: Message) -> None:
+        """Makes every other rank do a long request without collective operations, beside calls.
+
+        Returns, or raises, once all of them have ended it.
+
+        Raises:
+            RolemeshError: Error of the first rank that failed; it names the rank.
+            UnavailableError: RANKS_DIVERGED.
+        """
+        self._check_fit()
+        with _without_deadline():
+            asks = [
+                asyncio.create_task(self._ask(rank, channel, request, None))
+                for rank, channel in enumerate(self._peers, start=1)
+            ]
+        await asyncio.wait(asks)
+        failures = [error for ask in asks if (error := ask.exception()) is not None]
+        for error in failures:
+            if _is_gone(error):
+                self._diverge(f"a rank is gone: {error}")
+        if failures:
+            raise failures[0]
+
     async def tell(self, path: str, request: Message, timeout_s: float | None = None) -> list[Any]:
         """Calls an unkeyed, unary method of every other rank; returns the answers by rank.
 

@@ -62,7 +62,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         "rolemesh.engine.train.cut_slots.CutNotFoundError": CatalogueEntry(
             grpc.StatusCode.NOT_FOUND, "CUT_NOT_FOUND"
         ),
-        "rolemesh.engine.train.cut_slots.CutMismatchError": CatalogueEntry(
+        "rolemesh.engine.train.cut_format.CutMismatchError": CatalogueEntry(
             _INVALID, "CUT_MISMATCH"
         ),
         "rolemesh.engine.transport.slots.SlotHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
@@ -72,6 +72,12 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.engine.weights.checkpoint.CheckpointMismatchError": CatalogueEntry(
             _INVALID, "CHECKPOINT_MISMATCH"
+        ),
+        "rolemesh.engine.transport.slot_readers.SlotGivenUpError": CatalogueEntry(
+            grpc.StatusCode.UNAVAILABLE, "SERVICE_DRAINING"
+        ),
+        "rolemesh.engine.weights.checkpoint_writing.CheckpointRoomError": CatalogueEntry(
+            _EXHAUSTED, "CHECKPOINT_CAPACITY"
         ),
         "rolemesh.engine.weights.folders.FolderExistsError": CatalogueEntry(
             _INVALID, "PATH_INVALID"

@@ -10,6 +10,7 @@ from rolemesh.engine.train.cut_slots import RestoredCut, whole_cuts
 from rolemesh.engine.transport.slots import SlotOwner, remove_slots
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.server.operations import identity_of
+from rolemesh.services.runtime.servicers.cut_checkpoints import cuts_written, owner_of_cuts
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import cuts_pb2, cuts_pb2_grpc, operation_pb2
 
@@ -98,15 +99,15 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
                 self._role.close_cut_slots()
             remove_slots(request.run_id, self._role.name)
 
+        # A checkpoint that the coordinator still waits for is not lost with its cut.
+        await cuts_written(runtime)
         await runtime.compute.run(drop)
         if runtime.face is not None:
             await runtime.face.tell(DROP_METHOD, request)
         return cuts_pb2.DropCutsResponse()
 
     def _owner(self, run_id: str) -> SlotOwner:
-        """This rank in a run."""
-        config = self._runtime.config
-        return SlotOwner(run_id, self._role.name, config.rank, config.world_size)
+        return owner_of_cuts(self._role, self._runtime, run_id)
 
     def _result(self, num_bytes: int, call: Call) -> cuts_pb2.CutResult:
         return cuts_pb2.CutResult(

@@ -24,6 +24,7 @@ from rolemesh.services.runtime.experience.published_weights import (
     dtype_of,
     reference_to,
 )
+from rolemesh.services.runtime.servicers.cut_checkpoints import write_cut
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
 
@@ -169,12 +170,26 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         """See weights.proto."""
 
         async def work(call: Call) -> Message:
-            directory = _absolute(request.directory)
-            await call.compute(self._role.trainer.save, directory, self._role.extra_state)
-            return self._result(directory, call)
+            directory, role = _absolute(request.directory), self._role
+            if not request.from_cut:
+                await call.compute(role.trainer.save, directory, role.extra_state)
+                return self._result(directory, call)
+            version = await write_cut(role, self._runtime, request.key, directory, call)
+            result = weights_pb2.CheckpointResult()
+            if self._runtime.is_face:
+                # The folder that other ranks were given is the face's.
+                result = self._result(directory, call)
+            result.policy_version, result.from_cut = version, True
+            return result
 
         async for response in self._runtime.keyed(
-            request, context, weights_pb2.SaveCheckpointResponse, work
+            request,
+            context,
+            weights_pb2.SaveCheckpointResponse,
+            work,
+            # From a cut the face has the others write by itself, and what computes goes on.
+            on_all_ranks=not request.from_cut,
+            needs_awake=not request.from_cut,
         ):
             yield response
 

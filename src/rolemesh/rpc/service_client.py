@@ -382,9 +382,15 @@ class ServiceClient:
         except PayloadMalformedError as error:
             raise DataLossError(str(error), reason="PAYLOAD_MALFORMED") from error
 
-    def save_checkpoint(self, key: _Key, directory: str) -> _Saved:
-        """Writes what training goes on from to a folder on the service's host."""
-        request = weights_pb2.SaveCheckpointRequest(key=key, directory=directory)
+    def save_checkpoint(self, key: _Key, directory: str, *, from_cut: bool = False) -> _Saved:
+        """Writes what training goes on from to a folder on the service's host.
+
+        Args:
+            key: Of the call.
+            directory: Absolute; must not exist.
+            from_cut: Whether the cut of the key's step is written, while other calls compute.
+        """
+        request = weights_pb2.SaveCheckpointRequest(key=key, directory=directory, from_cut=from_cut)
         return self._followed(self._weights.SaveCheckpoint, request)
 
     def load_checkpoint(self, key: _Key, directory: str) -> _Saved:

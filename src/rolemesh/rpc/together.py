@@ -1,4 +1,4 @@
-"""Awaiting of several works side by side, of which the first failure ends all."""
+"""Awaiting of several works side by side, of which one failure fails all."""
 
 from __future__ import annotations
 
@@ -28,3 +28,21 @@ async def together(works: Iterable[Awaitable[Result]]) -> list[Result]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_ended(works: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Runs coroutines side by side, each to its end: what a failed one began goes on elsewhere.
+
+    When the caller is cancelled, they are, too, and have ended before.
+
+    Returns:
+        The results, in the order of the works.
+
+    Raises:
+        BaseException: The failure of the first work that failed, in the order of the works.
+    """
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -56,7 +56,8 @@ class CutServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
-      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots.
+      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
+        writes the cut that was in this one: call again once it has answered.
       FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
@@ -84,7 +85,8 @@ class CutServiceStub:
     """
     DropCuts: _grpc.UnaryUnaryMultiCallable[_cuts_pb2.DropCutsRequest, _cuts_pb2.DropCutsResponse]
     """Removes the cuts of a run on all ranks: at the end of the run, and before it
-    goes on from a checkpoint. Waits for its turn while a call computes.
+    goes on from a checkpoint. Waits for its turn while a call computes, or
+    while a SaveCheckpoint writes a cut.
 
     Also removes whatever else the service keeps of the run for steps that are
     made again: rewards and costs keep the answers of outside judges. At the end
@@ -124,7 +126,8 @@ class CutServiceAsyncStub(CutServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
-      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots.
+      FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
+        writes the cut that was in this one: call again once it has answered.
       FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
@@ -152,7 +155,8 @@ class CutServiceAsyncStub(CutServiceStub):
     """
     DropCuts: _aio.UnaryUnaryMultiCallable[_cuts_pb2.DropCutsRequest, _cuts_pb2.DropCutsResponse]  # type: ignore[assignment]
     """Removes the cuts of a run on all ranks: at the end of the run, and before it
-    goes on from a checkpoint. Waits for its turn while a call computes.
+    goes on from a checkpoint. Waits for its turn while a call computes, or
+    while a SaveCheckpoint writes a cut.
 
     Also removes whatever else the service keeps of the run for steps that are
     made again: rewards and costs keep the answers of outside judges. At the end
@@ -195,7 +199,8 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           RESOURCE_EXHAUSTED (CUT_CAPACITY): /dev/shm lacks room for two slots of a rank; says how much.
-          FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots.
+          FAILED_PRECONDITION (CUT_HELD): a process that still lives holds the slots, or a SaveCheckpoint
+            writes the cut that was in this one: call again once it has answered.
           FAILED_PRECONDITION (GRADIENT_PENDING): gradients are accumulated, which a cut does not hold.
           FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
@@ -241,7 +246,8 @@ class CutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cuts_pb2.DropCutsResponse, _abc.Awaitable[_cuts_pb2.DropCutsResponse]]:
         """Removes the cuts of a run on all ranks: at the end of the run, and before it
-        goes on from a checkpoint. Waits for its turn while a call computes.
+        goes on from a checkpoint. Waits for its turn while a call computes, or
+        while a SaveCheckpoint writes a cut.
 
         Also removes whatever else the service keeps of the run for steps that are
         made again: rewards and costs keep the answers of outside judges. At the end

@@ -540,8 +540,13 @@ class SaveCheckpointRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    FROM_CUT_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Absolute path of this role's folder, which must not exist yet."""
+    from_cut: _builtins.bool
+    """Writes the cut of `key.step` (see CutService), not what the role holds by
+    now. A service that keeps cuts must heed it.
+    """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -551,10 +556,11 @@ class SaveCheckpointRequest(_message.Message):
         *,
         key: _operation_pb2.OperationKey | None = ...,
         directory: _builtins.str = ...,
+        from_cut: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "from_cut", b"from_cut", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -602,12 +608,15 @@ class CheckpointResult(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    FROM_CUT_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights."""
     num_bytes: _builtins.int
     """Size on disk in bytes."""
     manifest_sha256: _builtins.str
     """SHA-256 of the folder's manifest, hexadecimal."""
+    from_cut: _builtins.bool
+    """Whether the cut was written, as a SaveCheckpoint asked."""
     @_builtins.property
     def report(self) -> _experience_pb2.CallReport:
         """Time and metrics."""
@@ -619,10 +628,11 @@ class CheckpointResult(_message.Message):
         num_bytes: _builtins.int = ...,
         manifest_sha256: _builtins.str = ...,
         report: _experience_pb2.CallReport | None = ...,
+        from_cut: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_sha256", b"manifest_sha256", "num_bytes", b"num_bytes", "policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_cut", b"from_cut", "manifest_sha256", b"manifest_sha256", "num_bytes", b"num_bytes", "policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -134,12 +134,17 @@ class WeightsServiceServicer(object):
 
     def SaveCheckpoint(self, request, context):
         """Writes this role's part of a checkpoint: weights, optimizer, RNG, schedule,
-        KL controller. The folder appears whole or not at all.
+        KL controller. The folder appears whole or not at all. With `from_cut` it is
+        written from a cut in host memory, while other calls compute; the role may
+        sleep meanwhile. Calls that end the hold of a run, and an Attach, end it.
 
         Keyed by `key`: a repeat returns the first answer.
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+        RESOURCE_EXHAUSTED (CHECKPOINT_CAPACITY): the disk has no room; says how much it takes.
+        NOT_FOUND (CUT_NOT_FOUND): with `from_cut`: a rank has no whole cut of that step.
+        INVALID_ARGUMENT (CUT_MISMATCH): with `from_cut`: the cut of another model, layout or kind.
         FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

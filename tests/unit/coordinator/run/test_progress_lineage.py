@@ -39,7 +39,7 @@ def test_the_journal_says_what_was_taken_back() -> None:
 
 def test_a_checkpoint_says_so_too_and_one_of_an_earlier_version_does_not() -> None:
     progress = RunProgress(roll_backs=[0])
-    marker = {**progress.to_dict(), "epoch": 1}
+    marker = {**progress.to_dict(progress.step), "epoch": 1}
     assert RunProgress.of_marker(marker, []).roll_backs == [0]
     del marker["roll_backs"]
     assert RunProgress.of_marker(marker, []).roll_backs == []

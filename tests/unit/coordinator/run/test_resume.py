@@ -142,7 +142,7 @@ async def test_a_store_that_has_lost_the_journal_is_told_and_a_checkpoint_takes_
         whole.recorded({"step": step, "loss": 0.5 * step})
     folder = checkpoint_folder(tmp_path / CHECKPOINTS_FOLDER, 2)
     folder.mkdir(parents=True)
-    marker = {"run_id": "r", "epoch": 4, "roles": {}, **whole.to_dict()}
+    marker = {"run_id": "r", "epoch": 4, "roles": {}, **whole.to_dict(whole.step)}
     (folder / COMMITTED).write_text(json.dumps(marker))
     lines = [json.dumps({"step": step, "loss": 0.5 * step}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "lo')

@@ -36,12 +36,13 @@ from rolemesh.engine.layout.manifest import (
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.weights import checkpoint as checkpoint_module
+from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
     CheckpointReader,
     open_checkpoint,
-    write_checkpoint,
 )
+from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
 from rolemesh.engine.weights.disk_layout import scalar_layout, tensor_parameters, written_files
 from rolemesh.engine.weights.sharded_tensors import ShardedTensors
 
@@ -130,7 +131,7 @@ def test_any_layout_reads_what_any_other_wrote(
     shape = decoder(tie_word_embeddings=tied)
     source, target = train_layout(shape, before), train_layout(shape, after)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "SHARD_BYTES", file_bytes)
+        patch.setattr(checkpoint_writing, "SHARD_BYTES", file_bytes)
         directory = Path(folder) / "checkpoint"
         write(directory, source)
         numbers = numbered(source.manifest)
