@@ -74,6 +74,43 @@ def without_long_rows(
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LongPrompts:
+    """The prompts of some rows that have too many tokens."""
+
+    num_long: int
+    longest: int
+    """Tokens of the longest one; 0 when none is too long."""
+    where: str
+    """Place of the longest one."""
+
+
+def find_long_prompts(
+    rows: Sequence[PromptRow], renderer: Renderer, max_tokens: int
+) -> LongPrompts:
+    """Counts the rendered prompts that have more tokens than max_tokens.
+
+    A text that has no more bytes than that is not tokenised, since a token stands for at least one
+    byte. Bare texts have no prompt.
+
+    Raises:
+        DataInvalidError: A row cannot be rendered.
+    """
+    texts = [(row.where, renderer.prompt_text(row)) for row in rows if row.text is None]
+    doubtful = [(where, text) for where, text in texts if len(text.encode()) > max_tokens]
+    found: list[tuple[int, str]] = []
+    for first in range(0, len(doubtful), _ROWS_AT_ONCE):
+        some = doubtful[first : first + _ROWS_AT_ONCE]
+        lengths = renderer.batch_lengths([text for _, text in some])
+        found += [
+            (length, where)
+            for length, (where, _) in zip(lengths, some, strict=True)
+            if length > max_tokens
+        ]
+    longest, where = max(found, key=lambda one: one[0], default=(0, ""))
+    return LongPrompts(num_long=len(found), longest=longest, where=where)
+
+
 def _longest_completion(row: PromptRow, renderer: Renderer) -> int:
     given = (row.completion, row.chosen, row.rejected)
     lengths = [
