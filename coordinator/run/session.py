@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rolemesh.coordinator.algorithms.planning import plan_step
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.api.credentials import check_exposure, read_token
 from rolemesh.coordinator.api.doors import open_doors
@@ -149,7 +150,8 @@ class Session:
         saved, the second one at once. A signal that the process ignores stays ignored.
 
         Raises:
-            InputError: The store cannot be used, or another run is being made in the folder.
+            InputError: The algorithm asks for something that the recipe does not have, the store
+                cannot be used, or another run is being made in the folder.
             LaunchError: A service did not start.
             RunError: The run failed or was aborted.
             InterruptedEarlyError: A signal came before the run had begun.
@@ -182,6 +184,10 @@ class Session:
             self._task.cancel()
 
     async def _execute(self) -> RunSummary:
+        try:
+            await plan_step(self.recipe)
+        except ValueError as error:
+            raise InputError(str(error)) from error
         make_folder(self.directory)
         async with AsyncExitStack() as stack:
             stack.enter_context(_held(self.directory))
