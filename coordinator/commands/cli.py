@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS = {
+    "check": "Looks for what a recipe's run would fail from, and loads no model. Exit code 0: "
+    "nothing.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",

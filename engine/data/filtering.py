@@ -74,21 +74,10 @@ def without_long_rows(
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LongPrompts:
-    """The prompts of some rows that have too many tokens."""
-
-    num_long: int
-    longest: int
-    """Tokens of the longest one; 0 when none is too long."""
-    where: str
-    """Place of the longest one."""
-
-
-def find_long_prompts(
+def long_prompts(
     rows: Sequence[PromptRow], renderer: Renderer, max_tokens: int
-) -> LongPrompts:
-    """Counts the rendered prompts that have more tokens than max_tokens.
+) -> list[tuple[int, str]]:
+    """Lengths and places of the rendered prompts with more than max_tokens tokens, longest first.
 
     A text that has no more bytes than that is not tokenised, since a token stands for at least one
     byte. Bare texts have no prompt.
@@ -102,13 +91,9 @@ def find_long_prompts(
     for first in range(0, len(doubtful), _ROWS_AT_ONCE):
         some = doubtful[first : first + _ROWS_AT_ONCE]
         lengths = renderer.batch_lengths([text for _, text in some])
-        found += [
-            (length, where)
-            for length, (where, _) in zip(lengths, some, strict=True)
-            if length > max_tokens
-        ]
-    longest, where = max(found, key=lambda one: one[0], default=(0, ""))
-    return LongPrompts(num_long=len(found), longest=longest, where=where)
+        measured = zip(lengths, (where for where, _ in some), strict=True)
+        found += [(length, where) for length, where in measured if length > max_tokens]
+    return sorted(found, key=lambda one: -one[0])
 
 
 def _longest_completion(row: PromptRow, renderer: Renderer) -> int:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from rolemesh.engine.data.curriculum import epoch_order
-from rolemesh.engine.data.filtering import find_long_prompts, without_long_rows
+from rolemesh.engine.data.filtering import long_prompts, without_long_rows
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
 from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
@@ -96,6 +96,10 @@ class PromptSet:
     def size(self, split: Split) -> int:
         """Rows in the split."""
         return len(self._rows[split])
+
+    def every(self, split: Split) -> Sequence[PromptRow]:
+        """The rows of the split, each once, in no order of training."""
+        return self._rows[split]
 
     def facts(self) -> dict[str, str]:
         """Facts about the data, for the answer to Initialize."""
@@ -272,11 +276,12 @@ def _check_room(source: Source, data: DataSpec, renderer: Renderer, max_model_le
     if bound is not None and bound < max_model_len:
         return
     rows = [*source.train, *source.held_out]
-    found = find_long_prompts(rows, renderer, max_model_len - 1)
-    if found.num_long:
+    found = long_prompts(rows, renderer, max_model_len - 1)
+    if found:
+        longest, where = found[0]
         raise PromptTooLongError(
-            f"{found.num_long} of {len(rows)} prompts have {max_model_len} tokens or more (the "
-            f"longest {found.longest}: {found.where}), but rollout.max_model_len is "
+            f"{len(found)} of {len(rows)} prompts have {max_model_len} tokens or more (the "
+            f"longest {longest}: {where}), but rollout.max_model_len is "
             f"{max_model_len} and a completion needs room: raise rollout.max_model_len, or set "
             f"{source.field}.max_prompt_tokens, which leaves longer prompts out and counts them"
         )

@@ -1,4 +1,4 @@
-"""The graph of a step is built before any service is there, and names the section that is missing."""
+"""The graph of a step is built without any service, and names the section that is missing."""
 
 from __future__ import annotations
 
