@@ -174,6 +174,13 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
         (["--set", "run.steps=0"], "run.steps is 0"),
         (["--set", "services.actor.address=null"], "actor.model.path is '/models/none'"),
         (
+            [
+                *("--set", "reference=null", "--set"),
+                "algorithm={type: grpo, policy_loss: {type: ppo_policy, kl_in_loss: 0.1}}",
+            ],
+            "the recipe has no section reference: add one",
+        ),
+        (
             ["--set", "store.type=redis", "--set", "store.url=redis://127.0.0.1:1/0"],
             "store.url: the store at redis://127.0.0.1:1/0 does not answer",
         ),
@@ -190,6 +197,7 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
         "unknown-key",
         "wrong-value",
         "missing-model",
+        "missing-section",
         "store-unreachable",
         "store-url-unreadable",
         "store-url-of-another-kind",
