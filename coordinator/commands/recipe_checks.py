@@ -327,8 +327,8 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
         there = next(path for path in (folder, *folder.parents) if path.exists())
         yield _against(
             "disk",
-            f"at most {_gib(found.disk)} in {folder}: {found.checkpoints_kept} checkpoints of "
-            f"{_gib(found.checkpoint)} and a model of {_gib(found.export)}; an estimate from the "
+            f"at most {_gib(found.disk)} in {folder}: {found.checkpoints_kept} x "
+            f"{_gib(found.checkpoint)} of checkpoints and a model of {_gib(found.export)}; an estimate from the "
             "sizes of the models",
             found.disk,
             shutil.disk_usage(there).free,
@@ -344,7 +344,7 @@ def _against(what: str, text: str, needed: int, available: int, noun: str, remed
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.0f} MiB"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
 
 
 def _ok(what: str, text: str) -> Finding:

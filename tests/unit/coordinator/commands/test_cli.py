@@ -15,8 +15,8 @@ from rolemesh.coordinator.commands.cli import COMMANDS, app, load_command
 
 HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelemetry", "pydantic")
 NO_COMMANDS = {
-    *("cli", "console", "diagnosis", "ending", "findings", "hub", "options", "recipe_checks"),
-    "run_process",
+    *("cli", "console", "diagnosis", "ending", "findings", "hub", "new_recipe", "options"),
+    *("recipe_checks", "run_process"),
 }
 """Modules beside the commands."""
 
