@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from rolemesh.coordinator.commands.diagnosis import installed_versions
+from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.run.installation import INSTALL
 from rolemesh.engine.specs import RewardSpec
@@ -176,7 +177,7 @@ def known_reward(text: str) -> str | dict[str, Any]:
     except ValidationError as error:
         reason = str(error.errors()[0].get("ctx", {}).get("error") or error.errors()[0]["msg"])
         raise InitError(
-            f"--reward {text}: {reason}; give FILE.py:FUNCTION, grpc://host:port, "
+            f"--reward {masked_url(text)}: {reason}; give FILE.py:FUNCTION, grpc://host:port, "
             f"http://host/..., or {OWN_REWARD}"
         ) from error
     return source
