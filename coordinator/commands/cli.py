@@ -75,8 +75,8 @@ for _name, _help in COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point of the `rolemesh` command."""
-    app()
+    """Entry point of the `rolemesh` command, and of `python -m rolemesh`."""
+    app(prog_name="rolemesh")
 
 
 if __name__ == "__main__":

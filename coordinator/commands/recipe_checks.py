@@ -328,8 +328,8 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
         yield _against(
             "disk",
             f"at most {_gib(found.disk)} in {folder}: {found.checkpoints_kept} x "
-            f"{_gib(found.checkpoint)} of checkpoints and a model of {_gib(found.export)}; an estimate from the "
-            "sizes of the models",
+            f"{_gib(found.checkpoint)} of checkpoints and a model of {_gib(found.export)}; an "
+            "estimate from the sizes of the models",
             found.disk,
             shutil.disk_usage(there).free,
             "free there",

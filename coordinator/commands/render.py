@@ -87,7 +87,10 @@ def compose(
     if out is None:
         sys.stdout.write(text)
     else:
-        write_atomically(out, text)
+        try:
+            write_atomically(out, text)
+        except OSError as error:
+            refuse(f"--out {out} cannot be written ({error.strerror}): name a file elsewhere")
     if gpus is not None:
         _tell_idle(loaded, gpus)
     for folder in dict.fromkeys(unsized_models(loaded)):

@@ -168,13 +168,20 @@ def _show_summary(
 
 
 def _log_to(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=path,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
-        force=True,
-    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(
+            filename=path,
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
+            force=True,
+        )
+    except OSError as error:
+        # The first file of the run: what keeps it from being written keeps all.
+        raise InputError(
+            f"run.directory: {path.parent.parent} cannot be written ({error.strerror}): choose "
+            "another folder with --out"
+        ) from error
 
 
 def _exit_code(error: Exception) -> int:

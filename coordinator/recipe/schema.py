@@ -86,7 +86,7 @@ class RunSpec(Spec):
     """The run as a whole."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
-    """Short name, lower case."""
+    """Short name: lower-case letters, digits and hyphens."""
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Every random choice derives from it."""
     steps: int = Field(ge=1)

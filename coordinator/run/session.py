@@ -28,7 +28,9 @@ from rolemesh.coordinator.run.launch import (
 )
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import (
+    SUMMARY_FILE,
     check_directory_is_free,
+    clear_failed_start,
     end_abandoned,
     enter_again,
     enter_run,
@@ -181,10 +183,11 @@ class Session:
             try:
                 if self._resumes:
                     # Until it ends again, the run has not ended.
-                    (self.directory / "summary.json").unlink(missing_ok=True)
+                    (self.directory / SUMMARY_FILE).unlink(missing_ok=True)
                 else:
                     # Another run may have used the folder since the first look.
                     check_directory_is_free(self.directory)
+                    clear_failed_start(self.directory)
                     known = json.dumps({"run_id": self.run_id})
                     write_atomically(self.directory / RUN_FILE, known + "\n")
                 store = await stack.enter_async_context(
