@@ -109,9 +109,7 @@ def _reason(problem: ErrorDetails) -> str:
         valid = re.findall(r"'([^']*)'", str(context["expected"])) or [str(context["expected"])]
         near = difflib.get_close_matches(str(problem["input"]), valid, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return (
-            f"valid values are {', '.join(valid)}{hint}" if len(valid) > 1 else f"give {valid[0]}"
-        )
+        return f"valid are {', '.join(valid)}{hint}" if len(valid) > 1 else f"give {valid[0]}"
     plain = _PLAIN.get(problem["type"])
     if plain is not None:
         return plain.format(**context)

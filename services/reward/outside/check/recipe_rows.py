@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rolemesh.engine.data.prompts import Prompt, load_prompts
@@ -11,12 +10,10 @@ from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.specs import DataSpec, Spec
 from rolemesh.services.reward.outside.base import RewardRow
+from rolemesh.services.reward.outside.check.samples import completions_of
 
 MOST_PROMPTS = 3
 """Most prompts that are taken: each row is sent about ten times."""
-
-WRONG = "I do not know."
-"""A completion that is right for next to no prompt."""
 
 
 class RecipeRowsSpec(Spec):
@@ -58,8 +55,3 @@ def rows_of_prompt(prompt: Prompt, tokenizer: ChatTokenizer) -> list[RewardRow]:
         )
         for completion in completions_of(prompt.answer)
     ]
-
-
-def completions_of(answer: str) -> Sequence[str]:
-    """Completions to try for a prompt with this expected answer; "" stands for none."""
-    return [answer, WRONG] if answer else [WRONG]

@@ -195,8 +195,7 @@ def test_wrong_override_is_explained(recipe_file: Path, override: str, message: 
     [
         (
             ["actor.train.tp=0"],
-            "actor.train.tp is 0 (--set actor.train.tp=0): input should be greater than or equal "
-            "to 1 (Tensor slices)",
+            "actor.train.tp is 0 (--set actor.train.tp=0): give 1 or more (Tensor slices)",
         ),
         (
             ["critic.train.dp=4", "critic.train.fsdp=3"],
