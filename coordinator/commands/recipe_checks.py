@@ -17,14 +17,15 @@ from typing import Any
 
 import psutil
 
-from rolemesh.coordinator.algorithms.planning import plan_step
 from rolemesh.coordinator.algorithms.registry import unused_roles
 from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.cautions import cautions
+from rolemesh.coordinator.run.folder import RUNS_FOLDER
 from rolemesh.coordinator.run.footprint import footprint_of
 from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.records import check_directory_is_free
 from rolemesh.coordinator.run.start_checks import check_start, services_in
 from rolemesh.engine.specs import ArithmeticRewardSpec, named_sources
@@ -323,11 +324,11 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
             "make it larger, or set run.recovery.cuts to false",
         )
     if found.disk:
-        folder = (recipe.run.directory or Path("runs")).absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        runs = (recipe.run.directory or RUNS_FOLDER).absolute()
+        there = next(path for path in (runs, *runs.parents) if path.exists())
         yield _against(
             "disk",
-            f"at most {_gib(found.disk)} in {folder}: {found.checkpoints_kept} x "
+            f"at most {_gib(found.disk)} in {runs}: {found.checkpoints_kept} x "
             f"{_gib(found.checkpoint)} of checkpoints and a model of {_gib(found.export)}; an "
             "estimate from the sizes of the models",
             found.disk,

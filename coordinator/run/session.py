@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.algorithms.planning import plan_step
 from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -26,6 +25,7 @@ from rolemesh.coordinator.run.launch import (
     Launcher,
     service_commands,
 )
+from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import (
     SUMMARY_FILE,

@@ -216,8 +216,9 @@ def _prompt_column(
 def _meaning(column: str, records: Sequence[Mapping[str, Any]]) -> str:
     """A list of turns that an assistant ends is a conversation; anything else is a prompt."""
     value = records[0].get(column)
-    is_answered = _are_turns(value) and value[-1]["role"] == "assistant"
-    return "messages" if is_answered else "prompt"
+    if isinstance(value, list) and _are_turns(value) and value[-1]["role"] == "assistant":
+        return "messages"
+    return "prompt"
 
 
 def _answer_column(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.fake_recipes import GRPO, PPO, PPO_ROLES, fake_recipe
 
-from rolemesh.coordinator.algorithms.planning import plan_step
 from rolemesh.coordinator.dataflow.futures import NodeState
+from rolemesh.coordinator.run.planning import plan_step
 
 KL = {"policy_loss": {"type": "ppo_policy", "kl_in_loss": 0.02}}
 
