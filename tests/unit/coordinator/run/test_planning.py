@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_recipes import GRPO, PPO, PPO_ROLES, fake_recipe
 
 from rolemesh.coordinator.dataflow.futures import NodeState
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.planning import plan_step
 
+RECIPES = sorted((Path(__file__).parents[4] / "recipes").glob("*.yaml"))
 KL = {"policy_loss": {"type": "ppo_policy", "kl_in_loss": 0.02}}
 
 
@@ -74,6 +77,11 @@ async def test_a_missing_section_is_named_with_what_asks_for_it(
 async def test_a_section_that_is_there_is_no_longer_missing() -> None:
     recipe = fake_recipe(roles=("actor", "reference", "reward"), algorithm={**GRPO, **KL})
     assert "reference.compute_logprobs" in [node.name for node in await plan_step(recipe)]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+async def test_every_recipe_has_all_sections_that_its_step_needs(path: Path) -> None:
+    assert await plan_step(load_recipe([path]))
 
 
 async def test_a_client_that_makes_the_steps_leaves_nothing_to_plan() -> None:
