@@ -30,9 +30,11 @@ from rolemesh.coordinator.algorithms.rloo import rloo
 from rolemesh.coordinator.algorithms.safe_rlhf import safe_rlhf
 from rolemesh.coordinator.algorithms.sft import sft
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.futures import ColumnMissingError
 from rolemesh.coordinator.dataflow.roles import ROLE_HANDLES, PromptBatch, StepContext
-from rolemesh.coordinator.recipe.algorithms import CustomSpec, ExternalSpec
+from rolemesh.coordinator.recipe.algorithms import AlgorithmSection, CustomSpec, ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs import PartSpec, Spec
 from rolemesh.engine.user_code import load_named
 
 Algorithm = Callable[..., None]
@@ -62,6 +64,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 
 ENTRY_POINTS = "rolemesh.algorithms"
 """Group of entry points under which other packages offer algorithms."""
+
+
+_MAKERS: Mapping[str, str] = {
+    "reference_logprobs": "reference",
+    "values": "critic",
+    "rewards": "reward",
+    "costs": "cost",
+}
+"""The role that makes a column, where only one can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,39 @@ def unused_roles(recipe: Recipe) -> tuple[str, ...]:
     return tuple(role for role in recipe.roles if role not in used)
 
 
+def _lacking_role(column: str, wanted: Roles, context: StepContext) -> str:
+    """Says which section makes a column that is missing; "" where it is not for lack of one."""
+    maker = _MAKERS.get(column)
+    if maker is None or maker in context.connections:
+        return ""
+    setting = _asking_setting(column, context.algorithm)
+    reads = f"{setting or 'a part of the section algorithm'} needs the column {column!r}"
+    undo = f"take {setting.split()[0]} out" if setting else "change that part"
+    if maker in wanted.optional:
+        return (
+            f"{reads}, which the role {maker} makes, but the recipe has no section {maker}: add "
+            f"one ({maker}: {{model: {{path: FOLDER}}}}), or {undo}"
+        )
+    return (
+        f"{reads}, which the role {maker} makes, but this algorithm does not use that role: "
+        f"{undo}, or take another algorithm"
+    )
+
+
+def _asking_setting(column: str, section: AlgorithmSection) -> str:
+    """The setting, with its value, but for which nothing would read the column; "" for none."""
+    for name, part in section:
+        if not isinstance(part, PartSpec) or column not in part.columns():
+            continue
+        for field, info in type(part).model_fields.items():
+            default = info.get_default(call_default_factory=True)
+            if column not in part.model_copy(update={field: default}).columns():
+                value = getattr(part, field)
+                shown = value.model_dump() if isinstance(value, Spec) else value
+                return f"algorithm.{name}.{field} is {shown!r}, which"
+    return ""
+
+
 def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext) -> None:
     """Calls the algorithm once: afterwards every node of the step exists.
 
@@ -167,5 +211,8 @@ def start_step(algorithm: Algorithm, prompts: PromptBatch, context: StepContext)
     }
     try:
         algorithm(prompts, **handles)
+    except ColumnMissingError as error:
+        reason = _lacking_role(error.column, wanted, context) or str(error)
+        raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {reason}") from error
     except ValueError as error:
         raise RunError(f"algorithm {algorithm.__name__!r} cannot be run: {error}") from error

@@ -12,6 +12,9 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS = {
+    "init": "Writes a small recipe that trains a model on your data with your reward.",
+    "check": "Looks for what a recipe's run would fail from, and loads no model. Exit code 0: "
+    "nothing.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",
@@ -72,8 +75,8 @@ for _name, _help in COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point of the `rolemesh` command."""
-    app()
+    """Entry point of the `rolemesh` command, and of `python -m rolemesh`."""
+    app(prog_name="rolemesh")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ what may be broken.
 from __future__ import annotations
 
 import asyncio
-import enum
 import importlib.metadata
 import os
 import platform
@@ -16,9 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -26,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, Recipe, StoreSpec, role_of
 from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import INSTALL
@@ -43,35 +41,6 @@ ENOUGH_DISK_GIB = 10
 
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_SMI_TIMEOUT_S = 20
-
-
-class Level(enum.IntEnum):
-    """How bad a finding is."""
-
-    OK = 0
-    WARN = 1
-    FAIL = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    level: Level
-    what: str
-    """Its name, e.g. "torch"."""
-    text: str
-    remedy: str = ""
-    """What to do; empty when nothing is."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "level": self.level.name,
-            "what": self.what,
-            "text": self.text,
-            "remedy": self.remedy,
-        }
 
 
 async def diagnose(recipe: Recipe | None = None) -> list[Finding]:

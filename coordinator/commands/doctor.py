@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from rolemesh.coordinator.commands.console import JsonConsole
-from rolemesh.coordinator.commands.diagnosis import Level, diagnose
+from rolemesh.coordinator.commands.diagnosis import diagnose
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.findings import FindingsShown, Level
 from rolemesh.coordinator.commands.options import Json
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
@@ -32,20 +31,8 @@ def doctor(
         loaded = None if recipe is None else load_recipe([recipe], environment=os.environ)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
-    console = Console()
-    colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
-    worst = Level.OK
+    shown = FindingsShown(as_json=as_json)
     for finding in asyncio.run(diagnose(loaded)):
-        worst = max(worst, finding.level)
-        if as_json:
-            JsonConsole().write("finding", finding.to_dict())
-            continue
-        mark = f"[{colours[finding.level]}]{finding.level.name:4}[/]"
-        console.print(f"{mark}  {finding.what:<15}", end="", highlight=False)
-        console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
-        if finding.remedy:
-            console.print(
-                f"{'':21}-> {finding.remedy}", markup=False, highlight=False, soft_wrap=True
-            )
-    if worst is Level.FAIL:
+        shown.show(finding)
+    if shown.counts[Level.FAIL]:
         raise typer.Exit(EXIT_FAILED)

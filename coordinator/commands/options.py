@@ -12,3 +12,10 @@ RunArgument = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Recipes = Annotated[
+    list[Path], typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Sets a field; may be repeated."),
+]

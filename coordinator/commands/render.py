@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rolemesh.coordinator.commands.ending import refuse
+from rolemesh.coordinator.commands.options import Overrides, Recipes
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -30,9 +31,7 @@ def _group() -> None:
 
 @app.command()
 def compose(
-    recipe: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins.")
-    ],
+    recipe: Recipes,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -50,10 +49,7 @@ def compose(
             help="What cuda:0, cuda:1, ... are, as nvidia-smi counts them or by UUID; 0,1,...",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C", help="Sets a field; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Writes there, not to the screen.")
     ] = None,
@@ -91,7 +87,10 @@ def compose(
     if out is None:
         sys.stdout.write(text)
     else:
-        write_atomically(out, text)
+        try:
+            write_atomically(out, text)
+        except OSError as error:
+            refuse(f"--out {out} cannot be written ({error.strerror}): name a file elsewhere")
     if gpus is not None:
         _tell_idle(loaded, gpus)
     for folder in dict.fromkeys(unsized_models(loaded)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rolemesh.coordinator.commands.ending import refuse
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources
 
 _MODULE = "rolemesh.services.reward.outside.check"
@@ -36,7 +38,10 @@ def check(
     ] = None,
     recipe: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Try all of a recipe's; may be repeated, as in train."),
+        typer.Option(
+            metavar="FILE",
+            help="Try all of a recipe's, with rows of its data; may be repeated, as in train.",
+        ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Of the one row to send.")] = None,
     completion: Annotated[str | None, typer.Option(help="Of the one row to send.")] = None,
@@ -44,7 +49,7 @@ def check(
     jsonl: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Rows to send: prompt, completion, maybe answer and more."
+            metavar="FILE", help="Rows to send: prompt, maybe completion, answer and more."
         ),
     ] = None,
     timeout: Annotated[
@@ -53,7 +58,8 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Calls rewards with sample rows and says what is wrong. Exit code 0: nothing is."""
-    wanted = [*(sources or []), *_of_recipe(recipe or [])]
+    loaded = _loaded(recipe or [])
+    wanted = [*(sources or []), *([] if loaded is None else _of_recipe(loaded))]
     if not wanted:
         refuse("there is no SOURCE: give one, or --recipe")
     flags = {
@@ -62,6 +68,7 @@ def check(
         "--answer": answer,
         "--jsonl": jsonl,
         "--timeout": timeout,
+        "--recipe-rows": None if loaded is None else _rows_of_recipe(loaded),
     }
     arguments = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     if as_json:
@@ -72,24 +79,36 @@ def check(
     os.execv(sys.executable, [sys.executable, "-m", _MODULE, *arguments, "--", *wanted])
 
 
-def _of_recipe(files: list[Path]) -> list[str]:
-    """The outside sources of a recipe's reward and cost, each as JSON."""
+def _loaded(files: list[Path]) -> Recipe | None:
     if not files:
-        return []
+        return None
     try:
-        loaded = load_recipe(files, environment=os.environ)
+        return load_recipe(files, environment=os.environ)
     except RecipeError as error:
         refuse(str(error))
+
+
+def _of_recipe(recipe: Recipe) -> list[str]:
+    """The outside sources of a recipe's reward and cost, each as JSON."""
     found = [
         named.source.model_dump_json()
-        for role in (loaded.reward, loaded.cost)
+        for role in (recipe.reward, recipe.cost)
         if role is not None
         for named in named_sources(role.source)
         if isinstance(named.source, OutsideRewardSpec)
     ]
     if not found:
         refuse(
-            f"{', '.join(map(str, files))}: no reward in here is from outside, so that there is "
-            "no server or function to call"
+            f"recipe {recipe.run.name}: no reward in here is from outside, so that there is no "
+            "server or function to call"
         )
     return found
+
+
+def _rows_of_recipe(recipe: Recipe) -> str | None:
+    """Where the check finds prompts of a recipe, as JSON; None where no policy has data."""
+    if recipe.actor is None:
+        return None
+    data = recipe.actor.data.model_dump(mode="json")
+    model = str(recipe.actor.model.path)
+    return json.dumps({"model": model, "data": data, "seed": recipe.run.seed})

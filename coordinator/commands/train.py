@@ -28,7 +28,7 @@ from rolemesh.coordinator.commands.ending import (
     EXIT_INTERRUPTED,
     fail,
 )
-from rolemesh.coordinator.commands.options import Json, Verbose
+from rolemesh.coordinator.commands.options import Json, Overrides, Verbose
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
@@ -50,10 +50,7 @@ def train(
         list[Path] | None,
         typer.Argument(metavar="[RECIPE...]", help="YAML files; a later one wins."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C", help="Sets a field; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder of the run's files.")
     ] = None,
@@ -171,13 +168,20 @@ def _show_summary(
 
 
 def _log_to(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=path,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
-        force=True,
-    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        logging.basicConfig(
+            filename=path,
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s coordinator %(name)s: %(message)s",
+            force=True,
+        )
+    except OSError as error:
+        # The first file of the run: what keeps it from being written keeps all.
+        raise InputError(
+            f"run.directory: {path.parent.parent} cannot be written ({error.strerror}): choose "
+            "another folder with --out"
+        ) from error
 
 
 def _exit_code(error: Exception) -> int:

@@ -13,6 +13,18 @@ from rolemesh.rpc.references import concat_references, join_references
 from rolemesh.v1 import experience_pb2
 
 
+class ColumnMissingError(ValueError):
+    """Experience lacks a column that a call reads."""
+
+    def __init__(self, column: str, columns: Iterable[str]) -> None:
+        """Takes the column, and those that the experience has."""
+        super().__init__(
+            f"no node produces the column {column!r}; the experience has "
+            f"{', '.join(sorted(columns))}: join what produces it with |= first"
+        )
+        self.column = column
+
+
 class NodeKind(StrEnum):
     """What a node does to the mesh."""
 
@@ -233,16 +245,13 @@ class ExperienceFuture:
             uses: Columns that are taken when they are there.
 
         Raises:
-            ValueError: A needed column is produced by no node.
+            ColumnMissingError: A needed column is produced by no node.
         """
         chosen: set[CallFuture] = set()
         for column in needs:
             part = self._producer(column)
             if part is None:
-                raise ValueError(
-                    f"no node produces the column {column!r}; the experience has "
-                    f"{', '.join(sorted(self.columns))}: join what produces it with |= first"
-                )
+                raise ColumnMissingError(column, self.columns)
             chosen.add(part)
         chosen.update(part for part in map(self._producer, uses) if part is not None)
         kept = tuple(part for part in self._parts if part in chosen)

@@ -116,11 +116,15 @@ class SampledSpec(AlgorithmSection):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         loss = self.parts.fields.get("policy_loss")
+        if isinstance(loss, PolicyTermsSpec) and "temperature" not in loss.model_fields_set:
+            loss = loss.model_copy(update={"temperature": self.sampling.temperature})
+            # The section is frozen for its users, who get it after this.
+            object.__setattr__(self, "policy_loss", loss)
         if isinstance(loss, PolicyTermsSpec) and loss.temperature != self.sampling.temperature:
             raise ValueError(
                 f"policy_loss.temperature is {loss.temperature} but "
-                f"sampling.temperature is {self.sampling.temperature}: give both the same value, "
-                "or the ratio compares two different distributions"
+                f"sampling.temperature is {self.sampling.temperature}: leave the first one out, or "
+                "the ratio compares two different distributions"
             )
         if self.sampling.top_p != 1.0 or self.sampling.top_k != -1:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,9 +72,49 @@ def _describe_one(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str])
         case "value_error":
             reason = str(context.get("error", problem["msg"]))
             return f"{dotted}: {reason}{source}" if where else f"{reason}{source}"
-    reason = problem["msg"][:1].lower() + problem["msg"][1:]
+    reason = _reason(problem)
     meaning = _meaning(parent, where[-1]) if where else ""
     return f"{dotted} is {_shown(problem['input'])}{source}: {reason}{meaning}"
+
+
+_PLAIN = {
+    "int_parsing": "give a whole number",
+    "int_type": "give a whole number",
+    "int_from_float": "give a whole number",
+    "float_parsing": "give a number",
+    "float_type": "give a number",
+    "finite_number": "give a finite number",
+    "bool_parsing": "give true or false",
+    "bool_type": "give true or false",
+    "string_type": "give a text",
+    "string_pattern_mismatch": "this is not the form of it",
+    "path_type": "give a path",
+    "tuple_type": "give a list",
+    "list_type": "give a list",
+    "greater_than": "give more than {gt:g}",
+    "greater_than_equal": "give {ge:g} or more",
+    "less_than": "give less than {lt:g}",
+    "less_than_equal": "give {le:g} or less",
+    "too_short": "give {min_length} or more of them",
+    "too_long": "give {max_length} of them at most",
+    "string_too_short": "give {min_length} or more characters",
+}
+"""Remedies by pydantic's kind of mistake, in everyday words."""
+
+
+def _reason(problem: ErrorDetails) -> str:
+    """What is wrong with a value, in everyday words."""
+    context = problem.get("ctx", {})
+    if problem["type"] == "literal_error":
+        valid = re.findall(r"'([^']*)'", str(context["expected"])) or [str(context["expected"])]
+        near = difflib.get_close_matches(str(problem["input"]), valid, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"valid are {', '.join(valid)}{hint}" if len(valid) > 1 else f"give {valid[0]}"
+    plain = _PLAIN.get(problem["type"])
+    if plain is not None:
+        return plain.format(**context)
+    # A kind that no field of a recipe has had so far.
+    return problem["msg"][:1].lower() + problem["msg"][1:]
 
 
 def _walk(loc: Sequence[int | str]) -> tuple[tuple[str, ...], list[type[BaseModel]]]:

@@ -26,6 +26,7 @@ from rolemesh.engine.specs import (
     RewardSpec,
     RoleSpec,
     RolloutRoleSpec,
+    RolloutSpec,
     SamplingSpec,
     Spec,
     may_drop_groups,
@@ -85,7 +86,7 @@ class RunSpec(Spec):
     """The run as a whole."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
-    """Short name, lower case."""
+    """Short name: lower-case letters, digits and hyphens."""
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Every random choice derives from it."""
     steps: int = Field(ge=1)
@@ -223,6 +224,13 @@ class Recipe(Spec):
         """How the algorithm samples; None where it works on data that is given."""
         return self.algorithm.sampling if isinstance(self.algorithm, SampledSpec) else None
 
+    @property
+    def sampler(self) -> RolloutSpec | None:
+        """What samples trajectories: that of the rollout role, else the actor's own."""
+        if self.rollout is not None:
+            return self.rollout.rollout
+        return None if self.actor is None else self.actor.rollout
+
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
         for role, spec in self.services.items():
@@ -306,8 +314,7 @@ class Recipe(Spec):
                     f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
                 )
         self._check_sampler()
-        has_sampler = self.rollout is not None or (self.actor and self.actor.rollout is not None)
-        if self.sampling is not None and self.actor and not has_sampler:
+        if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but nobody does: give actor.rollout, "
                 "e.g. {type: vllm}, or a rollout section for services of their own"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.engine.specs import ClassifierRewardSpec, named_sources
 
 BYTES_PER_TOKEN = 64
 """Most bytes that a role holds for one token: 8 for its id, 8 for its policy_version, 1 for the
@@ -43,9 +43,8 @@ def experience_bytes(recipe: Recipe) -> int:
     This counts all rows of the steps in flight at full length on one rank, although ranks share the
     rows.
     """
-    sampler, sampling = recipe.schedule.sampler, recipe.sampling
-    rollout = recipe.rollout.rollout if recipe.rollout else recipe.actor and recipe.actor.rollout
-    if sampling is None or not rollout:
+    sampler, sampling, rollout = recipe.schedule.sampler, recipe.sampling, recipe.sampler
+    if sampling is None or rollout is None:
         return _LEAST_BYTES
     in_flight = 1
     if isinstance(sampler, OneStepAheadSpec):
@@ -80,7 +79,8 @@ def shared_memory_bytes(recipe: Recipe) -> int:
             )
         total += _PUBLISHED_BYTES * _model_bytes(folder)
     if recipe.run.recovery.cuts:
-        total += sum(_CUT_BYTES * _model_bytes(folder) for folder in _trained_models(recipe))
+        models = trained_models(recipe).values()
+        total += sum(_CUT_BYTES * _model_bytes(model.path) for model in models)
     return -(-max(total, _LEAST_SHARED_BYTES) // _UNIT) * _UNIT
 
 
@@ -88,19 +88,8 @@ def unsized_models(recipe: Recipe) -> list[Path]:
     """Folders of trained models that hold no weights here, so that their cuts are not counted."""
     if not recipe.run.recovery.cuts:
         return []
-    return [folder for folder in _trained_models(recipe) if not _model_bytes(folder)]
-
-
-def _trained_models(recipe: Recipe) -> list[Path]:
-    models = [role.model.path for role in (recipe.actor, recipe.critic) if role is not None]
-    reward = recipe.reward
-    if reward is not None and reward.optimizer is not None:
-        models += [
-            one.source.model.path
-            for one in named_sources(reward.source)
-            if isinstance(one.source, ClassifierRewardSpec)
-        ]
-    return models
+    folders = [model.path for model in trained_models(recipe).values()]
+    return [folder for folder in folders if not _model_bytes(folder)]
 
 
 def _model_bytes(folder: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import secrets
 import time
 from pathlib import Path
@@ -14,7 +16,12 @@ from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.state.store import RunExistsError, RunRecord, RunState, StateStore
 from rolemesh.v1 import coordinator_pb2
 
-_OCCUPIED_NAMES = ("metrics.jsonl", "summary.json", "checkpoints")
+SUMMARY_FILE = "summary.json"
+"""In a run's folder: how it ended."""
+
+_METRICS_FILE = "metrics.jsonl"
+_CHECKPOINTS = "checkpoints"
+_OCCUPIED_NAMES = (_METRICS_FILE, SUMMARY_FILE, _CHECKPOINTS)
 
 
 def make_run_id(name: str) -> str:
@@ -23,13 +30,39 @@ def make_run_id(name: str) -> str:
 
 
 def check_directory_is_free(directory: Path) -> None:
-    """Raises ValueError when the folder holds a run already."""
+    """Raises ValueError when the folder holds a run already.
+
+    A run that ended before its first step leaves nothing to go on with: its folder is free.
+    """
+    if _ended_without_a_step(directory):
+        return
     for name in _OCCUPIED_NAMES:
         if (directory / name).exists():
             raise ValueError(
                 f"run.directory: {directory} holds a run already (there is {name}): "
                 "choose another folder, remove it, or go on with that run (--resume)"
             )
+
+
+def clear_failed_start(directory: Path) -> None:
+    """Removes what says of a folder that it holds a run, where that run ended without a step."""
+    if _ended_without_a_step(directory):
+        for name in (SUMMARY_FILE, _METRICS_FILE):
+            (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (directory / _CHECKPOINTS).rmdir()
+
+
+def _ended_without_a_step(directory: Path) -> bool:
+    """Whether the folder's summary says of a run with steps of its own that it made none."""
+    if next((directory / _CHECKPOINTS).glob("*"), None) is not None:
+        return False
+    try:
+        told = json.loads((directory / SUMMARY_FILE).read_text())
+        return bool(told["num_steps"] > 0 and told["steps"] == 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        # No summary, or one of something else.
+        return False
 
 
 def planned_steps(recipe: Recipe) -> int:

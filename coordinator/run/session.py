@@ -13,31 +13,31 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.api.credentials import check_exposure, read_token
+from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.events import EventLog
-from rolemesh.coordinator.run.inputs import check_paths
-from rolemesh.coordinator.run.installation import check_roles_run
 from rolemesh.coordinator.run.launch import (
     QUICK_STOP_GRACE_S,
     Launcher,
     service_commands,
-    visible_devices,
 )
+from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import (
+    SUMMARY_FILE,
     check_directory_is_free,
+    clear_failed_start,
     end_abandoned,
     enter_again,
     enter_run,
     make_run_id,
 )
 from rolemesh.coordinator.run.resume import RUN_FILE, check_changes, open_run, reached
+from rolemesh.coordinator.run.start_checks import check_start, services_in
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.files import make_folder, write_atomically
@@ -49,7 +49,6 @@ from rolemesh.coordinator.state.store import (
     StateStoreError,
     StoreUnavailableError,
 )
-from rolemesh.coordinator.trackers.registry import check_trackers
 from rolemesh.rpc import tracing
 
 COORDINATOR_FILE = "coordinator.json"
@@ -113,25 +112,15 @@ class Session:
         self._task: asyncio.Task[RunSummary] | None = None
         self._is_ending = False
         try:
-            services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
-            self._own = [name for name in services if recipe.address(name) is None]
-            self._addresses = {
-                name: address for name in services if (address := recipe.address(name))
-            }
+            services = services_in(recipe)
+            self._own = [name for name, address in services.items() if address is None]
+            self._addresses = {name: address for name, address in services.items() if address}
             if resumes:
                 self._check_resumable()
             else:
                 check_directory_is_free(self.directory)
-            check_trackers(recipe.trackers)
-            if recipe.tracing is not None or tracing.is_configured(os.environ):
-                tracing.check_installed()
             self._token = read_token(recipe.api.token_file, os.environ)
-            check_exposure(recipe.api.host, self._token)
-            if self._own:
-                check_roles_run()
-            check_paths(recipe, {role_of(name) for name in self._own})
-            for name in self._own:
-                visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            check_start(recipe, self._own)
         except ValueError as error:
             raise InputError(str(error)) from error
 
@@ -149,7 +138,8 @@ class Session:
         saved, the second one at once. A signal that the process ignores stays ignored.
 
         Raises:
-            InputError: The store cannot be used, or another run is being made in the folder.
+            InputError: The algorithm asks for something that the recipe does not have, the store
+                cannot be used, or another run is being made in the folder.
             LaunchError: A service did not start.
             RunError: The run failed or was aborted.
             InterruptedEarlyError: A signal came before the run had begun.
@@ -182,6 +172,10 @@ class Session:
             self._task.cancel()
 
     async def _execute(self) -> RunSummary:
+        try:
+            await plan_step(self.recipe)
+        except ValueError as error:
+            raise InputError(str(error)) from error
         make_folder(self.directory)
         async with AsyncExitStack() as stack:
             stack.enter_context(_held(self.directory))
@@ -189,10 +183,11 @@ class Session:
             try:
                 if self._resumes:
                     # Until it ends again, the run has not ended.
-                    (self.directory / "summary.json").unlink(missing_ok=True)
+                    (self.directory / SUMMARY_FILE).unlink(missing_ok=True)
                 else:
                     # Another run may have used the folder since the first look.
                     check_directory_is_free(self.directory)
+                    clear_failed_start(self.directory)
                     known = json.dumps({"run_id": self.run_id})
                     write_atomically(self.directory / RUN_FILE, known + "\n")
                 store = await stack.enter_async_context(

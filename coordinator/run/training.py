@@ -20,6 +20,7 @@ from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.cautions import cautions
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.durable import DurableCheckpoints
@@ -49,6 +50,9 @@ from rolemesh.coordinator.state.store import RunState, StateStore
 from rolemesh.rpc.channel import MethodTraffic
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.v1 import coordinator_pb2, weights_pb2
+
+TRAIN_FACT = "data.train_prompts"
+"""Name of a fact in the answer to Initialize of the role that reads the data."""
 
 HELD_OUT_FACT = "data.held_out_prompts"
 """Name of a fact in the actor's answer to Initialize: the number of held-out prompts."""
@@ -132,6 +136,7 @@ class TrainingLoop(RunLoop):
         self._check_held_out()
         await self._enter(RunState.RUNNING, coordinator_pb2.RUN_STATE_RUNNING)
         if self.step == 0:
+            self._caution()
             await self._begin_run()
         try:
             await self._make_steps()
@@ -232,6 +237,15 @@ class TrainingLoop(RunLoop):
                 f"run.evaluation.num_prompts is {wanted}, but the data has {have} held-out "
                 "prompts: lower it (0 switches evaluation off), or make more held-out prompts"
             )
+
+    def _caution(self) -> None:
+        """Tells of settings that seldom mean what they do."""
+        role = "actor" if "actor" in self._mesh.connections else "reward"
+        facts = self._mesh.facts.get(role, {})
+        sizes = (facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
+        train, held_out = (None if size is None else int(size) for size in sizes)
+        for caution in cautions(self._recipe, train, held_out):
+            self._observer.on_event(f"caution: {caution.text}; {caution.remedy}")
 
     @contextlib.contextmanager
     def _phase(self, name: str, activity: str) -> Iterator[None]:

@@ -74,6 +74,28 @@ def without_long_rows(
     )
 
 
+def long_prompts(
+    rows: Sequence[PromptRow], renderer: Renderer, max_tokens: int
+) -> list[tuple[int, str]]:
+    """Lengths and places of the rendered prompts with more than max_tokens tokens, longest first.
+
+    A text that has no more bytes than that is not tokenised, since a token stands for at least one
+    byte. Bare texts have no prompt.
+
+    Raises:
+        DataInvalidError: A row cannot be rendered.
+    """
+    texts = [(row.where, renderer.prompt_text(row)) for row in rows if row.text is None]
+    doubtful = [(where, text) for where, text in texts if len(text.encode()) > max_tokens]
+    found: list[tuple[int, str]] = []
+    for first in range(0, len(doubtful), _ROWS_AT_ONCE):
+        some = doubtful[first : first + _ROWS_AT_ONCE]
+        lengths = renderer.batch_lengths([text for _, text in some])
+        measured = zip(lengths, (where for where, _ in some), strict=True)
+        found += [(length, where) for length, where in measured if length > max_tokens]
+    return sorted(found, key=lambda one: -one[0])
+
+
 def _longest_completion(row: PromptRow, renderer: Renderer) -> int:
     given = (row.completion, row.chosen, row.rejected)
     lengths = [

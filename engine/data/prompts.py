@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from rolemesh.engine.data.curriculum import epoch_order
-from rolemesh.engine.data.filtering import without_long_rows
+from rolemesh.engine.data.filtering import long_prompts, without_long_rows
 from rolemesh.engine.data.orders import Epochs, Mixture, Order, shuffled
 from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
-from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
 from rolemesh.engine.data.rows import PromptRow as PromptRow
 from rolemesh.engine.data.sources import Source, load_sources
 from rolemesh.engine.specs import DataSpec, MixtureSpec
@@ -97,6 +97,10 @@ class PromptSet:
         """Rows in the split."""
         return len(self._rows[split])
 
+    def every(self, split: Split) -> Sequence[PromptRow]:
+        """The rows of the split, each once, in no order of training."""
+        return self._rows[split]
+
     def facts(self) -> dict[str, str]:
         """Facts about the data, for the answer to Initialize."""
         facts = {
@@ -177,6 +181,7 @@ def load_prompts(
     tokenizer: ChatTokenizer,
     seed: int,
     pretraining: DataSpec | None = None,
+    max_model_len: int | None = None,
 ) -> PromptSet:
     """Loads all rows of a role at once, so that faults show at the start.
 
@@ -185,13 +190,18 @@ def load_prompts(
         tokenizer: Tokenizer of the policy, with its chat template.
         seed: Seed of the run, which decides the order of epochs.
         pretraining: Rows of bare text, which keep the knowledge from pretraining.
+        max_model_len: Longest sequence of the sampler, in tokens; None: prompts are not sampled.
 
     Raises:
         EmptyDataError: A source has no training row, or all of them are too long.
         DataInvalidError: A file cannot be read, or a row is invalid.
+        PromptTooLongError: A prompt leaves the sampler no room for one token.
     """
     renderer = Renderer(tokenizer)
     sources, filtered = _filtered(data, "data", renderer)
+    if max_model_len is not None:
+        for source in sources:
+            _check_room(source, data, renderer, max_model_len)
     extra: list[Source] = []
     orders: dict[Split, Order] = {"train": _order(sources, seed, str(seed))}
     held_out = [row for source in sources for row in source.held_out]
@@ -224,12 +234,15 @@ def load_rows(data: DataSpec) -> tuple[list[PromptRow], list[PromptRow]]:
 
 
 def _check_not_empty(source: Source) -> None:
-    if not source.train:
-        kind = source.spec.model_dump()["type"]
-        raise EmptyDataError(
-            f"{source.field} ({kind}) holds no training prompt: give a file with prompts, or raise "
-            "train_size"
-        )
+    if source.train:
+        return
+    path = getattr(source.spec, "path", None)
+    if path is None:
+        raise EmptyDataError(f"{source.field} makes no training prompt: raise train_size")
+    raise EmptyDataError(
+        f"{source.field}.path is {str(path)!r}, which holds no training prompt: give data with at "
+        "least one row"
+    )
 
 
 def _filtered(
@@ -240,11 +253,7 @@ def _filtered(
     kept = []
     for source in load_sources(data, field):
         _check_not_empty(source)
-        specs = [source.spec, data] if isinstance(data, MixtureSpec) else [source.spec]
-        bounds = {
-            "max_prompt_tokens": _least([spec.max_prompt_tokens for spec in specs]),
-            "max_row_tokens": _least([spec.max_row_tokens for spec in specs]),
-        }
+        bounds = _bounds(source, data)
         train = without_long_rows(source.train, renderer, **bounds)
         held_out = without_long_rows(source.held_out, renderer, **bounds)
         if not train.rows:
@@ -259,6 +268,31 @@ def _filtered(
         num_filtered["held_out"] += held_out.num_left_out
         kept.append(dataclasses.replace(source, train=train.rows, held_out=held_out.rows))
     return kept, num_filtered
+
+
+def _check_room(source: Source, data: DataSpec, renderer: Renderer, max_model_len: int) -> None:
+    """Raises PromptTooLongError if the sampler would have to refuse a prompt later."""
+    bound = _least(list(_bounds(source, data).values()))
+    if bound is not None and bound < max_model_len:
+        return
+    rows = [*source.train, *source.held_out]
+    found = long_prompts(rows, renderer, max_model_len - 1)
+    if found:
+        longest, where = found[0]
+        raise PromptTooLongError(
+            f"{len(found)} of {len(rows)} prompts have {max_model_len} tokens or more (the "
+            f"longest {longest}: {where}), but rollout.max_model_len is "
+            f"{max_model_len} and a completion needs room: raise rollout.max_model_len, or set "
+            f"{source.field}.max_prompt_tokens, which leaves longer prompts out and counts them"
+        )
+
+
+def _bounds(source: Source, data: DataSpec) -> dict[str, int | None]:
+    specs = [source.spec, data] if isinstance(data, MixtureSpec) else [source.spec]
+    return {
+        "max_prompt_tokens": _least([spec.max_prompt_tokens for spec in specs]),
+        "max_row_tokens": _least([spec.max_row_tokens for spec in specs]),
+    }
 
 
 def _least(bounds: Sequence[int | None]) -> int | None:

@@ -128,7 +128,12 @@ def _records(
 def _draw_held_out(
     rows: Sequence[PromptRow], spec: StoredRowsSpec, field: str
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Draws distinct prompts to hold out; no row with one of them is left for training."""
+    """Draws distinct prompts to hold out; no row with one of them is left for training.
+
+    Of no rows it draws none: that they are missing is the fault to name.
+    """
+    if not rows:
+        return [], []
     order = list(range(len(rows)))
     random.Random(f"{spec.seed}/held_out").shuffle(order)
     drawn: dict[str, int] = {}

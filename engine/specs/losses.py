@@ -47,7 +47,8 @@ class PolicyTermsSpec(AggregatedLossSpec):
     kl_form: KlForm = "k3"
     """Estimator of the KL in the loss."""
     temperature: float = Field(default=1.0, gt=0)
-    """Softmax temperature at which log-probs are taken: that of sampling."""
+    """Softmax temperature at which log-probs are taken. An algorithm that samples takes that of
+    sampling where a recipe leaves it out."""
 
     @property
     def logprob_temperature(self) -> float:

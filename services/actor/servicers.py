@@ -66,7 +66,11 @@ class ActorRole(ModelRole, SamplingRole):
         """Loads prompts, policy and sampler, in that order: what is wrong shows soonest."""
         progress("load prompts", 0, 3)
         self._source = PromptSource(
-            spec.model, spec.data, run_seed, pretraining=spec.pretraining_data
+            spec.model,
+            spec.data,
+            run_seed,
+            pretraining=spec.pretraining_data,
+            max_model_len=None if spec.rollout is None else spec.rollout.max_model_len,
         )
         if spec.rollout is not None:
             self._source.play(spec.environment, spec.rollout.max_model_len, mesh)

@@ -72,7 +72,9 @@ class RolloutRole(Role, SamplingRole):
     ) -> InitializeResult:
         """Loads prompts and the engine, which has no weights yet."""
         progress("load prompts", 0, 2)
-        self._source = PromptSource(spec.model, spec.data, run_seed)
+        self._source = PromptSource(
+            spec.model, spec.data, run_seed, max_model_len=spec.rollout.max_model_len
+        )
         self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
         progress(f"load {spec.rollout.type}", 1, 2)
         folder = read_model_folder(spec.model.path, spec.rollout.max_model_len)

@@ -75,7 +75,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 def files_of_packages() -> set[str]:
     """Every file in our packages, as a wheel names it."""
-    found = {"rolemesh/__init__.py", "rolemesh/py.typed"}
+    found = {"rolemesh/__init__.py", "rolemesh/__main__.py", "rolemesh/py.typed"}
     for folder in FOLDERS:
         root = REPOSITORY / folder
         found |= {

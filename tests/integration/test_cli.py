@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -174,6 +175,13 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
         (["--set", "run.steps=0"], "run.steps is 0"),
         (["--set", "services.actor.address=null"], "actor.model.path is '/models/none'"),
         (
+            [
+                *("--set", "reference=null", "--set"),
+                "algorithm={type: grpo, policy_loss: {type: ppo_policy, kl_in_loss: 0.1}}",
+            ],
+            "the recipe has no section reference: add one",
+        ),
+        (
             ["--set", "store.type=redis", "--set", "store.url=redis://127.0.0.1:1/0"],
             "store.url: the store at redis://127.0.0.1:1/0 does not answer",
         ),
@@ -190,6 +198,7 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
         "unknown-key",
         "wrong-value",
         "missing-model",
+        "missing-section",
         "store-unreachable",
         "store-url-unreadable",
         "store-url-of-another-kind",
@@ -213,6 +222,48 @@ async def test_folder_of_another_run_is_refused(recipe_file: Path, tmp_path: Pat
     code, _, errors = await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
     assert code == 2
     assert "holds a run already" in errors
+
+
+async def test_a_start_that_failed_leaves_its_folder_free(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    # The fakes have 16 held-out prompts.
+    fails = ["--set", "run.evaluation.num_prompts=17"]
+    for _ in range(2):
+        code, _, errors = await rolemesh(
+            "train", recipe_file, "--out", "run", *fails, folder=tmp_path
+        )
+        assert code == 1
+        assert errors.startswith("error: run.evaluation.num_prompts is 17")
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 0
+    code, _, errors = await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
+    assert (code, errors) == (0, "")
+    code, output, _ = await rolemesh("status", "run", "--json", folder=tmp_path)
+    assert json.loads(output)["state"] == "succeeded"
+    # A run that has made steps keeps its folder.
+    code, _, errors = await rolemesh("train", recipe_file, "--out", "run", folder=tmp_path)
+    assert code == 2
+    assert "holds a run already" in errors
+
+
+@pytest.mark.parametrize("out", ["/proc/run", "file", "file/run"])
+async def test_a_folder_that_cannot_be_written_is_told(
+    out: str, recipe_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    code, _, errors = await rolemesh("train", recipe_file, "--out", out, folder=tmp_path)
+    assert code == 2
+    assert errors.startswith("error: run.directory: ")
+    assert "cannot be written" in errors
+    assert "choose another folder with --out" in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_the_package_is_the_command() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rolemesh", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: rolemesh [OPTIONS] COMMAND" in ended.stdout
 
 
 async def test_verbose_adds_the_traceback(recipe_file: Path, tmp_path: Path) -> None:

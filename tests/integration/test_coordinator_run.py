@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.fake_recipes import PPO
 from support.fake_roles import (
     completion,
     expected_weight,
@@ -106,6 +107,18 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
     assert len(await store.read_metrics(run.run_id)) == 4
     assert [json.loads(kept.graph) for kept in await store.read_graphs(run.run_id)] == graphs
     assert await store.list_services() == []
+
+
+async def test_a_run_begins_with_its_cautions(tmp_path: Path) -> None:
+    recorder = Recorder()
+    algorithm = {**PPO, "mini_batch_rows": 3}
+    async with fake_mesh() as mesh:
+        recipe = fake_recipe(steps=1, algorithm=algorithm)
+        await make_run(mesh, tmp_path, recipe, MemoryStateStore(), observer=recorder).execute()
+    told = [text for text in recorder.events if text.startswith("caution: ")]
+    assert len(told) == 1
+    assert "algorithm.mini_batch_rows is 3 and" in told[0]
+    assert "give mini_batch_rows as a multiple of 2" in told[0]
 
 
 def mesh_reward_spec() -> dict[str, Any]:

@@ -269,12 +269,13 @@ def test_a_missing_model_folder_is_refused_before_anything_starts(start, model):
     assert "/nowhere/model" in text
 
 
-def test_a_prompt_longer_than_the_limit_is_named_with_the_limit(start, model):
+def test_prompts_longer_than_the_limit_are_refused_at_the_start(start, model):
     recipe = tiny_recipe(model, actor__rollout={"type": "hf", "max_model_len": 8})
-    text = refused(start, recipe, 1)
+    text = refused(start, recipe, 2)
     assert "PROMPT_TOO_LONG" in text
-    assert "max_model_len" in text
-    assert "8" in text
+    assert "rollout.max_model_len is 8" in text
+    assert "data.max_prompt_tokens" in text
+    assert "held-out score" not in text
 
 
 def test_an_empty_data_set_is_refused(start, model, tmp_path):

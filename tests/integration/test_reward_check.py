@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support import warm_processes
 from support.example_servers import EXAMPLES, OUTSIDER, ROOT, compile_protos, script
+from support.tiny_models import write_tiny_llama
 
 LYING = Path(__file__).parents[1] / "support" / "lying_rewards.py"
 HOSTILE = LYING.with_name("hostile_rewards.py")
@@ -164,23 +166,97 @@ def test_rows_of_a_file_are_sent(tmp_path: Path) -> None:
     assert [row["reward"] for row in judged["rows"]] == [2.0, 1.0]
 
 
-def test_all_rewards_of_a_recipe_are_checked(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    base = ROOT / "recipes" / "quickstart-grpo.yaml"
+def test_rows_without_a_completion_are_sent_with_their_answer_and_a_wrong_one(
+    tmp_path: Path,
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": 4200}\n{"prompt": "b"}\n')
     with script(LYING, "") as url:
-        recipe.write_text(
-            "reward:\n"
-            "  source:\n"
-            "    type: weighted_sum\n"
-            "    rewards:\n"
-            f"    - {url}\n"
-            "    - {source: {type: arithmetic}, weight: 0.5}\n"
-            f"    - python:{EXAMPLES / 'reward_function_trl.py'}:brevity\n"
-        )
-        ended = check("--json", "--recipe", str(base), "--recipe", str(recipe))
+        ended = check("--json", "--jsonl", str(rows), url)
+    judged = json.loads(ended.stdout.splitlines()[0])
+    assert [(row["prompt"], row["completion"]) for row in judged["rows"]] == [
+        ("a", "4200"),
+        ("a", "I do not know."),
+        ("b", "I do not know."),
+    ]
+    assert ended.returncode == 0
+
+
+def test_a_server_that_fails_now_and_then_is_a_warning() -> None:
+    with script(LYING, "flaky") as url:
+        code, found = findings(url)
+    assert code == 0, found
+    assert [probe for probe, one in found.items() if one["level"] != "ok"] == ["tries"]
+    assert found["tries"]["level"] == "warn"
+    assert "failed and were answered when they were sent again" in found["tries"]["text"]
+    assert "status 503" in found["tries"]["text"]
+
+
+def test_a_server_that_dies_is_one_finding() -> None:
+    with script(LYING, "dies") as url:
+        code, found = findings(url)
+    assert code == 1
+    assert list(found) == ["answer", "repeat", "order", "alone", "empty", "lost"]
+    assert "since the probe 'unicode'" in found["lost"]["text"]
+
+
+def policy(folder: Path) -> dict[str, Any]:
+    """Sections of a recipe whose data a reward of arithmetic would not understand."""
+    rows = [{"prompt": f"Say {n} times hop", "answer": "hop " * n} for n in range(1, 9)]
+    (folder / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "run": {"name": "mine", "steps": 1, "prompts_per_step": 2},
+        "algorithm": {"type": "grpo"},
+        "actor": {
+            "model": {"path": str(write_tiny_llama(folder / "tiny"))},
+            "rollout": {"type": "hf"},
+            "data": {"type": "jsonl", "path": str(folder / "my.jsonl")},
+        },
+    }
+
+
+def test_all_rewards_of_a_recipe_are_checked_with_rows_of_its_data(tmp_path: Path) -> None:
+    recipe = policy(tmp_path)
+    with script(LYING, "") as url:
+        recipe["reward"] = [
+            url,
+            {"source": {"type": "arithmetic"}, "weight": 0.5},
+            f"python:{EXAMPLES / 'reward_function_trl.py'}:brevity",
+        ]
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        ended = check("--json", "--recipe", str(tmp_path / "recipe.yaml"))
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert ended.returncode == 0, ended.stderr
-    assert len({line["source"] for line in lines if line["type"] == "judged"}) == 2
+    judged = {line["source"]: line["rows"] for line in lines if line["type"] == "judged"}
+    assert len(judged) == 2
+    for rows in judged.values():
+        assert len(rows) == 6
+        for row in rows:
+            # As the policy sees it, and with the data's own answer.
+            assert row["prompt"].startswith("<|im_start|>user\nSay ")
+            assert row["answer"].startswith("hop ")
+        assert [row["completion"] for row in rows[::2]] == [row["answer"] for row in rows[::2]]
+        assert {row["completion"] for row in rows[1::2]} == {"I do not know."}
+
+
+def test_rows_that_are_given_go_before_those_of_a_recipe(tmp_path: Path) -> None:
+    recipe = policy(tmp_path)
+    with script(LYING, "") as url:
+        recipe["reward"] = url
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        arguments = ["--recipe", str(tmp_path / "recipe.yaml"), "--prompt=a", "--completion=b"]
+        ended = check("--json", *arguments)
+    assert [row["prompt"] for row in json.loads(ended.stdout.splitlines()[0])["rows"]] == ["a"]
+
+
+def test_data_of_a_recipe_that_cannot_be_read_are_bad_input(tmp_path: Path) -> None:
+    recipe = {**policy(tmp_path), "reward": "grpc://127.0.0.1:1"}
+    (tmp_path / "my.jsonl").write_text("")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ended = check("--recipe", str(tmp_path / "recipe.yaml"))
+    assert ended.returncode == 2
+    assert "the recipe's data cannot be read: data.path is" in ended.stderr
+    assert "give rows of your own with --jsonl" in ended.stderr
 
 
 @pytest.mark.parametrize(

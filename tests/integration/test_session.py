@@ -20,6 +20,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.run import session as session_module
+from rolemesh.coordinator.run import start_checks
 from rolemesh.coordinator.run.launch import LaunchError, ServiceCommand
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -68,7 +69,7 @@ def session_whose_services_run(
     command = ServiceCommand(arguments=[sys.executable, "-c", program], environment={})
     monkeypatch.setattr(session_module, "service_commands", lambda recipe: lambda *names: command)
     # Its models are nowhere.
-    monkeypatch.setattr(session_module, "check_paths", lambda *arguments: None)
+    monkeypatch.setattr(start_checks, "check_paths", lambda *arguments: None)
     return Session(fake_recipe(steps=1), directory, QuietObserver(), run_id="starting")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
 import sys
 import threading
@@ -12,6 +14,7 @@ from typing import Any
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
 BUSY = threading.Lock()
+CALLS = itertools.count()
 
 
 def rewards_of(queries: list[str], prompts: list[str]) -> Any:
@@ -51,12 +54,17 @@ class Handler(BaseHTTPRequestHandler):
         if FAULT == "alone" and not BUSY.acquire(blocking=False):
             self.answer(503, {})
             return
+        if FAULT == "flaky" and next(CALLS) % 2 == 0:
+            self.answer(503, {})
+            return
         try:
             time.sleep(0.05 * (FAULT == "alone"))
             lengths = [
                 len(q) - len(p) for q, p in zip(batch["query"], batch["prompts"], strict=True)
             ]
             is_odd = any(ord(letter) > 127 for query in batch["query"] for letter in query)
+            if FAULT == "dies" and is_odd:
+                os._exit(1)
             if (FAULT == "empty" and 0 in lengths) or (FAULT == "ascii" and is_odd):
                 self.answer(500, {})
             elif FAULT == "brief" and max(lengths) > 1000:

@@ -1,164 +1,41 @@
 """Tiny random Llama-family folders, written offline, for tests that need a real model.
 
-Both functions are deterministic in their arguments: the same call writes the same bytes.
+All functions are deterministic in their arguments: the same call writes the same bytes.
 """
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
+from transformers import LlamaForSequenceClassification
+
+from rolemesh.quickstart.tiny_model import (
+    END,
+    END_ID,
+    HEAD_DIM,
+    PAD_ID,
+    START,
+    START_ID,
+    VOCAB_SIZE,
+    perturb_vectors,
+    tiny_config,
+    tiny_tokenizer,
+    write_tiny_llama,
 )
 
-PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
-SPECIAL_TOKENS = (PAD, START, END, UNKNOWN)
-PAD_ID, START_ID, END_ID = 0, 1, 2
-VOCAB_SIZE = 512
-HEAD_DIM = 32
-"""The smallest head that vLLM's CPU attention takes."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-# Wide enough that the next-token distribution is far from uniform (so that greedy choices are
-# not ties and a forgotten layer shows), small enough that no softmax saturates.
-INITIALIZER_RANGE = 0.15
-
-
-def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: 4 special tokens, 256 bytes, and merges of two lower-case letters.
-
-    Every id below vocab_size decodes to something, so that random models can be sampled from.
-    """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = [(a, b) for a in string.ascii_lowercase for b in string.ascii_lowercase]
-    num_merges = vocab_size - len(SPECIAL_TOKENS) - len(alphabet)
-    if not 0 <= num_merges <= len(pairs):
-        raise ValueError(
-            f"vocab_size is {vocab_size}: give {len(SPECIAL_TOKENS) + len(alphabet)} to "
-            f"{len(SPECIAL_TOKENS) + len(alphabet) + len(pairs)}"
-        )
-    merges = pairs[:num_merges]
-    entries = [*SPECIAL_TOKENS, *alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={text: index for index, text in enumerate(entries)}, merges=merges)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=START,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _config(
-    *,
-    tied: bool,
-    vocab_size: int,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_position_embeddings: int,
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tied,
-        initializer_range=INITIALIZER_RANGE,
-        pad_token_id=PAD_ID,
-        bos_token_id=START_ID,
-        eos_token_id=END_ID,
-        dtype="float32",
-    )
-
-
-@torch.no_grad()
-def _perturb_vectors(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Moves norm weights off 1, where a forgotten one would not be noticed."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-
-
-def write_tiny_llama(
-    directory: Path | str,
-    *,
-    seed: int = 0,
-    tied: bool = True,
-    vocab_size: int = VOCAB_SIZE,
-    num_layers: int = 2,
-    hidden_size: int = 64,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    max_position_embeddings: int = 512,
-    initializer_range: float = INITIALIZER_RANGE,
-) -> Path:
-    """Writes a causal LM folder: config, float32 safetensors, tokenizer, generation config.
-
-    Args:
-        directory: made if absent.
-        seed: of the random weights.
-        tied: input and output embedding are one tensor.
-        vocab_size: of tokenizer and model alike.
-        num_layers: decoder layers.
-        hidden_size: width of the residual stream.
-        num_heads: query heads, of 32 each.
-        num_kv_heads: key and value heads.
-        max_position_embeddings: longest sequence.
-        initializer_range: standard deviation of the random weights.
-
-    Returns:
-        The folder.
-    """
-    directory = Path(directory)
-    config = _config(
-        tied=tied,
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        max_position_embeddings=max_position_embeddings,
-    )
-    config.initializer_range = initializer_range
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    _perturb_vectors(model, torch.Generator().manual_seed(seed + 1))
-    model.generation_config = GenerationConfig(
-        pad_token_id=PAD_ID, bos_token_id=START_ID, eos_token_id=END_ID
-    )
-    model.save_pretrained(directory)
-    tiny_tokenizer(vocab_size).save_pretrained(directory)
-    return directory
+__all__ = [
+    "END",
+    "END_ID",
+    "HEAD_DIM",
+    "PAD_ID",
+    "START",
+    "START_ID",
+    "VOCAB_SIZE",
+    "tiny_tokenizer",
+    "write_tiny_classifier",
+    "write_tiny_llama",
+]
 
 
 def write_tiny_classifier(
@@ -190,7 +67,7 @@ def write_tiny_classifier(
         The folder.
     """
     directory = Path(directory)
-    config = _config(
+    config = tiny_config(
         tied=False,
         vocab_size=vocab_size,
         num_layers=num_layers,
@@ -203,7 +80,7 @@ def write_tiny_classifier(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForSequenceClassification(config)
-    _perturb_vectors(model, torch.Generator().manual_seed(seed + 1))
+    perturb_vectors(model, torch.Generator().manual_seed(seed + 1))
     model.save_pretrained(directory)
     tiny_tokenizer(vocab_size).save_pretrained(directory)
     return directory

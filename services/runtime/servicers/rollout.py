@@ -45,10 +45,20 @@ class PromptSource:
         data: DataSpec,
         run_seed: int,
         pretraining: DataSpec | None = None,
+        *,
+        max_model_len: int | None = None,
     ) -> None:
         """Loads both, and the rows of pretraining where there are some.
 
+        Args:
+            model: Folder of the policy.
+            data: Training and held-out rows.
+            run_seed: Seed of the run.
+            pretraining: Rows of bare text.
+            max_model_len: Longest sequence of the role's sampler, in tokens; None: it has none.
+
         Raises:
+            PromptTooLongError: A prompt leaves the sampler no room.
             ModelFolderError: The folder is not a model's.
             EmptyDataError: There is no prompt.
             DataInvalidError: Data cannot be read, or is not what it should be.
@@ -58,7 +68,11 @@ class PromptSource:
             model.path, local_files_only=True, trust_remote_code=False
         )
         self.prompts: PromptSet = load_prompts(
-            data, tokenizer=self.tokenizer, seed=run_seed, pretraining=pretraining
+            data,
+            tokenizer=self.tokenizer,
+            seed=run_seed,
+            pretraining=pretraining,
+            max_model_len=max_model_len,
         )
         self.run_seed = run_seed
         self.facts = self.prompts.facts()

@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--completion")
     parser.add_argument("--answer", default="")
     parser.add_argument("--jsonl", type=Path)
+    parser.add_argument("--recipe-rows", help="a RecipeRowsSpec in JSON")
     parser.add_argument("--timeout", type=float, help="timeout_s of the sources")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
@@ -71,6 +73,17 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A reward to try: one replica, so that each is tried alone."""
+
+    name: str
+    spec: OutsideRewardSpec
+    """As the recipe has it, but for settings that would hide how the endpoint itself behaves."""
+    tries: int
+    """Times that a run sends a request to it."""
 
 
 class Report:
@@ -137,19 +150,16 @@ class Report:
         print(json.dumps({"type": kind, **values}), flush=True)
 
 
-async def _check_all(
-    targets: Sequence[tuple[str, OutsideRewardSpec]], rows: Sequence[RewardRow], report: Report
-) -> int:
-    for name, spec in targets:
-        report.begin(name, rows)
-        await _check(name, spec, rows, report)
+async def _check_all(targets: Sequence[Target], rows: Sequence[RewardRow], report: Report) -> int:
+    for target in targets:
+        report.begin(target.name, rows)
+        await _check(target, rows, report)
     report.end()
     return EXIT_WRONG if report.num_wrong else 0
 
 
-async def _check(
-    name: str, spec: OutsideRewardSpec, rows: Sequence[RewardRow], report: Report
-) -> None:
+async def _check(target: Target, rows: Sequence[RewardRow], report: Report) -> None:
+    name, spec = target.name, target.spec
     try:
         reward = make_outside_reward(name, spec)
     except ValueError as error:
@@ -162,6 +172,7 @@ async def _check(
             at_once=spec.concurrency,
             malformed=_malformed(spec),
             is_keyed=isinstance(spec, GrpcRewardSpec),
+            tries=target.tries,
         )
         async for finding in prober.run():
             if finding.probe == "answer":
@@ -210,10 +221,27 @@ def _rows(given: argparse.Namespace) -> list[RewardRow]:
             raise CheckInputError("--jsonl stands with --prompt or --completion: give one kind")
         return samples.read_rows(given.jsonl)
     if given.prompt is None and given.completion is None:
+        if given.recipe_rows is not None:
+            return _recipe_rows(given.recipe_rows)
         return samples.sample_rows()
     if given.prompt is None or given.completion is None:
         raise CheckInputError("--prompt and --completion stand together: give both")
     return [samples.make_row(given.prompt, given.completion, given.answer)]
+
+
+def _recipe_rows(text: str) -> list[RewardRow]:
+    remedy = "give rows of your own with --jsonl"
+    try:
+        # It reads data and a tokenizer, which no other source of rows needs.
+        from rolemesh.services.reward.outside.check import recipe_rows
+
+        return recipe_rows.recipe_rows(recipe_rows.RecipeRowsSpec.model_validate_json(text))
+    except ModuleNotFoundError as error:
+        raise CheckInputError(
+            f"the recipe's data cannot be read here: {error.name} is not installed; {remedy}"
+        ) from error
+    except ValueError as error:
+        raise CheckInputError(f"the recipe's data cannot be read: {error}; {remedy}") from error
 
 
 def _problems(error: ValidationError) -> str:
@@ -225,8 +253,8 @@ def _problems(error: ValidationError) -> str:
     return "; ".join(texts)
 
 
-def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewardSpec]]:
-    """Names and specs to try: one for each replica, so that each is tried alone."""
+def _targets(text: str, timeout_s: float | None) -> list[Target]:
+    """What to try of a source."""
     try:
         try:
             source: Any = outside_source(text)
@@ -246,11 +274,14 @@ def _targets(text: str, timeout_s: float | None) -> list[tuple[str, OutsideRewar
         )
     changes: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
     if isinstance(spec, PythonRewardSpec):
-        return [(f"python:{spec.function}", spec.model_copy(update=changes))]
+        return [Target(f"python:{spec.function}", spec.model_copy(update=changes), 1)]
     assert isinstance(spec, EndpointRewardSpec)
     # These settings would hide the endpoint's own behaviour.
     changes |= {"tries": 1, "cache_rows": 0, "hedge_after_s": None, "breaker_failures": 1 << 30}
-    return [(url, spec.model_copy(update={**changes, "urls": (url,)})) for url in spec.urls]
+    return [
+        Target(url, spec.model_copy(update={**changes, "urls": (url,)}), spec.tries)
+        for url in spec.urls
+    ]
 
 
 if __name__ == "__main__":

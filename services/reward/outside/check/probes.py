@@ -15,6 +15,7 @@ from rolemesh.services.reward.outside.base import (
     OutsideRewardError,
     RewardRefusedError,
     RewardRow,
+    RewardTimeoutError,
     current_step,
 )
 from rolemesh.services.reward.outside.check import samples
@@ -25,6 +26,9 @@ differently in a batch and alone."""
 
 MOST_AT_ONCE = 8
 """Most requests that the probe of concurrency sends at once, if the source allows so many."""
+
+PAUSE_S = 0.1
+"""Pause before a request is sent again. A run waits longer, and so survives more."""
 
 MOST_ALONE = 3
 """Most rows that are also judged alone."""
@@ -64,6 +68,7 @@ class Prober:
         at_once: int,
         malformed: Malformed | None,
         is_keyed: bool = False,
+        tries: int = 1,
     ) -> None:
         """Prepares; sends nothing yet.
 
@@ -71,6 +76,7 @@ class Prober:
             reward: The reward to try. It must not repeat requests, and must not cache.
             rows: Rows to send, at least one.
             at_once: Number of concurrent requests that it has to serve.
+            tries: Times that a run sends a request while what fails may pass.
             malformed: Sends a malformed request; None: the protocol has none.
             is_keyed: Requests carry keys of rows and step, so a service may recognise a repeat.
                 Each call then gets its own step.
@@ -79,6 +85,10 @@ class Prober:
         self._rows = list(rows)
         self._at_once = min(at_once, MOST_AT_ONCE)
         self._malformed = malformed
+        self._tries = tries
+        self._num_calls = 0
+        self._passed: list[OutsideRewardError] = []
+        """Errors of calls that were answered when they were made again."""
         self._steps: Iterator[int] = itertools.count() if is_keyed else itertools.repeat(0)
         self.first: Judgement | None = None
         """Judgement of the first call with all rows."""
@@ -86,7 +96,10 @@ class Prober:
         """Seconds of that call."""
 
     async def run(self) -> AsyncIterator[Finding]:
-        """Yields all findings. If the first call fails, no further probe is made."""
+        """Yields all findings.
+
+        If the first call fails, or the reward is lost later, no further probe is made.
+        """
         started = time.monotonic()
         self.first = await self._judged(self._rows)
         self.seconds = time.monotonic() - started
@@ -96,17 +109,54 @@ class Prober:
             return
         repeated = await self._judged(self._rows)
         finding = self._same(repeated)
-        yield finding
         is_steady = finding.level is Level.OK
-        yield await self._ordered(is_steady)
-        yield await self._alone(is_steady)
-        yield await self._bears("empty", "an empty completion", [samples.like(self._rows[0], "")])
-        yield await self._bears("unicode", "letters of many kinds", samples.odd_rows(self._rows[0]))
-        yield await self._long()
-        yield await self._many(is_steady)
-        if self._malformed is not None:
-            yield await self._malformed_input(self._malformed)
-        yield await self._bears("after", "the first rows once more, after all this", self._rows)
+        for probe in (None, *self._probes(is_steady)):
+            if probe is not None:
+                finding = await probe()
+            lost = await self._lost(finding)
+            yield lost or finding
+            if lost:
+                return
+        if self._passed:
+            yield self._passing()
+
+    def _probes(self, is_steady: bool) -> Iterator[Callable[[], Awaitable[Finding]]]:
+        """The probes after the first two calls, in order."""
+        row = self._rows[0]
+        yield lambda: self._ordered(is_steady)
+        yield lambda: self._alone(is_steady)
+        yield lambda: self._bears("empty", "an empty completion", [samples.like(row, "")])
+        yield lambda: self._bears("unicode", "letters of many kinds", samples.odd_rows(row))
+        yield self._long
+        yield lambda: self._many(is_steady)
+        malformed = self._malformed
+        if malformed is not None:
+            yield lambda: self._malformed_input(malformed)
+        yield lambda: self._bears("after", "the first rows once more, after all this", self._rows)
+
+    async def _lost(self, finding: Finding) -> Finding | None:
+        """A finding in place of one that failed, if the reward does not answer any more."""
+        if finding.level in (Level.OK, Level.SKIP):
+            return None
+        judgement = await self._judged(self._rows)
+        errors = list(judgement.failures.values())
+        if not errors or not all(error.may_pass for error in errors):
+            return None
+        return _fail(
+            "lost",
+            f"does not answer any more since the probe {finding.probe!r}: {errors[0]}",
+            "look into its log for what it does not bear, start it again, and check it again",
+        )
+
+    def _passing(self) -> Finding:
+        return Finding(
+            probe="tries",
+            level=Level.WARN,
+            text=f"{len(self._passed)} of {self._num_calls} requests failed and were answered when "
+            f"they were sent again: {self._passed[0]}",
+            remedy="a run survives this up to `tries` times a request, but waits; mend it if you "
+            "can",
+        )
 
     def _answered(self, judgement: Judgement) -> Finding:
         if judgement.failures:
@@ -205,7 +255,11 @@ class Prober:
             return Finding(
                 probe="concurrency", level=Level.SKIP, text="the source asks one after another"
             )
-        judgements = await asyncio.gather(*(self._judged(self._rows) for _ in range(self._at_once)))
+        # One that fails by itself now and then is asked again; one that fails only here is not.
+        tries = self._tries if self._passed else 1
+        judgements = await asyncio.gather(
+            *(self._judged(self._rows, tries=tries) for _ in range(self._at_once))
+        )
         failed = [judgement for judgement in judgements if judgement.failures]
         if failed:
             error = failed[0].failures[min(failed[0].failures)]
@@ -228,17 +282,39 @@ class Prober:
     async def _malformed_input(self, send: Malformed) -> Finding:
         advice = "answer such with a status that says so (400, INVALID_ARGUMENT): others are "
         advice += "tried again, or taken for rewards"
-        try:
-            came = await send()
-        except RewardRefusedError as error:
-            return _ok("malformed", f"refuses what is no request: {error.found}")
-        except OutsideRewardError as error:
-            text = f"does not refuse what is no request, but answers {error.found}"
-            return Finding(probe="malformed", level=Level.WARN, text=text, remedy=advice)
+        for left in reversed(range(self._tries if self._passed else 1)):
+            try:
+                came = await send()
+                break
+            except RewardRefusedError as error:
+                return _ok("malformed", f"refuses what is no request: {error.found}")
+            except OutsideRewardError as error:
+                if left and error.may_pass:
+                    continue
+                text = f"does not refuse what is no request, but answers {error.found}"
+                return Finding(probe="malformed", level=Level.WARN, text=text, remedy=advice)
         text = f"takes what is no request, and answers {came!r:.100}"
         return Finding(probe="malformed", level=Level.WARN, text=text, remedy=advice)
 
-    async def _judged(self, rows: Sequence[RewardRow]) -> Judgement:
+    async def _judged(self, rows: Sequence[RewardRow], *, tries: int | None = None) -> Judgement:
+        """Judges rows, again while what fails may pass, as a run does."""
+        failed: list[OutsideRewardError] = []
+        for number in range(self._tries if tries is None else tries):
+            if number:
+                await asyncio.sleep(PAUSE_S)
+            judgement = await self._judged_once(rows)
+            errors = list(judgement.failures.values())
+            if not errors:
+                self._passed += failed
+                return judgement
+            failed.append(errors[0])
+            # A slow one is not asked again: that would take `tries` times as long.
+            if any(not e.may_pass or isinstance(e, RewardTimeoutError) for e in errors):
+                break
+        return judgement
+
+    async def _judged_once(self, rows: Sequence[RewardRow]) -> Judgement:
+        self._num_calls += 1
         current_step.set(next(self._steps))
         try:
             return await self._reward.judge(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ _ODD_TEXTS = (
     "Gr\u00fc\u00dfe, \u4e16\u754c \U0001f642 \u05e9\u05dc\u05d5\u05dd",
     'a "quoted"\tline\r\nand \\ {braces} <tags> & more',
 )
+
+
+WRONG = "I do not know."
+"""A completion that is right for next to no prompt."""
 
 
 class CheckInputError(ValueError):
@@ -54,8 +58,19 @@ def make_row(
     )
 
 
+def completions_of(answer: str) -> Sequence[str]:
+    """Completions to try where none is given: the expected answer, if any, and a wrong one.
+
+    Args:
+        answer: Expected answer; "" for none.
+    """
+    return [answer, WRONG] if answer else [WRONG]
+
+
 def read_rows(path: Path) -> list[RewardRow]:
-    """Reads a JSONL file: prompt and completion, optionally answer; other keys are metadata.
+    """Reads a JSONL file: prompt, optionally completion and answer; other keys are metadata.
+
+    A row without a completion is sent with its answer as the completion, and with a wrong one.
 
     Raises:
         CheckInputError: The file cannot be read; the text names the line.
@@ -75,15 +90,22 @@ def read_rows(path: Path) -> list[RewardRow]:
         if not isinstance(record, dict):
             record = {}
         prompt, completion = record.pop("prompt", None), record.pop("completion", None)
-        answer = record.pop("answer", "")
-        if not all(isinstance(text, str) for text in (prompt, completion, answer)):
+        answer = record.pop("answer", None)
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            # As the data of a run is read.
+            answer = str(answer)
+        texts = (prompt, *("" if text is None else text for text in (completion, answer)))
+        if not all(isinstance(text, str) for text in texts):
             raise CheckInputError(
-                f"--jsonl {path}, line {number}: give an object with the texts prompt and "
-                "completion, and maybe answer"
+                f"--jsonl {path}, line {number}: give an object with the text prompt, and maybe "
+                "completion and answer (--recipe renders prompts of messages)"
             )
-        rows.append(make_row(prompt, completion, answer, record))
+        completions = completions_of(texts[2]) if completion is None else [completion]
+        rows += [make_row(prompt, one, texts[2], record) for one in completions]
     if not 0 < len(rows) <= MOST_ROWS:
-        raise CheckInputError(f"--jsonl {path} has {len(rows)} rows: give 1 to {MOST_ROWS}")
+        raise CheckInputError(
+            f"--jsonl {path} makes {len(rows)} rows to send: give 1 to {MOST_ROWS}"
+        )
     return rows
 
 

@@ -14,7 +14,10 @@ from rolemesh.coordinator import commands
 from rolemesh.coordinator.commands.cli import COMMANDS, app, load_command
 
 HEAVY = ("redis", "numpy", "grpc", "fastapi", "starlette", "uvicorn", "opentelemetry", "pydantic")
-NO_COMMANDS = {"cli", "console", "diagnosis", "ending", "hub", "run_process", "options"}
+NO_COMMANDS = {
+    *("cli", "console", "diagnosis", "ending", "findings", "hub", "new_recipe", "options"),
+    *("recipe_checks", "run_process"),
+}
 """Modules beside the commands."""
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from rolemesh.coordinator.commands.diagnosis import (
-    Finding,
-    Level,
     check_disk,
     check_loopback,
     check_memory,
@@ -20,6 +18,7 @@ from rolemesh.coordinator.commands.diagnosis import (
     check_shared_memory,
     check_store,
 )
+from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from rolemesh.coordinator.recipe.algorithms import PpoSpec
+from rolemesh.coordinator.recipe.algorithms import OnlineDpoAlgorithmSpec, PpoSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, Recipe, RedisStoreSpec
@@ -137,13 +137,41 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         ("store.type=redis", "store.url: required, but not given (e.g. redis://127.0.0.1:6379/0)"),
         (
             "run.steps=many",
-            "run.steps is 'many' (--set run.steps=many): input should be a valid integer, "
-            "unable to parse string as an integer (RL iterations)",
+            "run.steps is 'many' (--set run.steps=many): give a whole number (RL iterations)",
         ),
         (
             "run.steps=0",
-            "run.steps is 0 (--set run.steps=0): input should be greater than or equal to 1 "
-            "(RL iterations)",
+            "run.steps is 0 (--set run.steps=0): give 1 or more (RL iterations)",
+        ),
+        (
+            "algorithm.policy_loss.type=my_loss",
+            "algorithm.policy_loss.type is 'my_loss' (--set algorithm.policy_loss.type=my_loss): "
+            "give ppo_policy",
+        ),
+        (
+            "actor.model.compute_dtype=bfloat",
+            "actor.model.compute_dtype is 'bfloat' (--set actor.model.compute_dtype=bfloat): "
+            "valid are float32, bfloat16; did you mean 'bfloat16'?",
+        ),
+        (
+            "run.name=My Run",
+            "run.name is 'My Run' (--set run.name=My Run): this is not the form of it (Short name: "
+            "lower-case letters, digits and hyphens)",
+        ),
+        (
+            "trackers=wandb",
+            "trackers is 'wandb' (--set trackers=wandb): give a list (Where scalars go beside "
+            "metrics.jsonl and TensorBoard's files, which every run has)",
+        ),
+        (
+            "pools.main.roles=[]",
+            "pools.main.roles is [] (--set pools.main.roles=[]): give 1 or more of them (Roles "
+            "that share the devices)",
+        ),
+        (
+            "run.recovery.wait_s=.inf",
+            "run.recovery.wait_s is inf (--set run.recovery.wait_s=.inf): give a finite number "
+            "(Longest wait for a service that others start to come back, in seconds)",
         ),
         (
             "critic=3",
@@ -167,8 +195,7 @@ def test_wrong_override_is_explained(recipe_file: Path, override: str, message: 
     [
         (
             ["actor.train.tp=0"],
-            "actor.train.tp is 0 (--set actor.train.tp=0): input should be greater than or equal "
-            "to 1 (Tensor slices)",
+            "actor.train.tp is 0 (--set actor.train.tp=0): give 1 or more (Tensor slices)",
         ),
         (
             ["critic.train.dp=4", "critic.train.fsdp=3"],
@@ -269,3 +296,27 @@ def test_broken_file_is_explained(tmp_path: Path, text: str, expected: str) -> N
 def test_training_samples_from_the_whole_distribution(cut):
     with pytest.raises(ValidationError, match="whole one"):
         PpoSpec(sampling=SamplingSpec(**cut))
+
+
+@pytest.mark.parametrize("loss", [{}, {"type": "ppo_policy", "kl_in_loss": 0.1}])
+def test_the_temperature_of_sampling_is_that_of_the_loss(loss: dict[str, Any]) -> None:
+    given = {"policy_loss": loss} if loss else {}
+    spec = PpoSpec.model_validate({"sampling": {"temperature": 0.7}, **given})
+    assert spec.policy_loss.temperature == 0.7
+    assert spec.policy_loss.logprob_temperature == spec.parts.policy_loss.logprob_temperature == 0.7
+    # The default of the class is one object for all.
+    assert PpoSpec().policy_loss.temperature == 1.0
+
+
+def test_an_algorithm_without_a_temperature_in_its_loss_takes_any() -> None:
+    spec = OnlineDpoAlgorithmSpec.model_validate(
+        {"sampling": {"samples_per_prompt": 2, "temperature": 0.7}}
+    )
+    assert spec.sampling.temperature == 0.7
+
+
+def test_two_temperatures_are_refused() -> None:
+    with pytest.raises(ValidationError, match="leave the first one out"):
+        PpoSpec.model_validate(
+            {"sampling": {"temperature": 0.7}, "policy_loss": {"temperature": 1.0}}
+        )

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from support.tiny_models import tiny_tokenizer
 
 from rolemesh.engine.data.prompts import EmptyDataError, PromptSet, load_prompts
-from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.rows import DataInvalidError, PromptTooLongError
 from rolemesh.engine.specs import DataSpec, JsonlSpec, MixtureSpec
 
 TOKENIZER = tiny_tokenizer()
@@ -183,6 +183,53 @@ def test_turns_that_the_template_refuses_are_named_with_their_row(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"prompt": "a"}])
     with pytest.raises(DataInvalidError, match=r"line 1: the chat template refuses.*no system"):
         load_prompts(JsonlSpec(path=path, max_prompt_tokens=9), tokenizer=tokenizer, seed=0)
+
+
+# --- room for a completion -------------------------------------------------------------------
+
+
+def test_prompts_without_room_for_a_completion_are_refused_at_the_start(tmp_path):
+    fixed = template_tokens()
+    path = rows_of_lengths(tmp_path / "x.jsonl", [9, 30, 20])
+    longest = fixed + 30
+    load(JsonlSpec(path=path), max_model_len=longest + 1)
+    message = (
+        rf"^2 of 3 prompts have {fixed + 20} tokens or more \(the longest {longest}: .*line 2\), "
+        rf"but rollout.max_model_len is {fixed + 20} .*data.max_prompt_tokens"
+    )
+    with pytest.raises(PromptTooLongError, match=message):
+        load(JsonlSpec(path=path), max_model_len=fixed + 20)
+
+
+def test_held_out_prompts_need_room_too(tmp_path):
+    path = rows_of_lengths(tmp_path / "x.jsonl", [1])
+    long = rows_of_lengths(tmp_path / "long.jsonl", [300])
+    with pytest.raises(PromptTooLongError, match=r"1 of 2 prompts"):
+        load(JsonlSpec(path=path, held_out_path=long), max_model_len=template_tokens() + 20)
+
+
+def test_a_bound_leaves_them_out_instead(tmp_path):
+    limit = template_tokens() + 20
+    path = rows_of_lengths(tmp_path / "x.jsonl", [9, 30, 20])
+    prompts = load(JsonlSpec(path=path, max_prompt_tokens=limit - 1), max_model_len=limit)
+    assert prompts.facts()["data.filtered_prompts"] == "2"
+    # A bound that leaves too little room does not hide them.
+    with pytest.raises(PromptTooLongError):
+        load(JsonlSpec(path=path, max_prompt_tokens=limit), max_model_len=limit)
+
+
+def test_data_that_are_not_sampled_have_no_such_bound(tmp_path):
+    path = rows_of_lengths(tmp_path / "x.jsonl", [5000])
+    assert load(JsonlSpec(path=path)).size("train") == 1
+
+
+@pytest.mark.parametrize("held_out_size", [0, 8])
+def test_an_empty_file_is_named_as_such(held_out_size, tmp_path):
+    path = write_lines(tmp_path / "empty.jsonl", [])
+    with pytest.raises(
+        EmptyDataError, match=r"data.path is '.*empty.jsonl', which holds no training prompt"
+    ):
+        load(JsonlSpec(path=path, held_out_size=held_out_size))
 
 
 # --- curricula ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from support.saved_datasets import write_saved, write_saved_splits
 
 from rolemesh.engine.data.prompts import load_rows
 from rolemesh.engine.data.rows import MAX_METADATA_BYTES, DataInvalidError
@@ -31,29 +32,6 @@ def write_parquet(path: Path, records: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=2)
     return path
-
-
-def write_saved(folder: Path, *parts: list[dict[str, Any]]) -> Path:
-    """As `Dataset.save_to_disk` lays a data set out."""
-    folder.mkdir(parents=True)
-    names = []
-    for number, records in enumerate(parts):
-        table = pyarrow.Table.from_pylist(records)
-        names.append(f"data-{number:05}-of-{len(parts):05}.arrow")
-        with pyarrow.ipc.new_stream(folder / names[-1], table.schema) as stream:
-            stream.write_table(table, max_chunksize=2)
-    (folder / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": None})
-    )
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
-
-
-def write_saved_splits(folder: Path, **splits: list[dict[str, Any]]) -> Path:
-    for name, records in splits.items():
-        write_saved(folder / name, records)
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
-    return folder
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

@@ -1,0 +1,48 @@
+"""`rolemesh check`: shows what coordinator/commands/recipe_checks.py finds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated
+
+import typer
+
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.findings import FindingsShown, Level
+from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
+from rolemesh.coordinator.commands.recipe_checks import recipe_findings
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def check(
+    recipe: Recipes,
+    overrides: Overrides = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Longest time for data and rewards, in s.")
+    ] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Looks for what a recipe's run would fail from, and loads no model. Exit code 0: nothing.
+
+    Reads the data, renders a prompt as the model will see it, builds the algorithm's graph, asks
+    rewards from outside for one row, estimates memory and disk, and says what to change.
+    """
+    try:
+        loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+    except RecipeError as error:
+        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+    shown = FindingsShown(as_json=as_json)
+    asyncio.run(_show(loaded, timeout, shown))
+    if shown.counts[Level.FAIL]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _show(recipe: Recipe, timeout_s: float, shown: FindingsShown) -> None:
+    async for finding in recipe_findings(recipe, timeout_s):
+        shown.show(finding)

@@ -1,0 +1,67 @@
+"""Findings of commands that look at something, and how they are shown."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from rolemesh.coordinator.commands.console import JsonConsole
+
+
+class Level(enum.IntEnum):
+    """How bad a finding is."""
+
+    OK = 0
+    WARN = 1
+    FAIL = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    what: str
+    """Its name, e.g. "torch"."""
+    text: str
+    remedy: str = ""
+    """What to do; empty when nothing is."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "level": self.level.name,
+            "what": self.what,
+            "text": self.text,
+            "remedy": self.remedy,
+        }
+
+
+_COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+
+
+class FindingsShown:
+    """Shows findings as they come, to people or as one JSON object a line."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._console = Console()
+        self.counts = dict.fromkeys(Level, 0)
+        """Findings shown, by level."""
+
+    def show(self, finding: Finding) -> None:
+        """Shows one."""
+        self.counts[finding.level] += 1
+        if self._as_json:
+            JsonConsole().write("finding", finding.to_dict())
+            return
+        mark = f"[{_COLOURS[finding.level]}]{finding.level.name:4}[/]"
+        self._console.print(f"{mark}  {finding.what:<15}", end="", highlight=False)
+        self._console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+        if finding.remedy:
+            self._console.print(
+                f"{'':21}-> {finding.remedy}", markup=False, highlight=False, soft_wrap=True
+            )

@@ -1,0 +1,118 @@
+"""`rolemesh init`: writes a small recipe for data and a reward that a user has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rolemesh.coordinator.commands.diagnosis import QUICKSTART_MODEL
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, fail
+from rolemesh.coordinator.commands.new_recipe import (
+    OWN_REWARD,
+    InitError,
+    known_data,
+    known_reward,
+    recipe_text,
+    tiny_model,
+)
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.run.installation import check_roles_run
+from rolemesh.coordinator.state.files import write_atomically
+
+TINY_MODEL = Path(".models/tiny")
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def init(
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--from",
+            metavar="DATA",
+            help="A .jsonl or .parquet file, or the folder of a Hugging Face data set.",
+        ),
+    ],
+    reward: Annotated[
+        str,
+        typer.Option(
+            metavar="REWARD",
+            help="FILE.py:FUNCTION, grpc://host:port, http://host/..., or the type of one of ours, "
+            "e.g. arithmetic.",
+        ),
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Hugging Face folder of the model to train."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Recipe to write.")] = Path(
+        "my-recipe.yaml"
+    ),
+    prompt: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the prompt; found if left out.")
+    ] = None,
+    answer: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the answer; found if left out.")
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help=f"For tries of seconds: a random model in {TINY_MODEL}.")
+    ] = False,
+) -> None:
+    """Writes a small recipe that trains a model on your data with your reward.
+
+    Example: rolemesh init --from my.jsonl --reward rewards.py:f --tiny
+    """
+    try:
+        if out.exists():
+            raise InitError(f"--out {out} exists: name another file, or remove it")
+        if not out.absolute().parent.is_dir():
+            raise InitError(f"--out {out}: there is no folder {out.parent}: make it first")
+        check_roles_run()
+        source = known_reward(reward)
+        if not data.exists():
+            raise InitError(f"--from {data} does not exist: give a file or a folder")
+        folder = _model(model, is_tiny=tiny)
+        found = known_data(data, folder, prompt, answer)
+        if reward == OWN_REWARD and found.facts["answer"] is None:
+            raise InitError(
+                f"--reward {reward} compares with an expected answer, and no column of {data} "
+                "looks like one: name it with --answer COLUMN"
+            )
+        lengths = found.lengths(folder, is_tiny=tiny)
+        text = recipe_text(found, lengths, source, folder, out, is_tiny=tiny)
+        write_atomically(out, text)
+        load_recipe([out])
+    except (InitError, RecipeError, ValueError) as error:
+        fail(str(error), EXIT_BAD_INPUT, error)
+    except OSError as error:
+        fail(f"--out {out} cannot be written: {error.strerror}", EXIT_BAD_INPUT, error)
+    for line in found.told(lengths):
+        print(line)
+    print(f"{out}: written; next:")
+    print(f"  rolemesh check {out}    # what a run would fail from, in seconds")
+    print(f"  rolemesh train {out}")
+
+
+def _model(given: Path | None, *, is_tiny: bool) -> Path:
+    """Folder of the model to train."""
+    if is_tiny:
+        if given is not None:
+            raise InitError("--tiny makes a model of its own: leave --model out, or --tiny")
+        return tiny_model(TINY_MODEL)
+    folder = given or QUICKSTART_MODEL
+    if (folder / "config.json").is_file():
+        return folder
+    if given is None:
+        raise InitError(
+            "--model is missing: give the local Hugging Face folder of the model to train, or "
+            "--tiny for a tiny random one (nothing is ever downloaded)"
+        )
+    what = "has no config.json" if folder.is_dir() else "is no folder"
+    raise InitError(
+        f"--model {folder} {what}: give a local Hugging Face model folder (nothing is ever "
+        "downloaded), or --tiny for a tiny random one"
+    )

@@ -1,0 +1,360 @@
+"""What `rolemesh check` looks at: a recipe as a run would find it, without loading a model.
+
+The data, one rendered prompt and one judged row come from a process of the services
+(`rolemesh.services.preview`), which has a tokenizer and no torch. Everything else is of the recipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rolemesh.coordinator.algorithms.registry import unused_roles
+from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.recipe.algorithms import CustomSpec
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.cautions import cautions
+from rolemesh.coordinator.run.folder import RUNS_FOLDER
+from rolemesh.coordinator.run.footprint import footprint_of
+from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.run.records import check_directory_is_free
+from rolemesh.coordinator.run.start_checks import check_start, services_in
+from rolemesh.engine.specs import ArithmeticRewardSpec, named_sources
+
+_GIVEN = {
+    "sft": "demonstration",
+    "dpo": "preference",
+    "kto": "judgement",
+    "reward_model": "preference",
+    "external": "any",
+}
+"""What an algorithm reads of a row; every other one samples for its prompt."""
+
+_ANSWER_MARGIN_S = 2.0
+"""Seconds that are left of the time limit when a reward's answer is no longer waited for."""
+
+_SHOWN_CHARACTERS = 800
+_SHM = Path("/dev/shm")
+
+
+async def recipe_findings(recipe: Recipe, timeout_s: float) -> AsyncIterator[Finding]:
+    """Looks at a recipe; every finding says what to change.
+
+    Args:
+        recipe: The recipe.
+        timeout_s: Longest time for data and rewards, in seconds.
+
+    Yields:
+        Findings, each as soon as it is known.
+    """
+    try:
+        services = services_in(recipe)
+        own = [name for name, address in services.items() if address is None]
+        check_start(recipe, own)
+        if recipe.run.directory is not None:
+            check_directory_is_free(recipe.run.directory)
+    except ValueError as error:
+        yield _fail("recipe", str(error))
+        # A graph may lack a section too, but data cannot be read without their files.
+        async for finding in _graph(recipe):
+            yield finding
+        return
+    yield _ok("recipe", f"{recipe.run.name}: valid, and its files are there")
+    async for finding in _graph(recipe):
+        yield finding
+    for role in unused_roles(recipe):
+        yield _warn(
+            "recipe",
+            f"the section {role} is not used by algorithm {recipe.algorithm.type!r}",
+            f"take the section {role} out, or take another algorithm",
+        )
+    counts: dict[str, Any] = {}
+    async for finding in _preview(recipe, services, timeout_s, counts):
+        yield finding
+    for caution in cautions(recipe, counts.get("train"), counts.get("held_out")):
+        yield _warn("sizes", caution.text, caution.remedy)
+    for finding in (*_evaluation(recipe, counts), *_sizes(recipe, services)):
+        yield finding
+
+
+async def _graph(recipe: Recipe) -> AsyncIterator[Finding]:
+    try:
+        nodes = await plan_step(recipe)
+    except ValueError as error:
+        yield _fail("algorithm", str(error))
+        return
+    calls = " -> ".join(node.name for node in nodes)
+    yield _ok("algorithm", f"{recipe.algorithm.type}: {calls or 'a client makes the steps'}")
+
+
+async def _preview(
+    recipe: Recipe, services: Mapping[str, str | None], timeout_s: float, counts: dict[str, Any]
+) -> AsyncIterator[Finding]:
+    """Asks the process that reads data; what it counts goes into `counts`."""
+    spec = _preview_spec(recipe, services, timeout_s)
+    if spec is None:
+        return
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "rolemesh.services.preview"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1 << 22,
+        # The current directory must not shadow a package.
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
+    is_whole = False
+    try:
+        async with asyncio.timeout(timeout_s):
+            process.stdin.write(json.dumps(spec).encode())
+            process.stdin.close()
+            async for line in process.stdout:
+                told = json.loads(line)
+                if told["type"] == "data":
+                    counts.update(told)
+                for finding in _told(recipe, services, told):
+                    yield finding
+            await process.wait()
+            is_whole = True
+    except TimeoutError:
+        yield _warn(
+            "data",
+            f"data and rewards were not looked at wholly within {timeout_s:g} s",
+            "give it more time with --timeout; the run itself has no such limit",
+        )
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if is_whole and process.returncode:
+        last = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
+        yield _fail("data", f"the process that reads the data failed: {last}")
+
+
+def _preview_spec(
+    recipe: Recipe, services: Mapping[str, str | None], timeout_s: float
+) -> dict[str, Any] | None:
+    """What the process is to look at; None where no role of the run reads data."""
+    reader = "actor" if "actor" in services else "reward"
+    section: Any = recipe.section(reader)
+    data = getattr(section, "data", None)
+    if data is None:
+        return None
+    sampler, sampling = recipe.sampler, recipe.sampling
+    model = section.model if reader == "actor" else section.source.model
+    kind = recipe.algorithm.type
+    given = _GIVEN.get(kind, "prompt" if not isinstance(recipe.algorithm, CustomSpec) else "any")
+    rewards = [
+        one.model_dump(mode="json")
+        for role in ("reward", "cost")
+        if role in services
+        for one in named_sources(getattr(recipe, role).source)
+    ]
+    return {
+        "model": str(model.path),
+        "data": data.model_dump(mode="json"),
+        "seed": recipe.run.seed,
+        "given": given,
+        "max_model_len": sampler.max_model_len if sampler and sampling else None,
+        "max_new_tokens": sampling.max_new_tokens if sampling else None,
+        "rewards": rewards,
+        "reward_timeout_s": max(1.0, timeout_s / 2 - _ANSWER_MARGIN_S),
+    }
+
+
+def _told(
+    recipe: Recipe, services: Mapping[str, str | None], told: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """The findings in one line of the process."""
+    match told["type"]:
+        case "error" if told["what"] == "packages":
+            yield _warn("data", f"not looked at: {told['text']}", INSTALL)
+        case "error":
+            address = services.get("actor")
+            if address is None:
+                yield _fail("data", told["text"])
+            else:
+                yield _warn(
+                    "data",
+                    f"not looked at: {told['text']}",
+                    f"the actor at {address} reads its own disk: run the check there",
+                )
+        case "data":
+            yield from _data(recipe, told)
+        case "prompt":
+            yield _ok("prompt", _shown_prompt(told))
+        case "lengths":
+            yield from _lengths(recipe, told)
+        case "reward":
+            yield _reward(services, told)
+
+
+def _data(recipe: Recipe, told: Mapping[str, Any]) -> Iterator[Finding]:
+    left_out = f", {told['filtered']} left out for their length" if told["filtered"] else ""
+    yield _ok("data", f"{told['train']} rows to train on, {told['held_out']} held out{left_out}")
+    sources = [] if recipe.reward is None else named_sources(recipe.reward.source)
+    if told["unanswered"] and any(isinstance(s.source, ArithmeticRewardSpec) for s in sources):
+        yield _fail(
+            "data",
+            f"{told['unanswered']} rows have no expected answer (the first: "
+            f"{told['first_unanswered']}), which the reward 'arithmetic' compares with",
+            "name the column of the answer in actor.data.columns.answer, or take another reward",
+        )
+
+
+def _shown_prompt(told: Mapping[str, Any]) -> str:
+    text = told["text"]
+    cut = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    lines = [f"the first of the run, as the model sees it ({told['num_tokens']} tokens):"]
+    lines += [f"{'':21}| {line}" for line in cut.rstrip("\n").split("\n")]
+    if told["completion"]:
+        lines.append(f"{'':21}given completion: {told['completion'][:_SHOWN_CHARACTERS]!r}")
+    if told["answer"]:
+        lines.append(f"{'':21}expected answer: {told['answer'][:_SHOWN_CHARACTERS]!r}")
+    return "\n".join(lines)
+
+
+def _lengths(recipe: Recipe, told: Mapping[str, Any]) -> Iterator[Finding]:
+    sampling, sampler = recipe.sampling, recipe.sampler
+    assert sampling is not None
+    assert sampler is not None
+    limit, wanted = sampler.max_model_len, sampling.max_new_tokens
+    bound = f"rollout.max_model_len {limit} minus algorithm.sampling.max_new_tokens {wanted}"
+    longest = f"the longest has {told['longest']} tokens: {told['where']}"
+    remedy = f"raise rollout.max_model_len to {told['longest'] + wanted}"
+    if limit > wanted:
+        remedy += f", or set actor.data.max_prompt_tokens to {limit - wanted} to leave them out"
+    if told["no_room"]:
+        yield _fail(
+            "lengths",
+            f"{told['no_room']} of {told['prompts']} prompts have rollout.max_model_len ({limit}) "
+            f"tokens or more ({longest}); the run does not start with them",
+            remedy,
+        )
+    if told["less_room"]:
+        yield _warn(
+            "lengths",
+            f"{told['less_room']} of {told['prompts']} prompts are longer than {bound} ({longest})"
+            ": their completions are cut sooner",
+            remedy,
+        )
+    if not told["no_room"] and not told["less_room"]:
+        yield _ok("lengths", f"all {told['prompts']} prompts fit into {bound}")
+
+
+def _reward(services: Mapping[str, str | None], told: Mapping[str, Any]) -> Finding:
+    if "error" not in told:
+        shown = "None (it does not apply)" if told["reward"] is None else f"{told['reward']:g}"
+        text = f"{told['name']} gives {shown} to the first prompt with {told['completion'][:60]!r}"
+        return _ok("reward", text)
+    remedy = "`rolemesh reward check --recipe` tries it at length"
+    address = services.get("reward")
+    if address is not None:
+        remedy += f"; the reward service at {address} may reach what this machine cannot"
+    level = Level.FAIL if address is None else Level.WARN
+    return Finding(
+        level=level, what="reward", text=f"{told['name']}: {told['error']}", remedy=remedy
+    )
+
+
+def _evaluation(recipe: Recipe, counts: Mapping[str, Any]) -> Iterator[Finding]:
+    wanted, have = recipe.run.evaluation.num_prompts, counts.get("held_out")
+    can_evaluate = recipe.sampling is not None and recipe.reward is not None
+    if have is None or not can_evaluate or wanted <= have:
+        return
+    yield _fail(
+        "evaluation",
+        f"run.evaluation.num_prompts is {wanted}, but {have} prompts are held out: the run does "
+        "not start",
+        f"set run.evaluation.num_prompts to {have} at most (0 switches evaluation off), or hold "
+        "out more prompts",
+    )
+
+
+def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Finding]:
+    """Memory and disk, as far as they follow from the sizes of models."""
+    found = footprint_of(recipe, services)
+    for folder in found.unknown:
+        yield _warn(
+            "memory",
+            f"{folder} holds no *.safetensors that can be read here, so memory and disk do not "
+            "count this model",
+            "run the check where the model is",
+        )
+    if found.memory:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in found.memory.items())
+        needed = sum(found.memory.values()) + found.cuts
+        yield _against(
+            "memory",
+            f"about {_gib(needed)}: {parts}, shared memory {_gib(found.cuts)}; an estimate of "
+            "weights, gradients, optimizer, KV cache and libraries, without activations",
+            needed,
+            psutil.virtual_memory().available,
+            "free",
+            "take a smaller model, lower rollout.kv_cache_gib, or set run.recovery.cuts to false",
+        )
+    for name, size in found.device_memory.items():
+        yield _ok(
+            "gpu memory",
+            f"{name}: about {_gib(size)} on each GPU; an estimate of weights, gradients and "
+            "optimizer, without sampler and activations",
+        )
+    if found.cuts and _SHM.is_dir():
+        yield _against(
+            "shared memory",
+            f"about {_gib(found.cuts)} in {_SHM} for the cuts that recovery goes back to, beside "
+            "the experience of a step",
+            found.cuts,
+            shutil.disk_usage(_SHM).free,
+            "free there",
+            "make it larger, or set run.recovery.cuts to false",
+        )
+    if found.disk:
+        runs = (recipe.run.directory or RUNS_FOLDER).absolute()
+        there = next(path for path in (runs, *runs.parents) if path.exists())
+        yield _against(
+            "disk",
+            f"at most {_gib(found.disk)} in {runs}: {found.checkpoints_kept} x "
+            f"{_gib(found.checkpoint)} of checkpoints and a model of {_gib(found.export)}; an "
+            "estimate from the sizes of the models",
+            found.disk,
+            shutil.disk_usage(there).free,
+            "free there",
+            "take another folder with --out, or lower run.checkpoint.keep",
+        )
+
+
+def _against(what: str, text: str, needed: int, available: int, noun: str, remedy: str) -> Finding:
+    """A finding about bytes that are needed, of which some are available."""
+    text = f"{text}; {noun} are {_gib(available)}"
+    return _ok(what, text) if needed <= available else _warn(what, text, remedy)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+
+
+def _ok(what: str, text: str) -> Finding:
+    return Finding(level=Level.OK, what=what, text=text)
+
+
+def _warn(what: str, text: str, remedy: str) -> Finding:
+    return Finding(level=Level.WARN, what=what, text=text, remedy=remedy)
+
+
+def _fail(what: str, text: str, remedy: str = "") -> Finding:
+    return Finding(level=Level.FAIL, what=what, text=text, remedy=remedy)

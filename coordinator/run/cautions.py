@@ -1,0 +1,51 @@
+"""Cautions: settings with which a run works, but seldom as its user means it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
+from rolemesh.coordinator.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """One such setting."""
+
+    text: str
+    remedy: str
+
+
+def cautions(recipe: Recipe, num_train: int | None, num_held_out: int | None) -> Iterator[Caution]:
+    """Looks at the sizes of a recipe's steps and data.
+
+    Args:
+        recipe: The recipe.
+        num_train: Training prompts; None: not known.
+        num_held_out: Held-out prompts; None: not known.
+    """
+    section, sampling, run = recipe.algorithm, recipe.sampling, recipe.run
+    if not isinstance(section, AlgorithmSection):
+        return
+    if sampling is not None:
+        group, rows = sampling.samples_per_prompt, section.mini_batch_rows
+        num_rows = run.prompts_per_step * group
+        if rows < num_rows and rows % group:
+            yield Caution(
+                f"algorithm.mini_batch_rows is {rows} and algorithm.sampling.samples_per_prompt is "
+                f"{group}, so that optimizer steps split the completions of a prompt, and their "
+                "prompt is computed more than once",
+                f"give mini_batch_rows as a multiple of {group}",
+            )
+    if num_train is not None and run.prompts_per_step > num_train:
+        yield Caution(
+            f"run.prompts_per_step is {run.prompts_per_step}, but there are {num_train} training "
+            "prompts: every step has the same ones several times",
+            f"lower run.prompts_per_step to {num_train} at most, or give more data",
+        )
+    if num_train is not None and num_held_out is not None and num_held_out > num_train:
+        yield Caution(
+            f"{num_held_out} prompts are held out and {num_train} are left to train on",
+            "lower held_out_size of the data",
+        )

@@ -1,0 +1,47 @@
+"""Everything that can be checked of a recipe before the first process of its run is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.api.credentials import check_exposure, read_token
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.inputs import check_paths
+from rolemesh.coordinator.run.installation import check_roles_run
+from rolemesh.coordinator.run.launch import visible_devices
+from rolemesh.coordinator.trackers.registry import check_trackers
+from rolemesh.rpc import tracing
+
+
+def services_in(recipe: Recipe) -> dict[str, str | None]:
+    """The services of a recipe's run by name, each with its address; None: it is started here.
+
+    Raises:
+        ValueError: The recipe lacks a section that the algorithm needs.
+    """
+    names = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
+    return {name: recipe.address(name) for name in names}
+
+
+def check_start(recipe: Recipe, own_services: Sequence[str]) -> None:
+    """Raises ValueError for the first thing that a run of the recipe lacks on this machine.
+
+    Args:
+        recipe: The recipe.
+        own_services: Names of the services that are started here.
+
+    Raises:
+        ValueError: A file that the recipe names or a package that a role needs is missing, or the
+            coordinator would be open to others without a token.
+    """
+    check_trackers(recipe.trackers)
+    if recipe.tracing is not None or tracing.is_configured(os.environ):
+        tracing.check_installed()
+    check_exposure(recipe.api.host, read_token(recipe.api.token_file, os.environ))
+    if own_services:
+        check_roles_run()
+    check_paths(recipe, {role_of(name) for name in own_services})
+    for name in own_services:
+        visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,0 +1,59 @@
+"""Looks at a recipe's data and rewards: python -m rolemesh.services.preview < SPEC.
+
+SPEC is a `PreviewSpec` in JSON. Prints one JSON object a line as soon as each is known: "data",
+"lengths", "prompt", "reward", and "error" for what a role would fail with at its start. Always ends
+with exit code 0 unless it cannot work at all: what is found is for the caller to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+SHOWN_CHARACTERS = 2000
+"""Most characters of a text that are printed."""
+
+
+def main() -> int:
+    """Reads the spec, looks, and prints."""
+    try:
+        from rolemesh.services.preview.looking import Preview, PreviewSpec
+    except ModuleNotFoundError as error:
+        _tell("error", what="packages", text=f"{error.name} is not installed here")
+        return 0
+    spec = PreviewSpec.model_validate_json(sys.stdin.read())
+    try:
+        preview = Preview(spec)
+        _tell("data", **preview.counts())
+        prompt, completion = preview.first()
+        if prompt is not None:
+            shown = prompt.text[:SHOWN_CHARACTERS]
+            _tell(
+                "prompt",
+                text=shown,
+                num_tokens=len(prompt.tokens),
+                answer=prompt.answer[:SHOWN_CHARACTERS],
+                completion=completion[:SHOWN_CHARACTERS],
+            )
+        lengths = preview.lengths()
+        if lengths is not None:
+            _tell("lengths", **lengths)
+    except ModuleNotFoundError as error:
+        _tell("error", what="packages", text=f"{error.name} is not installed here")
+        return 0
+    except ValueError as error:
+        _tell("error", what="data", text=str(error))
+        return 0
+    for found in asyncio.run(preview.rewards()):
+        _tell("reward", **found)
+    return 0
+
+
+def _tell(kind: str, **values: Any) -> None:
+    print(json.dumps({"type": kind, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

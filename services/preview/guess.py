@@ -1,0 +1,286 @@
+"""Finds out what a data file is: python -m rolemesh.services.preview.guess < QUESTION.
+
+QUESTION is a `Question` in JSON. Prints one JSON object: a `Guess`, or {"error": text}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rolemesh.engine.data import jsonl
+from rolemesh.engine.data.filtering import long_prompts
+from rolemesh.engine.data.prompts import load_rows
+from rolemesh.engine.data.rendering import Renderer
+from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.specs import DataSpec, HfDatasetSpec, Spec
+
+PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "query", "input")
+CONVERSATION_NAMES = ("messages", "conversation", "conversations")
+ANSWER_NAMES = (
+    *("answer", "solution", "expected_answer", "ground_truth", "reference_answer", "target"),
+    *("expected", "label", "output", "response", "completion"),
+)
+"""Columns that are taken without asking, the likeliest first; in any case of letters."""
+
+HELD_OUT_SPLITS = ("test", "validation", "valid", "dev")
+
+_LOOKED_AT = 100
+"""Records of which the columns are looked at. All are read later, and checked."""
+
+_DATA: TypeAdapter[DataSpec] = TypeAdapter(DataSpec)
+
+
+class Question(Spec):
+    """What to look at."""
+
+    path: Path
+    """File or folder of the data."""
+    model: Path
+    """Folder with the policy's tokenizer."""
+    prompt: str | None = None
+    """Column of the prompt; None: to be found."""
+    answer: str | None = None
+    """Column of the expected answer; None: to be found."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """What the data is."""
+
+    data: Mapping[str, Any]
+    """Section `data` of a recipe, without what is held out of training rows."""
+    prompt: str
+    """Column of the prompt."""
+    answer: str | None
+    """Column of the expected answer; None: there is none."""
+    others: Sequence[str]
+    """Columns that become metadata."""
+    num_rows: int
+    """Training rows."""
+    num_distinct: int
+    """Distinct prompts among them."""
+    num_held_out: int
+    """Rows of a held-out split."""
+    lengths: Sequence[int]
+    """Tokens of every rendered prompt, the longest first."""
+
+
+def guess(question: Question) -> Guess:
+    """Finds out format and columns, and reads all rows with them.
+
+    Raises:
+        ValueError: It is no data, or a column cannot be told; the text says what to give.
+    """
+    source = _source(question.path)
+    records = _some_records(source)
+    if not records:
+        raise DataInvalidError(f"--from {question.path} holds no row: give data with at least one")
+    columns = _columns(records)
+    prompt, meaning = _prompt_column(columns, records, question)
+    answer = _answer_column(columns, records, question, prompt)
+    named = {meaning: prompt} | ({} if answer is None else {"answer": answer})
+    # A column that is called like its meaning is taken without being named.
+    told = {meaning: column for meaning, column in named.items() if meaning != column}
+    data = {**source, **({"columns": told} if told else {})}
+    train, held_out = load_rows(_DATA.validate_python(data))
+    renderer = Renderer(load_light_tokenizer(question.model))
+    rows = [*train, *held_out]
+    return Guess(
+        data=data,
+        prompt=prompt,
+        answer=answer,
+        others=[name for name in columns if name not in (prompt, answer)],
+        num_rows=len(train),
+        num_distinct=len({row.identity for row in train}),
+        num_held_out=len(held_out),
+        lengths=[length for length, _ in long_prompts(rows, renderer, 0)],
+    )
+
+
+def _source(path: Path) -> dict[str, Any]:
+    """The data section that reads a path, without columns."""
+    if path.is_file():
+        if path.suffix in (".parquet", ".pq"):
+            return {"type": "parquet", "path": str(path)}
+        if path.suffix in (".jsonl", ".ndjson", ".json"):
+            return {"type": "jsonl", "path": str(path)}
+        raise DataInvalidError(
+            f"--from {path} ends in {path.suffix or 'nothing'}: give a .jsonl file (one JSON "
+            "object a line), a .parquet file, or the folder of a Hugging Face data set"
+        )
+    if (path / "state.json").is_file():
+        return {"type": "hf_dataset", "path": str(path)}
+    splits = _splits(path)
+    if not splits:
+        files = sorted(path.rglob("*.parquet"))
+        if files:
+            return {"type": "parquet", "path": str(path)}
+        raise DataInvalidError(
+            f"--from {path} holds neither a saved Hugging Face data set nor .parquet files: give "
+            "the folder that save_to_disk wrote, or a file"
+        )
+    if "train" not in splits:
+        raise DataInvalidError(
+            f"--from {path} has no split 'train'; it has {', '.join(splits)}: give a folder with "
+            "one, or write the data section yourself (docs/data.md)"
+        )
+    held_out = next((name for name in HELD_OUT_SPLITS if name in splits), None)
+    found = {"type": "hf_dataset", "path": str(path)}
+    return found if held_out is None else {**found, "held_out_split": held_out}
+
+
+def _splits(path: Path) -> list[str]:
+    """Splits of a folder that the data sets library wrote, or of a copy of a repository."""
+    if (path / "dataset_dict.json").is_file():
+        try:
+            return [
+                str(name) for name in json.loads((path / "dataset_dict.json").read_text())["splits"]
+            ]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataInvalidError(
+                f"--from {path}: dataset_dict.json cannot be read ({error!r}): save it again"
+            ) from error
+    splits = ("train", *HELD_OUT_SPLITS)
+    files = list(path.rglob("*.parquet"))
+    return [
+        name
+        for name in splits
+        if any(
+            file.stem == name or file.stem.startswith(f"{name}-") or file.parent.name == name
+            for file in files
+        )
+    ]
+
+
+def _some_records(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    every: Callable[[Sequence[str]], list[str]] = list
+    path = Path(source["path"])
+    if source["type"] == "jsonl":
+        found = jsonl.records(path, "--from")
+    else:
+        from rolemesh.engine.data import tables
+
+        if source["type"] == "parquet":
+            found = tables.parquet_records(path, "--from", every)
+        else:
+            found = tables.hf_records(HfDatasetSpec(path=path), "train", "--from", every)
+    records = []
+    for record, where in itertools.islice(found, _LOOKED_AT):
+        if not isinstance(record, Mapping):
+            raise DataInvalidError(
+                f"{where}: is no object but a {type(record).__name__}: give one JSON object a line"
+            )
+        records.append(record)
+    return records
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for record in records for name in record))
+
+
+def _prompt_column(
+    columns: Sequence[str], records: Sequence[Mapping[str, Any]], question: Question
+) -> tuple[str, str]:
+    """The column of the prompt, and whether it is a "prompt" or "messages", a conversation."""
+    if question.prompt is not None:
+        _check_there(question.prompt, columns, "--prompt")
+        return question.prompt, _meaning(question.prompt, records)
+    for names, meaning in ((PROMPT_NAMES, "prompt"), (CONVERSATION_NAMES, "messages")):
+        for column in _called(names, columns):
+            if all(
+                _is_text(record.get(column)) or _are_turns(record.get(column)) for record in records
+            ):
+                return column, "messages" if meaning == "messages" else _meaning(column, records)
+    usable = [
+        column
+        for column in columns
+        if all(_is_text(record.get(column)) or _are_turns(record.get(column)) for record in records)
+    ]
+    if len(usable) == 1:
+        return usable[0], _meaning(usable[0], records)
+    raise DataInvalidError(
+        f"--from {question.path}: which column is the prompt cannot be told from "
+        f"{', '.join(columns)}: name it with --prompt COLUMN"
+    )
+
+
+def _meaning(column: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """A list of turns that an assistant ends is a conversation; anything else is a prompt."""
+    value = records[0].get(column)
+    if isinstance(value, list) and _are_turns(value) and value[-1]["role"] == "assistant":
+        return "messages"
+    return "prompt"
+
+
+def _answer_column(
+    columns: Sequence[str],
+    records: Sequence[Mapping[str, Any]],
+    question: Question,
+    prompt: str,
+) -> str | None:
+    if question.answer is not None:
+        _check_there(question.answer, columns, "--answer")
+        return question.answer
+    for column in _called(ANSWER_NAMES, columns):
+        if column != prompt and all(_is_answer(record.get(column)) for record in records):
+            return column
+    return None
+
+
+def _called(names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    by_name = {column.lower(): column for column in reversed(columns)}
+    return [by_name[name] for name in names if name in by_name]
+
+
+def _check_there(column: str, columns: Sequence[str], option: str) -> None:
+    if column not in columns:
+        raise DataInvalidError(
+            f"{option} is {column!r}, which the data does not have; it has {', '.join(columns)}"
+        )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_answer(value: Any) -> bool:
+    return value is None or (isinstance(value, str | int | float) and not isinstance(value, bool))
+
+
+def _are_turns(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(turn, Mapping)
+            and isinstance(turn.get("role"), str)
+            and isinstance(turn.get("content"), str)
+            for turn in value
+        )
+    )
+
+
+def main() -> int:
+    """Reads the question, and prints the guess."""
+    question = Question.model_validate_json(sys.stdin.read())
+    try:
+        answer: dict[str, Any] = asdict(guess(question))
+    except ModuleNotFoundError as error:
+        answer = {"missing": error.name}
+    except ValueError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

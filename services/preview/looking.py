@@ -1,0 +1,179 @@
+"""What a look at a recipe's data and rewards finds: rows, one rendered prompt, one judged row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from rolemesh.engine.data.filtering import long_prompts
+from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
+from rolemesh.engine.data.rendering import ChatTokenizer
+from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.specs import (
+    DataSpec,
+    OutsideRewardSpec,
+    PythonRewardSpec,
+    Spec,
+    WeightedRewardSpec,
+)
+from rolemesh.services.reward.outside.base import OutsideRewardError
+from rolemesh.services.reward.outside.check.recipe_rows import rows_of_prompt
+from rolemesh.services.reward.outside.make import make_outside_reward
+
+Given = Literal["prompt", "demonstration", "preference", "judgement", "any"]
+
+_NEEDED: dict[Given, tuple[str, ...]] = {
+    "prompt": (),
+    "demonstration": ("completion",),
+    "preference": ("chosen", "rejected"),
+    "judgement": ("completion", "label"),
+    "any": (),
+}
+"""Columns that every row needs, by what an algorithm reads of it."""
+
+_FIELDS = {"label": "is_wanted"}
+"""Field of PromptRow for a column that is not called like it."""
+
+
+class PreviewSpec(Spec):
+    """What to look at."""
+
+    model: Path
+    """Folder with the tokenizer of the role that reads the data."""
+    data: DataSpec
+    seed: int
+    """Seed of the run."""
+    given: Given
+    """What the algorithm reads of a row: "prompt" samples for it, "any" is not known."""
+    max_model_len: int | None = None
+    """Longest sequence of the sampler, in tokens; None: nothing is sampled."""
+    max_new_tokens: int | None = None
+    """Longest completion that is sampled, in tokens."""
+    rewards: tuple[WeightedRewardSpec, ...] = ()
+    """Sources of reward and cost, each with a name."""
+    reward_timeout_s: float = 3.0
+    """Longest wait for an answer of a reward, in seconds."""
+
+
+class Preview:
+    """A look at one recipe. Raises in `__init__` what the role would raise at its start."""
+
+    def __init__(self, spec: PreviewSpec) -> None:
+        """Loads tokenizer and data.
+
+        Raises:
+            ValueError: One of them cannot be read.
+        """
+        self._spec = spec
+        self._tokenizer: ChatTokenizer = load_light_tokenizer(spec.model)
+        self._prompts: PromptSet = load_prompts(
+            spec.data, tokenizer=self._tokenizer, seed=spec.seed
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """Rows of each split, those that were left out for their length, and those without answer.
+
+        Raises:
+            ValueError: A row lacks a column that the algorithm needs.
+        """
+        self._check_given()
+        unanswered = [row.where for row in self._every() if not row.answer]
+        return {
+            "train": self._prompts.size("train"),
+            "held_out": self._prompts.size("held_out"),
+            "filtered": sum(self._prompts.num_filtered.values()),
+            "unanswered": len(unanswered),
+            "first_unanswered": unanswered[0] if unanswered else "",
+        }
+
+    def _check_given(self) -> None:
+        columns = _NEEDED[self._spec.given]
+        for row in self._every():
+            if self._spec.given == "demonstration" and row.text is not None:
+                continue
+            for column in columns:
+                if getattr(row, _FIELDS.get(column, column)) is None:
+                    raise ValueError(
+                        f"{row.where}: lacks the column {column!r}, which the algorithm trains on: "
+                        f"name the right one in data.columns.{column}, or take another algorithm"
+                    )
+            if self._spec.given == "prompt" and row.text is not None:
+                self._prompts.renderer.prompt_text(row)
+
+    def _every(self) -> list[PromptRow]:
+        return [*self._prompts.every("train"), *self._prompts.every("held_out")]
+
+    def first(self) -> tuple[Prompt | None, str]:
+        """The first row of the first step: its prompt, and the given completion as text.
+
+        Raises:
+            ValueError: It cannot be rendered.
+        """
+        ((index, row),) = self._prompts.rows("train", 0, 1)
+        if row.text is not None:
+            return None, row.text
+        given = row.completion if row.completion is not None else row.chosen
+        completion = ""
+        if given is not None:
+            tokens = self._prompts.renderer.completion(row, given).tokens
+            completion = str(self._tokenizer.decode(tokens))
+        return self._prompts.render(index, row), completion
+
+    def lengths(self) -> dict[str, Any] | None:
+        """Prompts that leave no room for a token, and those that leave less than max_new_tokens.
+
+        Returns:
+            Counts, and the longest such prompt; None where nothing is sampled.
+        """
+        limit, wanted = self._spec.max_model_len, self._spec.max_new_tokens
+        if limit is None or wanted is None:
+            return None
+        rows = self._every()
+        found = long_prompts(rows, self._prompts.renderer, max(0, limit - wanted))
+        longest, where = found[0] if found else (0, "")
+        return {
+            "prompts": len(rows),
+            "no_room": sum(length >= limit for length, _ in found),
+            "less_room": sum(length < limit for length, _ in found),
+            "longest": longest,
+            "where": where,
+        }
+
+    async def rewards(self) -> list[dict[str, Any]]:
+        """What each reward from outside says of the first prompt with its answer as completion.
+
+        Returns:
+            A mapping for each source: name, completion, and reward or error.
+        """
+        prompt, _ = self.first()
+        if prompt is None:
+            return []
+        row = rows_of_prompt(prompt, self._tokenizer)[0]
+        told = []
+        for named in self._spec.rewards:
+            if isinstance(named.source, OutsideRewardSpec):
+                name = named.name or named.source.type
+                found = await self._judged(name, named.source, row)
+                told.append({"name": name, "completion": row.completion, **found})
+        return told
+
+    async def _judged(self, name: str, spec: OutsideRewardSpec, row: Any) -> dict[str, Any]:
+        limit = min(spec.timeout_s, self._spec.reward_timeout_s)
+        # One try: what a run survives later is not of interest here.
+        changes = {"timeout_s": limit, "deadline_s": limit, "tries": 1, "hedge_after_s": None}
+        known = {key: value for key, value in changes.items() if hasattr(spec, key)}
+        try:
+            reward = make_outside_reward(name, spec.model_copy(update=known))
+        except ValueError as error:
+            return {"error": str(error)}
+        try:
+            if isinstance(spec, PythonRewardSpec):
+                await reward.open()
+            judgement = await reward.judge([row])
+        except OutsideRewardError as error:
+            return {"error": str(error)}
+        finally:
+            await reward.close()
+        if judgement.failures:
+            return {"error": str(judgement.failures[0])}
+        return {"reward": judgement.rewards[0]}

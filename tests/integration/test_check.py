@@ -1,0 +1,283 @@
+"""`rolemesh check` finds what a run would fail from, says what to change, and loads no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import warm_processes
+from support.tiny_models import write_tiny_llama
+
+ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
+REWARD = """
+def right(completions, answer, **kwargs):
+    return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+def broken(completions, **kwargs):
+    raise RuntimeError("no luck")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> dict[str, Any]:
+    (tmp_path / "rewards.py").write_text(REWARD)
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(12)]
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "run": {
+            "name": "mine",
+            "steps": 4,
+            "prompts_per_step": 4,
+            "evaluation": {"num_prompts": 2},
+        },
+        "algorithm": {
+            "type": "grpo",
+            "sampling": {"samples_per_prompt": 4, "max_new_tokens": 8},
+            "mini_batch_rows": 8,
+        },
+        "actor": {
+            "model": {"path": str(model)},
+            "rollout": {"type": "hf", "max_model_len": 128},
+            "data": {"type": "jsonl", "path": "my.jsonl", "held_out_size": 2},
+        },
+        "reward": {"source": "python:rewards.py:right"},
+    }
+
+
+def check(
+    folder: Path, recipe: dict[str, Any], *arguments: str
+) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, findings, and what was printed."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ended = subprocess.run(
+        [*ROLEMESH, "check", "recipe.yaml", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=folder,
+        env={**os.environ, **warm_processes.commands(), "COLUMNS": "200"},
+    )
+    lines = ended.stdout.splitlines() if "--json" in arguments else []
+    return ended.returncode, [json.loads(line) for line in lines], ended.stdout + ended.stderr
+
+
+def found(findings: list[dict[str, Any]], what: str) -> list[tuple[str, str, str]]:
+    return [(one["level"], one["text"], one["remedy"]) for one in findings if one["what"] == what]
+
+
+def test_a_recipe_that_runs_has_nothing_wrong_with_it(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    assert code == 0
+    assert {one["level"] for one in findings} == {"OK"}, findings
+    assert [one["what"] for one in findings] == [
+        *("recipe", "algorithm", "data", "prompt", "lengths", "reward"),
+        *("memory", "shared memory", "disk"),
+    ]
+    assert found(findings, "data")[0][1] == "10 rows to train on, 2 held out"
+    assert "actor.generate -> reward.compute_reward" in found(findings, "algorithm")[0][1]
+    shown = found(findings, "prompt")[0][1]
+    assert "| <|im_start|>user\n" in shown
+    assert "| What is " in shown
+    assert "| <|im_start|>assistant" in shown
+    # The first prompt of the run with its own answer as the completion.
+    assert "right gives 1" not in shown
+    assert "python gives 1 to the first prompt" in found(findings, "reward")[0][1]
+
+
+def test_people_get_lines_and_no_run_is_made(recipe: dict[str, Any], tmp_path: Path) -> None:
+    code, _, output = check(tmp_path, recipe)
+    assert code == 0
+    assert "OK    data           10 rows to train on, 2 held out" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def put(recipe: dict[str, Any], where: str, value: Any) -> None:
+    *above, last = where.split(".")
+    for name in above:
+        recipe = recipe.setdefault(name, {})
+    recipe[last] = value
+
+
+LOSS = {"type": "ppo_policy", "kl_in_loss": 0.1}
+LONG = '{"prompt": "%s", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "level", "text", "remedy"),
+    [
+        (
+            {"algorithm.policy_loss": LOSS},
+            *("algorithm", "FAIL", "algorithm.policy_loss.kl_in_loss is 0.1"),
+            "",
+        ),
+        (
+            {"algorithm.policy_loss": LOSS, "actor.data.path": "gone.jsonl"},
+            *("algorithm", "FAIL", "no section reference"),
+            "",
+        ),
+        ({"actor.data.path": "gone.jsonl"}, "recipe", "FAIL", "gone.jsonl", ""),
+        ({"actor.data.path": "empty.jsonl"}, "data", "FAIL", "holds no training prompt", ""),
+        ({"actor.data.path": "broken.jsonl"}, "data", "FAIL", "line 2: not JSON", ""),
+        (
+            {"actor.data.columns": {"prompt": "question"}},
+            *("data", "FAIL", "has no column 'question'"),
+            "",
+        ),
+        (
+            {"actor.data.path": "long.jsonl", "actor.data.held_out_size": 0},
+            *("lengths", "FAIL", "1 of 3 prompts have rollout.max_model_len (128) tokens or more"),
+            "set actor.data.max_prompt_tokens to 120",
+        ),
+        (
+            {"algorithm.sampling.max_new_tokens": 110},
+            *("lengths", "WARN", "12 of 12 prompts are longer than rollout.max_model_len 128"),
+            "raise rollout.max_model_len to",
+        ),
+        (
+            {"algorithm.mini_batch_rows": 6},
+            *("sizes", "WARN", "split the completions of a prompt"),
+            "a multiple of 4",
+        ),
+        (
+            {"run.prompts_per_step": 11},
+            *("sizes", "WARN", "11, but there are 10 training prompts"),
+            "lower run.prompts_per_step to 10",
+        ),
+        (
+            {"actor.data.held_out_size": 9},
+            *("sizes", "WARN", "9 prompts are held out and 3 are left"),
+            "lower held_out_size",
+        ),
+        (
+            {"run.evaluation.num_prompts": 3},
+            *("evaluation", "FAIL", "num_prompts is 3, but 2 prompts are held out"),
+            "to 2 at most",
+        ),
+        (
+            {"reward.source": "python:rewards.py:broken"},
+            "reward",
+            "FAIL",
+            "no luck",
+            "reward check",
+        ),
+        (
+            {"reward.source": "http://127.0.0.1:1/x"},
+            *("reward", "FAIL", "http://127.0.0.1:1/x"),
+            "reward check",
+        ),
+        (
+            {"reward.source": {"type": "arithmetic"}, "actor.data.path": "unanswered.jsonl"},
+            *("data", "FAIL", "1 rows have no expected answer (the first: data.path"),
+            "actor.data.columns.answer",
+        ),
+        (
+            {"algorithm": {"type": "sft"}},
+            *("data", "FAIL", "lacks the column 'completion', which the algorithm trains on"),
+            "",
+        ),
+        (
+            {"critic": {"model": {"path": "x"}}},
+            "recipe",
+            "WARN",
+            "section critic is not used",
+            "take",
+        ),
+    ],
+)
+def test_what_is_wrong_is_found_and_what_to_do_is_said(
+    changes: dict[str, Any],
+    what: str,
+    level: str,
+    text: str,
+    remedy: str,
+    recipe: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    short = LONG % "a"
+    (tmp_path / "long.jsonl").write_text(short + short + LONG % ("1 " * 200))
+    (tmp_path / "unanswered.jsonl").write_text(
+        '{"prompt": "b"}\n' + "".join(LONG % letter for letter in "cdefghi")
+    )
+    for where, value in changes.items():
+        put(recipe, where, value)
+    code, findings, output = check(tmp_path, recipe, "--json")
+    matching = [one for one in found(findings, what) if text in one[1]]
+    assert matching, output
+    assert matching[0][0] == level
+    assert remedy in matching[0][2]
+    assert code == any(one["level"] == "FAIL" for one in findings)
+
+
+def test_a_reward_that_keeps_silent_does_not_hold_the_check(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import time\ndef right(completions, **kwargs):\n    time.sleep(600)\n"
+    )
+    code, findings, _ = check(tmp_path, recipe, "--json", "--timeout", "8")
+    ((level, text, _),) = found(findings, "reward")
+    assert (code, level) == (1, "FAIL")
+    assert "2 s" in text
+
+
+def test_data_that_take_too_long_leave_the_rest_of_the_findings(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "curriculum.py").write_text("import time\ntime.sleep(600)\n")
+    curriculum = {"type": "python", "function": "curriculum.py:order"}
+    put(recipe, "actor.data.curriculum", curriculum)
+    code, findings, _ = check(tmp_path, recipe, "--json", "--timeout", "4")
+    assert found(findings, "data")[0][:2] == (
+        "WARN",
+        "data and rewards were not looked at wholly within 4 s",
+    )
+    assert found(findings, "disk")
+    assert code == 0
+
+
+def test_a_recipe_that_cannot_be_read_is_bad_input(recipe: dict[str, Any], tmp_path: Path) -> None:
+    put(recipe, "run.stepz", 3)
+    code, _, output = check(tmp_path, recipe)
+    assert code == 2
+    assert "did you mean run.steps?" in output
+    assert "Traceback" not in output
+
+
+def test_the_process_that_reads_data_imports_no_torch(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "my.jsonl").write_text(LONG % "a")
+    spec = {
+        "model": str(model),
+        "data": {"type": "jsonl", "path": str(tmp_path / "my.jsonl")},
+        "seed": 0,
+        "given": "prompt",
+        "max_model_len": 64,
+        "max_new_tokens": 8,
+    }
+    program = (
+        "import sys\n"
+        "from rolemesh.services.preview.__main__ import main\n"
+        "main()\n"
+        "print('torch' in sys.modules)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(spec), capture_output=True, text=True
+    )
+    *told, has_torch = ended.stdout.splitlines()
+    assert [json.loads(line)["type"] for line in told] == ["data", "prompt", "lengths"]
+    assert has_torch == "False"
+    assert ended.stderr == ""

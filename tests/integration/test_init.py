@@ -1,0 +1,288 @@
+"""`rolemesh init` writes a recipe that runs unchanged, and says what is wrong with its input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from support import warm_processes
+from support.example_servers import EXAMPLES, script
+from support.saved_datasets import write_saved, write_saved_splits
+from support.tiny_models import write_tiny_llama
+from typer.testing import CliRunner
+
+from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.footprint import footprint_of
+from rolemesh.coordinator.run.start_checks import services_in
+
+ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
+ROWS = [{"question": f"What is {n} + 1?", "solution": n + 1, "level": 2} for n in range(30)]
+REWARD = """
+def f(completions, solution=None, **kwargs):
+    return [float(text.count("a")) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    write_lines(tmp_path / "my.jsonl", ROWS)
+    return tmp_path
+
+
+def write_lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rolemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ROLEMESH, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **warm_processes.commands()},
+    )
+
+
+def made(model: Path, *arguments: str) -> tuple[Recipe, str]:
+    """The recipe that is written, after `rolemesh check` has found nothing wrong with it."""
+    ended = CliRunner().invoke(app, ["init", "--model", str(model), *arguments])
+    assert ended.exit_code == 0, ended.output
+    checked = rolemesh("check", "my-recipe.yaml", "--json")
+    findings = [json.loads(line) for line in checked.stdout.splitlines()]
+    assert checked.returncode == 0, findings
+    assert {one["level"] for one in findings} == {"OK"}, findings
+    return load_recipe([Path("my-recipe.yaml")]), ended.output
+
+
+def test_columns_are_found_and_told(model: Path) -> None:
+    recipe, output = made(model, "--from", "my.jsonl", "--reward", "rewards.py:f")
+    assert recipe.actor is not None
+    assert recipe.actor.data.model_dump(exclude_defaults=True) == {
+        "path": Path("my.jsonl"),
+        "columns": {"prompt": "question", "answer": "solution"},
+        "held_out_size": 3,
+        "max_prompt_tokens": recipe.sampler.max_model_len - recipe.sampling.max_new_tokens,
+    }
+    assert recipe.run.evaluation.num_prompts == 3
+    for text in (
+        "my.jsonl: 30 rows (jsonl)",
+        "prompt: column 'question'",
+        "expected answer: column 'solution'",
+        "metadata: level",
+        "rolemesh check my-recipe.yaml",
+    ):
+        assert text in output
+    # Every section explains itself.
+    assert Path("my-recipe.yaml").read_text().count("#") > 10
+
+
+@pytest.mark.slow
+def test_a_recipe_with_a_tiny_model_trains_unchanged() -> None:
+    ended = rolemesh("init", "--from", "my.jsonl", "--reward", "rewards.py:f", "--tiny")
+    assert ended.returncode == 0, ended.stderr
+    checked = rolemesh("check", "my-recipe.yaml", "--json")
+    assert checked.returncode == 0, checked.stdout
+    trained = rolemesh("train", "my-recipe.yaml", "--out", "run")
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(Path("run/summary.json").read_text())["state"] == "succeeded"
+    # What the check says of the disk is what the run takes.
+    recipe = load_recipe([Path("my-recipe.yaml")])
+    estimate = footprint_of(recipe, services_in(recipe))
+    saved = sum(file.stat().st_size for file in Path("run/checkpoints").rglob("*.safetensors"))
+    assert saved == pytest.approx(estimate.checkpoint, rel=0.05)
+
+
+def write_parquet(path: Path) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path / "my.parquet")
+    return "my.parquet"
+
+
+def write_parquet_folder(path: Path) -> str:
+    (path / "parts").mkdir()
+    for number in range(2):
+        table = pyarrow.Table.from_pylist(ROWS[15 * number : 15 * (number + 1)])
+        pyarrow.parquet.write_table(table, path / "parts" / f"{number}.parquet")
+    return "parts"
+
+
+def write_repository(path: Path) -> str:
+    (path / "hub" / "data").mkdir(parents=True)
+    for split, rows in (("train", ROWS[:20]), ("test", ROWS[20:])):
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(
+            table, path / "hub" / "data" / f"{split}-00000-of-00001.parquet"
+        )
+    return "hub"
+
+
+def write_one_split(path: Path) -> str:
+    return write_saved(path / "saved", ROWS).name
+
+
+def write_splits(path: Path) -> str:
+    return write_saved_splits(path / "splits", train=ROWS[:20], validation=ROWS[20:]).name
+
+
+@pytest.mark.parametrize(
+    ("write", "kind", "split"),
+    [
+        (write_parquet, "parquet", None),
+        (write_parquet_folder, "parquet", None),
+        (write_repository, "hf_dataset", "test"),
+        (write_one_split, "hf_dataset", None),
+        (write_splits, "hf_dataset", "validation"),
+    ],
+)
+def test_tables_and_folders_are_recognised(
+    write: Callable[[Path], str], kind: str, split: str | None, folder: Path, model: Path
+) -> None:
+    recipe, _ = made(model, "--from", write(folder), "--reward", "rewards.py:f")
+    assert recipe.actor is not None
+    data: Any = recipe.actor.data
+    assert data.type == kind
+    assert getattr(data, "held_out_split", None) == split
+    assert data.held_out_size == (0 if split else 3)
+    assert recipe.run.evaluation.num_prompts == (10 if split else 3)
+
+
+@pytest.mark.parametrize(
+    ("example", "kind"), [("reward_server.py", "grpc"), ("reward_http_openrlhf.py", "openrlhf")]
+)
+def test_a_server_is_taken_by_its_url(example: str, kind: str, model: Path) -> None:
+    with script(EXAMPLES / example, "0") as url:
+        recipe, _ = made(model, "--from", "my.jsonl", "--reward", url)
+    assert recipe.reward is not None
+    assert recipe.reward.source.type == kind
+
+
+CONVERSATIONS = [
+    [{"role": "user", "content": f"Hello {n}"}, {"role": "assistant", "content": "Hi"}]
+    for n in range(4)
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "columns", "answer"),
+    [
+        ([{"prompt": "a", "answer": "b"}], [], {}, "answer"),
+        ([{"Question": "a", "note": "b"}], [], {"prompt": "Question"}, None),
+        ([{"words": "a", "n": 3}], [], {"prompt": "words"}, None),
+        ([{"messages": turns} for turns in CONVERSATIONS], [], {}, None),
+        ([{"talk": turns} for turns in CONVERSATIONS], [], {"messages": "talk"}, None),
+        ([{"prompt": turns[:1]} for turns in CONVERSATIONS], [], {}, None),
+        (
+            [{"one": "a", "two": "b", "three": "4"}],
+            ["--prompt", "two", "--answer", "three"],
+            {"prompt": "two", "answer": "three"},
+            "three",
+        ),
+        ([{"prompt": "a", "solution": [1]}], [], {}, None),
+    ],
+)
+def test_the_columns_that_are_chosen(
+    rows: list[dict[str, Any]],
+    arguments: list[str],
+    columns: dict[str, str],
+    answer: str | None,
+    folder: Path,
+    model: Path,
+) -> None:
+    write_lines(folder / "rows.jsonl", rows)
+    ended = CliRunner().invoke(
+        app,
+        [
+            *("init", "--from", "rows.jsonl", "--reward", "rewards.py:f", "--model", str(model)),
+            *arguments,
+        ],
+    )
+    assert ended.exit_code == 0, ended.output
+    recipe = load_recipe([Path("my-recipe.yaml")])
+    assert recipe.actor is not None
+    assert recipe.actor.data.columns.model_dump(exclude_none=True) == columns
+    shown = "expected answer: none" if answer is None else f"expected answer: column {answer!r}"
+    assert shown in ended.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--out": "there.yaml"}, "--out there.yaml exists: name another file"),
+        ({"--out": "no/such/my.yaml"}, "there is no folder no/such: make it first"),
+        ({"--out": "/proc/my.yaml"}, "--out /proc/my.yaml cannot be written"),
+        ({"--from": "gone.jsonl"}, "--from gone.jsonl does not exist"),
+        ({"--from": "notes.txt"}, "--from notes.txt ends in .txt: give a .jsonl file"),
+        ({"--from": "nothing"}, "holds neither a saved Hugging Face data set nor .parquet files"),
+        ({"--from": "empty.jsonl"}, "--from empty.jsonl holds no row"),
+        ({"--from": "broken.jsonl"}, "line 2: not JSON"),
+        ({"--from": "list.jsonl"}, "line 1: is no object but a list"),
+        ({"--from": "late.jsonl"}, "late.jsonl, line 151: 'question' must be text"),
+        (
+            {"--from": "two.jsonl"},
+            "which column is the prompt cannot be told from one, two: name it with --prompt COLUMN",
+        ),
+        ({"--prompt": "three"}, "--prompt is 'three', which the data does not have; it has quest"),
+        ({"--answer": "three"}, "--answer is 'three', which the data does not have"),
+        ({"--from": "long.jsonl"}, "the shortest prompt has"),
+        ({"--reward": "gone.py:f"}, "gone.py cannot be read (No such file or directory)"),
+        ({"--reward": "rewards.py:g"}, "rewards.py has no function 'g'; it has f"),
+        ({"--reward": "broken.py:f"}, "broken.py is no Python"),
+        ({"--reward": "ftp://host/x"}, "--reward ftp://host/x: "),
+        ({"--reward": "http://me:secret@host/x"}, "user or password"),
+        ({"--reward": "nonsense"}, "give FILE.py:FUNCTION, grpc://host:port"),
+        (
+            {"--reward": "arithmetic", "--from": "plain.jsonl"},
+            "name it with --answer COLUMN",
+        ),
+        ({"--model": "gone"}, "--model gone is no folder"),
+        ({"--model": "."}, "--model . has no config.json"),
+        ({"--model": None}, "--model is missing"),
+        ({"--tiny": ""}, "leave --model out, or --tiny"),
+    ],
+)
+def test_bad_input_is_one_clear_message_and_nothing_is_written(
+    changes: dict[str, str | None], message: str, folder: Path, model: Path
+) -> None:
+    (folder / "there.yaml").write_text("mine")
+    (folder / "notes.txt").write_text("hello")
+    (folder / "nothing").mkdir()
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt\n')
+    (folder / "broken.py").write_text("def f(:\n")
+    write_lines(folder / "list.jsonl", [["a"]])
+    write_lines(folder / "late.jsonl", [*ROWS * 5, {"question": 7, "solution": 8, "level": 1}])
+    write_lines(folder / "two.jsonl", [{"one": "a", "two": "b"}])
+    write_lines(folder / "plain.jsonl", [{"prompt": "a"}])
+    write_lines(folder / "long.jsonl", [{"prompt": "1 " * 4000}])
+    options = {
+        "--from": "my.jsonl",
+        "--reward": "rewards.py:f",
+        "--model": str(model),
+        "--out": "new.yaml",
+        **changes,
+    }
+    words = [word for option in options.items() for word in option if option[1] is not None]
+    ended = CliRunner().invoke(app, ["init", *(word for word in words if word)])
+    assert ended.exit_code == 2
+    assert message in ended.output
+    assert "secret" not in ended.output
+    assert len(ended.output.splitlines()) == 1
+    assert ended.output.startswith("error: ")
+    assert not (folder / "new.yaml").exists()
+    assert (folder / "there.yaml").read_text() == "mine"
