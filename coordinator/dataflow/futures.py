@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
+from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.references import concat_references, join_references
 from rolemesh.v1 import experience_pb2
@@ -278,3 +279,17 @@ class ExperienceFuture:
                 made.append(experience)
             references.append(concat_references(made))
         return join_references(references)
+
+
+async def exist(parts: Iterable[CallFuture]) -> None:
+    """Returns once the parts exist, or raises what kept them, also in another step."""
+    outcomes = [outcome for part in parts for outcome in part.outcomes]
+    if not outcomes:
+        return
+    await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
+    errors = [o.exception() for o in outcomes if o.done() and not o.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
+    if len(errors) < len(outcomes):
+        raise RunError("what this waits for belongs to a step that is not made any more")

@@ -9,7 +9,6 @@ cancelled, down to the calls in flight.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from types import TracebackType
@@ -23,15 +22,14 @@ from rolemesh.coordinator.dataflow.futures import (
     NodeKind,
     NodeState,
     Outcome,
+    exist,
 )
+from rolemesh.coordinator.dataflow.lineage import Lineage
 from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.store import StateStoreError
 from rolemesh.rpc import tracing
-from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
+from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import experience_pb2
-
-LOSS_S = 6.0
-"""When a call cannot read from a service, its loss is known after at most this long."""
 
 Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
 """Makes the call: gets its node and the joined experience that it reads."""
@@ -70,16 +68,8 @@ class StepGraph:
         self.step = step
         self.nodes: list[Node] = []
         self._pools = pools
-        self._replaceable = replaceable
+        self._lineage = Lineage(replaceable)
         self._tasks: list[asyncio.Future[Outcome]] = []
-        self._calls: dict[asyncio.Future[Outcome], tuple[Node, Callable[[], Awaitable[Outcome]]]]
-        self._calls = {}
-        """Calls that can be made again, by their answers."""
-        self._lost: set[asyncio.Future[Outcome]] = set()
-        """Answers whose experience is gone."""
-        self._remade: dict[asyncio.Future[Outcome], asyncio.Future[Outcome]] = {}
-        self._loss = asyncio.Event()
-        """Set, and replaced by a new one, when a service is lost."""
         self._failure: BaseException | None = None
         self._span = tracing.begin(f"step {step}", step=step)
         # Durations come from the monotonic clock, the offset makes them Unix times.
@@ -136,17 +126,17 @@ class StepGraph:
             return outcome
 
         async def run() -> Outcome:
-            await _exist(after)
+            await exist(after)
             while True:
-                read = [self._current(answer) for answer in answers]
+                read = self._lineage.current(answers)
                 try:
                     return await made()
                 except RolemeshError as error:
-                    if not _may_be_loss(error) or not await self._is_lost(read):
+                    if not await self._lineage.explains(error, read):
                         raise
 
         task = self._start(node, run)
-        self._calls[task] = node, run
+        self._lineage.add(task, node, run)
         return CallFuture(nodes=(node,), outcomes=(task,), columns=columns)
 
     def sample(
@@ -196,7 +186,7 @@ class StepGraph:
                 blocks[index].set_result(Outcome(report=report, experience=experience))
 
         async def run() -> Outcome:
-            await _exist(after)
+            await exist(after)
             node.ready_at = self._now()
             outcome = await self._leased(node, lambda: work(node, on_block), others)
             if num_blocks == 1 and outcome.experience is not None:
@@ -282,45 +272,13 @@ class StepGraph:
         self._tasks.append(task)
         return task
 
-    # --- services that are replaced ---
-
     def lost(self, service: str) -> None:
         """Told that a replaceable service is lost, with all experience that it held."""
-        self._lost.update(
-            answer
-            for answer, (node, _) in self._calls.items()
-            if node.service == service and node.state is NodeState.DONE
-        )
-        self._loss.set()
-        self._loss = asyncio.Event()
+        self._lineage.lost(service)
 
     def newest(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
         """The answer that takes the place of one that is lost: its call is made once more."""
-        current = self._current(outcome)
-        if current not in self._lost:
-            return current
-        node, run = self._calls[current]
-        answer = self._start(node, run)
-        self._calls[answer] = node, run
-        self._remade[current] = answer
-        return answer
-
-    def _current(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
-        while outcome in self._remade:
-            outcome = self._remade[outcome]
-        return outcome
-
-    async def _is_lost(self, read: Sequence[asyncio.Future[Outcome]]) -> bool:
-        """Whether one of the answers that a call has read is lost, which may not be known yet."""
-        makers = {self._calls[answer][0].service for answer in read if answer in self._calls}
-        if makers.isdisjoint(self._replaceable):
-            return False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOSS_S):
-                while self._lost.isdisjoint(read):
-                    await self._loss.wait()
-                return True
-        return False
+        return self._lineage.newest(outcome, self._start)
 
     def experience(self, part: CallFuture) -> ExperienceFuture:
         """The future of a node that produces columns."""
@@ -449,25 +407,6 @@ class StepGraph:
                 node.state = NodeState.CANCELLED
         if self._failure is not None:
             raise self._failure
-
-
-def _may_be_loss(error: RolemeshError) -> bool:
-    is_silence = isinstance(error, UnavailableError | DeadlineError)
-    return is_silence or error.reason == "EXPERIENCE_NOT_FOUND"
-
-
-async def _exist(parts: Iterable[CallFuture]) -> None:
-    """Returns once the parts exist, or raises what kept them, also in another step."""
-    outcomes = [outcome for part in parts for outcome in part.outcomes]
-    if not outcomes:
-        return
-    await asyncio.wait(outcomes, return_when=asyncio.FIRST_EXCEPTION)
-    errors = [o.exception() for o in outcomes if o.done() and not o.cancelled()]
-    for error in errors:
-        if error is not None:
-            raise error
-    if len(errors) < len(outcomes):
-        raise RunError("what this waits for belongs to a step that is not made any more")
 
 
 def _check_rows(
