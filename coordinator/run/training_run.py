@@ -161,10 +161,11 @@ class TrainingRun:
     def request_stop(self) -> None:
         """Ends the run after the step in progress, with everything saved; a repeat aborts it.
 
-        If a service is lost meanwhile, the run ends at once, and can be resumed.
+        If a service is lost meanwhile, or the run recovers from a loss, it ends at once: it can be
+        resumed.
         """
         self._is_ending = True
-        if self.wishes.is_stop_wanted:
+        if self.wishes.is_stop_wanted or self._failure is not None:
             self.abort()
         else:
             self.wishes.stop()

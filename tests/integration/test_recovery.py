@@ -222,6 +222,28 @@ async def test_a_run_that_is_told_to_end_with_its_mesh_ends_at_once_and_goes_on_
     assert learnt(folder) == expected
 
 
+async def test_a_run_that_is_told_to_end_while_it_recovers_ends_at_once(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        is_starting = asyncio.Event()
+
+        async def restart(service: str) -> str:
+            is_starting.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        run = make_run(mesh, tmp_path, recipe(), MemoryStateStore(), restart=restart)
+        run._loss_grace_s = 0.2
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Update" in mesh.running)
+        await mesh.roles["actor"].stop()
+        run.service_lost("actor", "actor was ended by signal 15")
+        await is_starting.wait()
+        run.request_stop()
+        with pytest.raises(RunAbortedError, match="steps made before: 0"):
+            await task
+
+
 async def test_a_role_that_is_refused_at_the_start_ends_the_run(tmp_path: Path) -> None:
     async with fake_mesh(has_cuts=True) as mesh:
         mesh.roles["actor"].failures["Initialize"] = InvalidRequestError(
