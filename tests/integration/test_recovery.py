@@ -16,6 +16,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError, ServiceLostError
 from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.launch import LaunchError
+from rolemesh.coordinator.run.records import enter_again
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -216,6 +217,8 @@ async def test_a_run_that_is_told_to_end_with_its_mesh_ends_at_once_and_goes_on_
         gate.set()
         await mesh.restart("actor")
         progress, _ = await reached(store, run.run_id, folder)
+        # The wish to stop was of the process that has ended.
+        await enter_again(store, recipe(), run.run_id, folder)
         again = make_run(mesh, folder, recipe(), store, run_id=run.run_id, resumed=progress)
         await again.execute()
         assert mesh.roles["actor"].weight == expected_weight(STEPS)
