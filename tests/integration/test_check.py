@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support import warm_processes
+from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
@@ -60,8 +61,10 @@ def check(
 ) -> tuple[int, list[dict[str, Any]], str]:
     """Exit code, findings, and what was printed."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    # A machine that is busy takes longer than the command's own bound.
+    timeout = [] if "--timeout" in arguments else ["--timeout", "80"]
     ended = subprocess.run(
-        [*ROLEMESH, "check", "recipe.yaml", *arguments],
+        [*ROLEMESH, "check", "recipe.yaml", *arguments, *timeout],
         capture_output=True,
         text=True,
         timeout=90,
@@ -117,85 +120,93 @@ LONG = '{"prompt": "%s", "answer": "1"}\n'
 
 @pytest.mark.parametrize(
     ("changes", "what", "level", "text", "remedy"),
-    [
-        (
-            {"algorithm.policy_loss": LOSS},
-            *("algorithm", "FAIL", "algorithm.policy_loss.kl_in_loss is 0.1"),
-            "",
-        ),
-        (
-            {"algorithm.policy_loss": LOSS, "actor.data.path": "gone.jsonl"},
-            *("algorithm", "FAIL", "no section reference"),
-            "",
-        ),
-        ({"actor.data.path": "gone.jsonl"}, "recipe", "FAIL", "gone.jsonl", ""),
-        ({"actor.data.path": "empty.jsonl"}, "data", "FAIL", "holds no training prompt", ""),
-        ({"actor.data.path": "broken.jsonl"}, "data", "FAIL", "line 2: not JSON", ""),
-        (
-            {"actor.data.columns": {"prompt": "question"}},
-            *("data", "FAIL", "has no column 'question'"),
-            "",
-        ),
-        (
-            {"actor.data.path": "long.jsonl", "actor.data.held_out_size": 0},
-            *("lengths", "FAIL", "1 of 3 prompts have rollout.max_model_len (128) tokens or more"),
-            "set actor.data.max_prompt_tokens to 120",
-        ),
-        (
-            {"algorithm.sampling.max_new_tokens": 110},
-            *("lengths", "WARN", "12 of 12 prompts are longer than rollout.max_model_len 128"),
-            "raise rollout.max_model_len to",
-        ),
-        (
-            {"algorithm.mini_batch_rows": 6},
-            *("sizes", "WARN", "split the completions of a prompt"),
-            "a multiple of 4",
-        ),
-        (
-            {"run.prompts_per_step": 11},
-            *("sizes", "WARN", "11, but there are 10 training prompts"),
-            "lower run.prompts_per_step to 10",
-        ),
-        (
-            {"actor.data.held_out_size": 9},
-            *("sizes", "WARN", "9 prompts are held out and 3 are left"),
-            "lower held_out_size",
-        ),
-        (
-            {"run.evaluation.num_prompts": 3},
-            *("evaluation", "FAIL", "num_prompts is 3, but 2 prompts are held out"),
-            "to 2 at most",
-        ),
-        (
-            {"reward.source": "python:rewards.py:broken"},
-            "reward",
-            "FAIL",
-            "no luck",
-            "reward check",
-        ),
-        (
-            {"reward.source": "http://127.0.0.1:1/x"},
-            *("reward", "FAIL", "http://127.0.0.1:1/x"),
-            "reward check",
-        ),
-        (
-            {"reward.source": {"type": "arithmetic"}, "actor.data.path": "unanswered.jsonl"},
-            *("data", "FAIL", "1 rows have no expected answer (the first: data.path"),
-            "actor.data.columns.answer",
-        ),
-        (
-            {"algorithm": {"type": "sft"}},
-            *("data", "FAIL", "lacks the column 'completion', which the algorithm trains on"),
-            "",
-        ),
-        (
-            {"critic": {"model": {"path": "x"}}},
-            "recipe",
-            "WARN",
-            "section critic is not used",
-            "take",
-        ),
-    ],
+    mostly_slow(
+        # One of each kind of finding: each case starts a process that reads data.
+        (0, 4, 6, 8, 12),
+        [
+            (
+                {"algorithm.policy_loss": LOSS},
+                *("algorithm", "FAIL", "algorithm.policy_loss.kl_in_loss is 0.1"),
+                "",
+            ),
+            (
+                {"algorithm.policy_loss": LOSS, "actor.data.path": "gone.jsonl"},
+                *("algorithm", "FAIL", "no section reference"),
+                "",
+            ),
+            ({"actor.data.path": "gone.jsonl"}, "recipe", "FAIL", "gone.jsonl", ""),
+            ({"actor.data.path": "empty.jsonl"}, "data", "FAIL", "holds no training prompt", ""),
+            ({"actor.data.path": "broken.jsonl"}, "data", "FAIL", "line 2: not JSON", ""),
+            (
+                {"actor.data.columns": {"prompt": "question"}},
+                *("data", "FAIL", "has no column 'question'"),
+                "",
+            ),
+            (
+                {"actor.data.path": "long.jsonl", "actor.data.held_out_size": 0},
+                *(
+                    "lengths",
+                    "FAIL",
+                    "1 of 3 prompts have rollout.max_model_len (128) tokens",
+                ),
+                "set actor.data.max_prompt_tokens to 120",
+            ),
+            (
+                {"algorithm.sampling.max_new_tokens": 110},
+                *("lengths", "WARN", "12 of 12 prompts are longer than rollout.max_model_len 128"),
+                "raise rollout.max_model_len to",
+            ),
+            (
+                {"algorithm.mini_batch_rows": 6},
+                *("sizes", "WARN", "split the completions of a prompt"),
+                "a multiple of 4",
+            ),
+            (
+                {"run.prompts_per_step": 11},
+                *("sizes", "WARN", "11, but there are 10 training prompts"),
+                "lower run.prompts_per_step to 10",
+            ),
+            (
+                {"actor.data.held_out_size": 9},
+                *("sizes", "WARN", "9 prompts are held out and 3 are left"),
+                "lower held_out_size",
+            ),
+            (
+                {"run.evaluation.num_prompts": 3},
+                *("evaluation", "FAIL", "num_prompts is 3, but 2 prompts are held out"),
+                "to 2 at most",
+            ),
+            (
+                {"reward.source": "python:rewards.py:broken"},
+                "reward",
+                "FAIL",
+                "no luck",
+                "reward check",
+            ),
+            (
+                {"reward.source": "http://127.0.0.1:1/x"},
+                *("reward", "FAIL", "http://127.0.0.1:1/x"),
+                "reward check",
+            ),
+            (
+                {"reward.source": {"type": "arithmetic"}, "actor.data.path": "unanswered.jsonl"},
+                *("data", "FAIL", "1 rows have no expected answer (the first: data.path"),
+                "actor.data.columns.answer",
+            ),
+            (
+                {"algorithm": {"type": "sft"}},
+                *("data", "FAIL", "lacks the column 'completion', which the algorithm trains on"),
+                "",
+            ),
+            (
+                {"critic": {"model": {"path": "x"}}},
+                "recipe",
+                "WARN",
+                "section critic is not used",
+                "take",
+            ),
+        ],
+    ),
 )
 def test_what_is_wrong_is_found_and_what_to_do_is_said(
     changes: dict[str, Any],

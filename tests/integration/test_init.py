@@ -16,6 +16,7 @@ import pytest
 from support import warm_processes
 from support.example_servers import EXAMPLES, script
 from support.saved_datasets import write_saved, write_saved_splits
+from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 from typer.testing import CliRunner
 
@@ -64,7 +65,7 @@ def made(model: Path, *arguments: str) -> tuple[Recipe, str]:
     """The recipe that is written, after `rolemesh check` has found nothing wrong with it."""
     ended = CliRunner().invoke(app, ["init", "--model", str(model), *arguments])
     assert ended.exit_code == 0, ended.output
-    checked = rolemesh("check", "my-recipe.yaml", "--json")
+    checked = rolemesh("check", "my-recipe.yaml", "--json", "--timeout", "80")
     findings = [json.loads(line) for line in checked.stdout.splitlines()]
     assert checked.returncode == 0, findings
     assert {one["level"] for one in findings} == {"OK"}, findings
@@ -97,7 +98,7 @@ def test_columns_are_found_and_told(model: Path) -> None:
 def test_a_recipe_with_a_tiny_model_trains_unchanged() -> None:
     ended = rolemesh("init", "--from", "my.jsonl", "--reward", "rewards.py:f", "--tiny")
     assert ended.returncode == 0, ended.stderr
-    checked = rolemesh("check", "my-recipe.yaml", "--json")
+    checked = rolemesh("check", "my-recipe.yaml", "--json", "--timeout", "80")
     assert checked.returncode == 0, checked.stdout
     trained = rolemesh("train", "my-recipe.yaml", "--out", "run")
     assert trained.returncode == 0, trained.stderr
@@ -142,13 +143,16 @@ def write_splits(path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("write", "kind", "split"),
-    [
-        (write_parquet, "parquet", None),
-        (write_parquet_folder, "parquet", None),
-        (write_repository, "hf_dataset", "test"),
-        (write_one_split, "hf_dataset", None),
-        (write_splits, "hf_dataset", "validation"),
-    ],
+    mostly_slow(
+        (0, 2),
+        [
+            (write_parquet, "parquet", None),
+            (write_parquet_folder, "parquet", None),
+            (write_repository, "hf_dataset", "test"),
+            (write_one_split, "hf_dataset", None),
+            (write_splits, "hf_dataset", "validation"),
+        ],
+    ),
 )
 def test_tables_and_folders_are_recognised(
     write: Callable[[Path], str], kind: str, split: str | None, folder: Path, model: Path
@@ -163,7 +167,8 @@ def test_tables_and_folders_are_recognised(
 
 
 @pytest.mark.parametrize(
-    ("example", "kind"), [("reward_server.py", "grpc"), ("reward_http_openrlhf.py", "openrlhf")]
+    ("example", "kind"),
+    mostly_slow((0,), [("reward_server.py", "grpc"), ("reward_http_openrlhf.py", "openrlhf")]),
 )
 def test_a_server_is_taken_by_its_url(example: str, kind: str, model: Path) -> None:
     with script(EXAMPLES / example, "0") as url:
@@ -180,21 +185,24 @@ CONVERSATIONS = [
 
 @pytest.mark.parametrize(
     ("rows", "arguments", "columns", "answer"),
-    [
-        ([{"prompt": "a", "answer": "b"}], [], {}, "answer"),
-        ([{"Question": "a", "note": "b"}], [], {"prompt": "Question"}, None),
-        ([{"words": "a", "n": 3}], [], {"prompt": "words"}, None),
-        ([{"messages": turns} for turns in CONVERSATIONS], [], {}, None),
-        ([{"talk": turns} for turns in CONVERSATIONS], [], {"messages": "talk"}, None),
-        ([{"prompt": turns[:1]} for turns in CONVERSATIONS], [], {}, None),
-        (
-            [{"one": "a", "two": "b", "three": "4"}],
-            ["--prompt", "two", "--answer", "three"],
-            {"prompt": "two", "answer": "three"},
-            "three",
-        ),
-        ([{"prompt": "a", "solution": [1]}], [], {}, None),
-    ],
+    mostly_slow(
+        (1, 4, 6),
+        [
+            ([{"prompt": "a", "answer": "b"}], [], {}, "answer"),
+            ([{"Question": "a", "note": "b"}], [], {"prompt": "Question"}, None),
+            ([{"words": "a", "n": 3}], [], {"prompt": "words"}, None),
+            ([{"messages": turns} for turns in CONVERSATIONS], [], {}, None),
+            ([{"talk": turns} for turns in CONVERSATIONS], [], {"messages": "talk"}, None),
+            ([{"prompt": turns[:1]} for turns in CONVERSATIONS], [], {}, None),
+            (
+                [{"one": "a", "two": "b", "three": "4"}],
+                ["--prompt", "two", "--answer", "three"],
+                {"prompt": "two", "answer": "three"},
+                "three",
+            ),
+            ([{"prompt": "a", "solution": [1]}], [], {}, None),
+        ],
+    ),
 )
 def test_the_columns_that_are_chosen(
     rows: list[dict[str, Any]],
@@ -222,39 +230,48 @@ def test_the_columns_that_are_chosen(
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"--out": "there.yaml"}, "--out there.yaml exists: name another file"),
-        ({"--out": "no/such/my.yaml"}, "there is no folder no/such: make it first"),
-        ({"--out": "/proc/my.yaml"}, "--out /proc/my.yaml cannot be written"),
-        ({"--from": "gone.jsonl"}, "--from gone.jsonl does not exist"),
-        ({"--from": "notes.txt"}, "--from notes.txt ends in .txt: give a .jsonl file"),
-        ({"--from": "nothing"}, "holds neither a saved Hugging Face data set nor .parquet files"),
-        ({"--from": "empty.jsonl"}, "--from empty.jsonl holds no row"),
-        ({"--from": "broken.jsonl"}, "line 2: not JSON"),
-        ({"--from": "list.jsonl"}, "line 1: is no object but a list"),
-        ({"--from": "late.jsonl"}, "late.jsonl, line 151: 'question' must be text"),
-        (
-            {"--from": "two.jsonl"},
-            "which column is the prompt cannot be told from one, two: name it with --prompt COLUMN",
-        ),
-        ({"--prompt": "three"}, "--prompt is 'three', which the data does not have; it has quest"),
-        ({"--answer": "three"}, "--answer is 'three', which the data does not have"),
-        ({"--from": "long.jsonl"}, "the shortest prompt has"),
-        ({"--reward": "gone.py:f"}, "gone.py cannot be read (No such file or directory)"),
-        ({"--reward": "rewards.py:g"}, "rewards.py has no function 'g'; it has f"),
-        ({"--reward": "broken.py:f"}, "broken.py is no Python"),
-        ({"--reward": "ftp://host/x"}, "--reward ftp://host/x: "),
-        ({"--reward": "http://me:secret@host/x"}, "user or password"),
-        ({"--reward": "nonsense"}, "give FILE.py:FUNCTION, grpc://host:port"),
-        (
-            {"--reward": "arithmetic", "--from": "plain.jsonl"},
-            "name it with --answer COLUMN",
-        ),
-        ({"--model": "gone"}, "--model gone is no folder"),
-        ({"--model": "."}, "--model . has no config.json"),
-        ({"--model": None}, "--model is missing"),
-        ({"--tiny": ""}, "leave --model out, or --tiny"),
-    ],
+    mostly_slow(
+        (0, 2, 3, 7, 10, 15, 18, 21, 24),
+        [
+            ({"--out": "there.yaml"}, "--out there.yaml exists: name another file"),
+            ({"--out": "no/such/my.yaml"}, "there is no folder no/such: make it first"),
+            ({"--out": "/proc/my.yaml"}, "--out /proc/my.yaml cannot be written"),
+            ({"--from": "gone.jsonl"}, "--from gone.jsonl does not exist"),
+            ({"--from": "notes.txt"}, "--from notes.txt ends in .txt: give a .jsonl file"),
+            (
+                {"--from": "nothing"},
+                "holds neither a saved Hugging Face data set nor",
+            ),
+            ({"--from": "empty.jsonl"}, "--from empty.jsonl holds no row"),
+            ({"--from": "broken.jsonl"}, "line 2: not JSON"),
+            ({"--from": "list.jsonl"}, "line 1: is no object but a list"),
+            ({"--from": "late.jsonl"}, "late.jsonl, line 151: 'question' must be text"),
+            (
+                {"--from": "two.jsonl"},
+                "the prompt cannot be told from one, two: name it with --prompt COLUMN",
+            ),
+            (
+                {"--prompt": "three"},
+                "--prompt is 'three', which the data does not have; it has",
+            ),
+            ({"--answer": "three"}, "--answer is 'three', which the data does not have"),
+            ({"--from": "long.jsonl"}, "the shortest prompt has"),
+            ({"--reward": "gone.py:f"}, "gone.py cannot be read (No such file or directory)"),
+            ({"--reward": "rewards.py:g"}, "rewards.py has no function 'g'; it has f"),
+            ({"--reward": "broken.py:f"}, "broken.py is no Python"),
+            ({"--reward": "ftp://host/x"}, "--reward ftp://host/x: "),
+            ({"--reward": "http://me:secret@host/x"}, "user or password"),
+            ({"--reward": "nonsense"}, "give FILE.py:FUNCTION, grpc://host:port"),
+            (
+                {"--reward": "arithmetic", "--from": "plain.jsonl"},
+                "name it with --answer COLUMN",
+            ),
+            ({"--model": "gone"}, "--model gone is no folder"),
+            ({"--model": "."}, "--model . has no config.json"),
+            ({"--model": None}, "--model is missing"),
+            ({"--tiny": ""}, "leave --model out, or --tiny"),
+        ],
+    ),
 )
 def test_bad_input_is_one_clear_message_and_nothing_is_written(
     changes: dict[str, str | None], message: str, folder: Path, model: Path
