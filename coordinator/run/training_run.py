@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -18,7 +18,6 @@ from rolemesh.coordinator.algorithms.registry import algorithm_of, roles_in, unu
 from rolemesh.coordinator.dataflow.errors import (
     NodeFailedError,
     RunAbortedError,
-    RunError,
     ServiceLostError,
 )
 from rolemesh.coordinator.dataflow.observer import RECOVERING, QuietObserver, RunObserver
@@ -29,8 +28,8 @@ from rolemesh.coordinator.run.conclusion import Conclusion
 from rolemesh.coordinator.run.early_end import EarlyEnd
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
 from rolemesh.coordinator.run.health import StepUndoneError
+from rolemesh.coordinator.run.last_checkpoint import save_last
 from rolemesh.coordinator.run.lost_services import (
-    MEET_AGAIN_DEADLINE_S,
     LostServices,
     Restart,
 )
@@ -55,7 +54,7 @@ from rolemesh.coordinator.trackers.outside import outside_trackers, without_pass
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
-from rolemesh.rpc.errors import DeadlineError, RolemeshError
+from rolemesh.rpc.errors import DeadlineError
 from rolemesh.v1 import coordinator_pb2
 
 START_DEADLINE_S = 300.0
@@ -66,9 +65,6 @@ LOSS_GRACE_S = 6.0
 
 The agent of a service of several ranks ends the others first, which takes a few seconds.
 """
-
-LAST_CHECKPOINT_DEADLINE_S = 600.0
-"""Longest time that a run which has failed spends on saving what its services hold."""
 
 
 class TrainingRun:
@@ -393,43 +389,12 @@ class TrainingRun:
                 await loop.write_record(is_whole=False)
                 saves_nothing = asyncio.CancelledError | RunAbortedError | StaleEpochError
                 if not isinstance(failure, saves_nothing):
-                    await self._save_last(parts, attempt)
+                    await save_last(parts, attempt, self._lost)
             await attempt.give_back()
         except (StateStoreError, OSError) as error:
             self._observer.on_event(f"the end of the run is not whole: {error}")
             if failure is None:
                 raise
-
-    async def _save_last(self, parts: RunParts, attempt: Attempt) -> None:
-        """Saves the newest step of a run that has failed, where its trained roles are healthy."""
-        step = self.progress.step
-        assert isinstance(attempt.loop, TrainingLoop)
-        if step == 0 or step in attempt.loop.checkpoints.committed():
-            return
-        trained = [known.service for known in attempt.mesh.trained]
-        gone = sorted(self._lost.names & set(trained))
-        if gone:
-            self._observer.on_event(
-                f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
-                f"`rolemesh train --resume {self.directory}` goes on from what is left"
-            )
-            return
-        epoch = await self._store.next_epoch(self.run_id, led=attempt.journal.epoch)
-        saver = Attempt(replace(parts, services=trained), epoch, self._lost.addresses)
-        try:
-            async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
-                deadlines_s = dict.fromkeys(trained, MEET_AGAIN_DEADLINE_S)
-                folder = await saver.save_last(deadlines_s)
-            self._observer.on_event(f"step {step} was saved before the end: {folder}")
-        except (RunError, RolemeshError, TimeoutError) as error:
-            self._observer.on_event(f"step {step} could not be saved as a checkpoint: {error}")
-        finally:
-            await saver.mesh.close()
-            # Services are given back under the newest epoch.
-            self.progress.epoch = epoch
-            attempt.journal.epoch = epoch
-            attempt.epoch = None if attempt.epoch is None else epoch
-            parts.events.epoch = attempt.epoch
 
 
 @dataclass(frozen=True, slots=True)

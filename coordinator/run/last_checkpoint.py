@@ -1,0 +1,54 @@
+"""Last checkpoint of a run that has failed: its newest step, if its trained roles are healthy."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.run.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.lost_services import MEET_AGAIN_DEADLINE_S, LostServices
+from rolemesh.coordinator.run.training import TrainingLoop
+from rolemesh.rpc.errors import RolemeshError
+
+LAST_CHECKPOINT_DEADLINE_S = 600.0
+"""Longest time that a run which has failed spends on saving what its services hold."""
+
+
+async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> None:
+    """Saves the newest step of a run, unless that was done, and tells the observer how it went.
+
+    Args:
+        parts: Of the run.
+        attempt: The one that has failed; it goes on under a newer epoch.
+        lost: Services that are gone.
+
+    Raises:
+        StateStoreError: The store failed, or another coordinator has taken the run over.
+    """
+    step, tell = parts.progress.step, parts.observer.on_event
+    assert isinstance(attempt.loop, TrainingLoop)
+    if step == 0 or step in attempt.loop.checkpoints.committed():
+        return
+    trained = [known.service for known in attempt.mesh.trained]
+    gone = sorted(lost.names & set(trained))
+    if gone:
+        tell(
+            f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
+            f"`rolemesh train --resume {parts.directory}` goes on from what is left"
+        )
+        return
+    epoch = await parts.store.next_epoch(parts.run_id, led=attempt.journal.epoch)
+    saver = Attempt(replace(parts, services=trained), epoch, lost.addresses)
+    try:
+        async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
+            folder = await saver.save_last(dict.fromkeys(trained, MEET_AGAIN_DEADLINE_S))
+        tell(f"step {step} was saved before the end: {folder}")
+    except (RunError, RolemeshError, TimeoutError) as error:
+        tell(f"step {step} could not be saved as a checkpoint: {error}")
+    finally:
+        await saver.mesh.close()
+        # Services are given back under the newest epoch.
+        parts.progress.epoch = attempt.journal.epoch = epoch
+        attempt.epoch = None if attempt.epoch is None else epoch
+        parts.events.epoch = attempt.epoch
