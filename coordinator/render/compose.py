@@ -70,7 +70,7 @@ def compose_file(
             )
     capacity = experience_bytes(recipe)
     services: dict[str, Any] = {
-        "store": {"shm_size": f"{shared_memory_bytes(recipe) >> 20}mb"},
+        "common": {"shm_size": f"{shared_memory_bytes(recipe) >> 20}mb"},
     }
     for role in recipe.roles:
         service: dict[str, Any] = {

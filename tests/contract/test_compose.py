@@ -68,7 +68,7 @@ def mounts(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
 
 
 def test_mesh_is_a_store_a_coordinator_and_one_container_a_role(config: dict[str, Any]) -> None:
-    expected = {"store", "models", "coordinator", "prometheus", "grafana", *ROLES}
+    expected = {"common", "store", "models", "coordinator", "prometheus", "grafana", *ROLES}
     assert set(config["services"]) == expected
     for role in ROLES:
         assert config["services"][role]["command"] == ["serve", role]
@@ -187,9 +187,9 @@ def test_a_folder_of_models_that_belongs_to_the_user_does_not_hold_the_mesh_up()
 def test_roles_share_memory_with_each_other_by_one_owner(config: dict[str, Any]) -> None:
     # engine.transport.shm takes two containers for one host when they share /dev/shm and user.
     for role in ROLES:
-        assert config["services"][role]["ipc"] == "service:store"
-        assert config["services"][role]["pid"] == "service:store"
-    assert config["services"]["store"]["ipc"] == "shareable"
+        assert config["services"][role]["ipc"] == "service:common"
+        assert config["services"][role]["pid"] == "service:common"
+    assert config["services"]["common"]["ipc"] == "shareable"
 
 
 def test_experience_of_all_roles_fits_into_shared_memory(config: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ def test_experience_of_all_roles_fits_into_shared_memory(config: dict[str, Any])
         int(config["services"][role]["environment"]["ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES"])
         for role in ROLES
     )
-    assert held <= int(config["services"]["store"]["shm_size"])
+    assert held <= int(config["services"]["common"]["shm_size"])
 
 
 def test_roles_and_coordinator_see_the_same_paths(config: dict[str, Any]) -> None:
@@ -227,6 +227,7 @@ def test_roles_store_and_coordinator_are_on_a_network_without_a_way_out(
     for name in ("store", "models", "coordinator", *ROLES):
         assert list(config["services"][name]["networks"]) == ["mesh"], name
         assert "network_mode" not in config["services"][name]
+    assert config["services"]["common"]["network_mode"] == "none"
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +295,7 @@ def test_containers_are_confined(config: dict[str, Any]) -> None:
 
 
 def test_a_dead_role_comes_back_and_a_finished_run_does_not(config: dict[str, Any]) -> None:
-    for name in ("store", *ROLES):
+    for name in ("common", "store", *ROLES):
         assert config["services"][name]["restart"] == "unless-stopped"
     assert config["services"]["models"]["restart"] == "no"
     # It ends with 0 when its run is made. One that is killed goes on with it.

@@ -160,7 +160,7 @@ def test_shared_memory_grows_with_the_batch_and_holds_what_all_ranks_may() -> No
     capacity = int(services["actor"]["environment"]["ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES"])
     assert needed <= capacity < needed + (64 << 20)
     num_ranks = 5
-    size = int(services["store"]["shm_size"].removesuffix("mb")) << 20
+    size = int(services["common"]["shm_size"].removesuffix("mb")) << 20
     assert size >= num_ranks * capacity
 
 
@@ -170,7 +170,7 @@ def test_shared_memory_holds_two_cuts_of_each_trained_model(tmp_path: Path) -> N
         file.truncate(1 << 30)
     models = [f"--set={role}.model.path={tmp_path}" for role in ("actor", "critic")]
     result = render(PPO, "--gpus", "2", *models)
-    size = yaml.load(result.stdout, _Loader)["services"]["store"]["shm_size"]
+    size = yaml.load(result.stdout, _Loader)["services"]["common"]["shm_size"]
     # Weights and two moments in float32, twice, of two models of 1 GiB in bfloat16.
     assert 24 << 10 <= int(size.removesuffix("mb")) < 30 << 10
     assert "holds no *.safetensors" not in result.stderr
@@ -178,7 +178,7 @@ def test_shared_memory_holds_two_cuts_of_each_trained_model(tmp_path: Path) -> N
     weights.unlink()
     result = render(PPO, "--gpus", "2", *models)
     # What docker-compose.yml has by itself.
-    assert yaml.load(result.stdout, _Loader)["services"]["store"]["shm_size"] == "12288mb"
+    assert yaml.load(result.stdout, _Loader)["services"]["common"]["shm_size"] == "12288mb"
     assert f"{tmp_path} holds no *.safetensors here" in result.stderr
     assert "12gb" in BASE_FILE.read_text()
 
