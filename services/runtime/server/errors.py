@@ -67,6 +67,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
         ),
         "rolemesh.engine.transport.slots.SlotHeldError": CatalogueEntry(_PRECONDITION, "CUT_HELD"),
         "rolemesh.engine.transport.slots.SlotRoomError": CatalogueEntry(_EXHAUSTED, "CUT_CAPACITY"),
+        "rolemesh.engine.transport.slots.LogUnavailableError": CatalogueEntry(
+            _EXHAUSTED, "CUT_CAPACITY"
+        ),
         "rolemesh.engine.weights.checkpoint.CheckpointCorruptError": CatalogueEntry(
             grpc.StatusCode.DATA_LOSS, "CHECKPOINT_CORRUPT"
         ),
@@ -89,6 +92,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
             _INVALID, "SPEC_INVALID"
         ),
         "rolemesh.engine.models.folder.ModelFolderError": CatalogueEntry(_INVALID, "SPEC_INVALID"),
+        "rolemesh.engine.data.tokenizers.NoTokenizerError": CatalogueEntry(
+            _INVALID, "SPEC_INVALID"
+        ),
         "rolemesh.engine.data.prompts.EmptyDataError": CatalogueEntry(_INVALID, "DATA_EMPTY"),
         "rolemesh.engine.data.rows.DataInvalidError": CatalogueEntry(_INVALID, "DATA_INVALID"),
         "rolemesh.engine.environments.base.EnvironmentFailedError": CatalogueEntry(
