@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from rolemesh.coordinator.run.checkpoints import COMMITTED
 from rolemesh.coordinator.run.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.resume import RUN_FILE, holds_run
 from rolemesh.coordinator.run.session import COORDINATOR_FILE, living_coordinator
+from rolemesh.coordinator.trackers.files import whole_lines
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -318,7 +319,7 @@ def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
         )
     steps: list[int] = []
     graphs = []
-    for number, line in _whole_lines(path):
+    for number, line in whole_lines(path):
         try:
             graph = json.loads(line)
             steps.append(graph["step"])
@@ -335,14 +336,6 @@ def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
             f"{directory} has no graph{'' if step is None else f' of step {step}'}: {known}"
         )
     return graphs
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines and their numbers; the newest one may be half written."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith("\n"):
-                yield number, line
 
 
 def export_command(directory: Path, step: int | None, to: Path, dtype: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.trace import critical_path
+from rolemesh.coordinator.run.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps, TensorBoardTracker
 from rolemesh.coordinator.trackers.outside import OutsideTracker
@@ -207,7 +208,7 @@ class MetricsWriter:
     """Writes the record of each step, for people and programs.
 
     Records go to metrics.jsonl, TensorBoard, the store's metric stream and the trackers of the
-    recipe; executed graphs to dataflow.jsonl and the store.
+    recipe; executed graphs to dataflow.jsonl and the store; completions to samples.jsonl.
 
     Invariant: a line of a file is complete when the method that writes it returns. The run waits
     for a tracker only at the end, and for a bounded time.
@@ -229,6 +230,7 @@ class MetricsWriter:
         """Of the coordinator that writes; None: it is not fenced."""
         self._graphs = LinesOfSteps(Path(run.directory) / GRAPHS_FILE)
         self._lines = LinesOfSteps(Path(run.directory) / METRICS_FILE)
+        self.samples = SamplesFile(Path(run.directory))
         self._board = TensorBoardTracker()
         self._trackers = tuple(trackers)
         self._board.start(run, {})
@@ -279,6 +281,7 @@ class MetricsWriter:
         """
         self._graphs.keep(lambda line: line["step"] <= step)
         self._lines.replace(records)
+        self.samples.rewind(step)
 
     async def finish_trackers(self, state: str, deadline_s: float) -> None:
         """Lets the trackers of the recipe finish, side by side.
@@ -293,4 +296,5 @@ class MetricsWriter:
         """Closes the files; `state` is how the run ended."""
         self._graphs.close()
         self._lines.close()
+        self.samples.close()
         self._board.finish(state)

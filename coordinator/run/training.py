@@ -277,7 +277,8 @@ class TrainingLoop(RunLoop):
         with self._phase("evaluate", f"evaluation after step {self.step}"):
             context = self._context(self.step, is_evaluation=True)
             self.dataflow = context.dataflow
-            found = await evaluate(context, spec)
+            found, judged = await evaluate(context, spec)
+            await self._samples.take_held_out(self.step, judged)
             await self._mesh.release(self.step)
         await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
         self._events.evaluated(found.scalars())

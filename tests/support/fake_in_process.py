@@ -145,7 +145,7 @@ class InProcessRun:
             directory,
             wishes=self.wishes,
             events=events,
-            samples=SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0),
+            samples=SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0, file=None),
         )
 
     async def execute(self) -> None:
