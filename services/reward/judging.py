@@ -158,7 +158,7 @@ class RewardSources:
                     scores = await call.compute(source.reward.score, batch, call.progress)
                     values[source.name] = checked(scores, num_rows)
             with call.phase(ASK):
-                await _all_done(tasks, call)
+                await self._all_done(tasks, call)
 
         tasks = {
             source.name: asyncio.ensure_future(ask(source))
@@ -183,6 +183,24 @@ class RewardSources:
         return Judged(
             rewards_B=rewards_B, is_judged_B=is_judged_B, by_source=values, metrics=metrics
         )
+
+    async def _all_done(self, tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> None:
+        """Waits for outside rewards; raises when the call is no longer wanted."""
+        waiting = set(tasks.values())
+        while waiting:
+            stage = self._troubles() or f"ask {', '.join(tasks)}"
+            call.progress(stage, len(tasks) - len(waiting), len(tasks))
+            done, waiting = await asyncio.wait(
+                waiting, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+
+    def _troubles(self) -> str:
+        """What keeps sources from an answer, for people; empty where nothing does."""
+        outside = [source for source in self._sources if isinstance(source, OutsideSource)]
+        troubles = [(source.name, source.reward.trouble()) for source in outside]
+        return "; ".join(f"reward {name} {trouble}" for name, trouble in troubles if trouble)
 
     async def take_part(self, batch: Experience, call: Call) -> None:
         """Does the work of a rank whose output does not count: its share of our own models."""
@@ -268,15 +286,3 @@ def _whole_groups(failed_B: torch.Tensor, prompt_ids: torch.Tensor | None) -> to
     if prompt_ids is None:
         return failed_B
     return torch.isin(prompt_ids, prompt_ids[failed_B])
-
-
-async def _all_done(tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> None:
-    """Waits for outside rewards; raises when the call is no longer wanted."""
-    waiting = set(tasks.values())
-    while waiting:
-        call.progress(f"ask {', '.join(tasks)}", len(tasks) - len(waiting), len(tasks))
-        done, waiting = await asyncio.wait(
-            waiting, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            task.result()
