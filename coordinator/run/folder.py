@@ -36,6 +36,8 @@ LOG_NAMES = (*ROLES, "coordinator")
 
 _MARKS = ("summary.json", "metrics.jsonl", "config.yaml", COORDINATOR_FILE)
 _FOLLOW_PAUSE_S = 0.2
+_SHOWN_CHARACTERS = 400
+"""Of a failure."""
 
 
 class NoRunError(ValueError):
@@ -48,7 +50,7 @@ class RunStatus:
 
     directory: str
     state: str
-    """A RunState, or "lost": its coordinator is gone and has left no summary."""
+    """A RunState, or "lost": its coordinator is gone and has left no summary; or "damaged"."""
     step: int
     num_steps: int | None
     changed_at: float
@@ -130,11 +132,31 @@ def _changed_at(directory: Path) -> float:
 def read_status(directory: Path) -> RunStatus:
     """Reads the state of a run: from its coordinator while that lives, then from its files.
 
+    A run whose files cannot be read is "damaged", and its failure says which one.
+
     Raises:
-        NoRunError: The folder holds no run.
+        NoRunError: The folder holds no run, or its coordinator asks for a token that is not there.
     """
     if not is_run(directory):
         raise NoRunError(f"{directory} holds no run: there is none of {', '.join(_MARKS)}")
+    try:
+        return _read_status(directory)
+    except NoRunError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return RunStatus(
+            directory=str(directory),
+            state="damaged",
+            step=0,
+            num_steps=None,
+            changed_at=_changed_at(directory),
+            failure=f"a file of the folder is not as a run writes it ({cause}): it was changed, or "
+            "the disk was full",
+        )
+
+
+def _read_status(directory: Path) -> RunStatus:
     metrics = _last_record(directory / "metrics.jsonl")
     coordinator = living_coordinator(directory)
     state, failure = "lost", ""
@@ -250,7 +272,16 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
         for role, doing in sorted(one.services.items()):
             console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)
         if one.failure:
-            console.print(Text(f"{one.directory}  {one.failure}", style="red"), soft_wrap=True)
+            told = f"{one.directory}  {_brief(one.failure)}"
+            console.print(Text(told, style="red"), soft_wrap=True)
+
+
+def _brief(failure: str) -> str:
+    """The first line of a failure. What follows is mostly the end of a log."""
+    first, _, rest = failure.partition("\n")
+    is_cut = bool(rest.strip()) or len(first) > _SHOWN_CHARACTERS
+    hint = " ... (`rolemesh status DIR --json` has it all, `rolemesh logs DIR` more)"
+    return first[:_SHOWN_CHARACTERS] + (hint if is_cut else "")
 
 
 def log_files(directory: Path, role: str | None) -> list[Path]:
