@@ -204,6 +204,11 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
     )
 
 
+def _record_before(scalars: Mapping[str, float] | None) -> Sequence[Mapping[str, float]]:
+    """What the store's metrics say of step 0, where curves of the held-out score begin."""
+    return [] if scalars is None else [{"step": 0.0, **scalars}]
+
+
 class MetricsWriter:
     """Writes the record of each step, for people and programs.
 
@@ -235,12 +240,18 @@ class MetricsWriter:
         self._trackers = tuple(trackers)
         self._board.start(run, {})
 
-    async def resume(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
+    async def resume(
+        self,
+        step: int,
+        records: Sequence[Mapping[str, float]],
+        before: Mapping[str, float] | None = None,
+    ) -> None:
         """Makes files and store say what a run has reached that another process began.
 
         Args:
             step: Steps that count.
             records: Of those that were told of, oldest first.
+            before: Scalars of the evaluation before the first step; None: there was none.
         """
         self.rewind(step, records)
         known: set[int] = set()
@@ -248,7 +259,7 @@ class MetricsWriter:
         while entries := await self._store.read_metrics(self._run_id, after_id):
             known |= {int(entry.values["step"]) for entry in entries}
             after_id = entries[-1].entry_id
-        for record in records:
+        for record in (*_record_before(before), *records):
             if int(record["step"]) not in known:
                 await self._store.append_metrics(self._run_id, record, self.epoch)
 
@@ -259,10 +270,16 @@ class MetricsWriter:
         await self._store.append_metrics(self._run_id, record, self.epoch)
         self._lines.append(record)
         del scalars["step"]
-        self.write_scalars(step, scalars)
+        self._write_scalars(step, scalars)
 
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes scalars outside of a step's record to TensorBoard and to the trackers."""
+    async def write_before(self, scalars: Mapping[str, float]) -> None:
+        """Writes the evaluation before the first step everywhere but to metrics.jsonl, of steps."""
+        for record in _record_before(scalars):
+            await self._store.append_metrics(self._run_id, record, self.epoch)
+        self._write_scalars(0, scalars)
+
+    def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes scalars to TensorBoard and to the trackers."""
         self._board.log(step, scalars)
         for tracker in self._trackers:
             tracker.log(step, scalars)

@@ -183,7 +183,7 @@ class TrainingLoop(RunLoop):
             progress.before = await self._evaluate()
             if progress.before is not None:
                 # Later ones come with the record of their step.
-                self._writer.write_scalars(0, progress.before.scalars())
+                await self._writer.write_before(progress.before.scalars())
 
     async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
         await self._update_record(state=state)
