@@ -88,7 +88,7 @@ def run_directories() -> list[Path]:
             f"there is no run in {RUNS_FOLDER.absolute()}: name a run's folder, or start one with "
             "`rolemesh train RECIPE`"
         )
-    return sorted(found, key=_changed_at, reverse=True)
+    return sorted(found, key=changed_at, reverse=True)
 
 
 def newest_run() -> Path:
@@ -117,7 +117,7 @@ def unfinished_run(name: str, directory: Path | None) -> Path | None:
     """
     folders = [directory] if directory is not None else list(RUNS_FOLDER.glob("*/"))
     found = [folder for folder in folders if holds_run(folder)]
-    for folder in sorted(found, key=_changed_at, reverse=True):
+    for folder in sorted(found, key=changed_at, reverse=True):
         if _config(folder)["run"]["name"] == name:
             summary = folder / "summary.json"
             is_made = summary.is_file() and json.loads(summary.read_text())["state"] == "succeeded"
@@ -125,7 +125,8 @@ def unfinished_run(name: str, directory: Path | None) -> Path | None:
     return None
 
 
-def _changed_at(directory: Path) -> float:
+def changed_at(directory: Path) -> float:
+    """When the newest file of a run was written, Unix time in seconds."""
     return max((directory / n).stat().st_mtime for n in _MARKS if (directory / n).is_file())
 
 
@@ -150,7 +151,7 @@ def read_status(directory: Path) -> RunStatus:
             state="damaged",
             step=0,
             num_steps=None,
-            changed_at=_changed_at(directory),
+            changed_at=changed_at(directory),
             failure=f"a file of the folder is not as a run writes it ({cause}): it was changed, or "
             "the disk was full",
         )
@@ -180,7 +181,7 @@ def _read_status(directory: Path) -> RunStatus:
         state=state,
         step=step,
         num_steps=num_steps,
-        changed_at=_changed_at(directory),
+        changed_at=changed_at(directory),
         metrics=metrics,
         failure=failure,
         services=services,
