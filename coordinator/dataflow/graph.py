@@ -28,6 +28,7 @@ from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.store import StateStoreError
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
+from rolemesh.rpc.notes import bounded
 from rolemesh.v1 import experience_pb2
 
 LOSS_S = 6.0
@@ -384,6 +385,7 @@ class StepGraph:
             node.peak_bytes.setdefault(peak.phase, {})[peak.rank] = peak.peak_bytes
         # Sorted: a protobuf map has no order, and records of two runs are compared.
         node.metrics = dict(sorted(outcome.report.metrics.items()))
+        node.notes = bounded(outcome.report.notes)
         node.policy_version = outcome.policy_version
         return outcome
 

@@ -90,9 +90,13 @@ async def evaluate(
 
 def _reported(node: Node, name: str) -> float:
     if name not in node.metrics:
+        if node.notes:
+            raise RunError(
+                f"{node.name}: no held-out completion is left that could be judged: "
+                f"{'; '.join(node.notes)}"
+            )
         raise RunError(
             f"{node.name}: the report lacks the metric {name!r}, which evaluation needs: the reward"
-            " service must report the mean and its standard error over the rows of the call; it "
-            "cannot where all groups were dropped, of which its log then says why"
+            " service must report the mean and its standard error over the rows of the call"
         )
     return node.metrics[name]

@@ -368,6 +368,11 @@ class TrainingLoop(RunLoop):
             if not is_refusal(error):
                 raise
             refusal = error
+        finally:
+            # Also of a step that has failed: they may be the reason.
+            for node in context.dataflow.nodes:
+                for note in node.notes:
+                    self._observer.on_event(f"step {step}: {note}")
         nodes = [node for node in context.dataflow.nodes if node.state is NodeState.DONE]
         await self._health.check(
             nodes, self._record(step, nodes, started), self._ahead.position(step), refusal

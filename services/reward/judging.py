@@ -79,6 +79,8 @@ class Judged:
     """float32 [B] of each, before its weight; NaN where it does not apply, or failed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the requests, by "<source>/<metric>"."""
+    notes: tuple[str, ...] = ()
+    """Why rows have no reward of a source, for people."""
 
 
 class RewardSources:
@@ -167,12 +169,16 @@ class RewardSources:
         }
         await together([*tasks.values(), score()])
         metrics: dict[str, float] = {}
+        notes: list[str] = []
         failed_B = torch.zeros(num_rows, dtype=torch.bool)
         for source in self._sources:
             if not isinstance(source, OutsideSource):
                 continue
             judgement = tasks[source.name].result()
             values[source.name], dropped_B = _after_failures(source, judgement, prompt_ids)
+            if judgement.failures:
+                notes.append(_note(source, judgement))
+                logger.warning("%s", notes[-1])
             failed_B |= dropped_B
             metrics |= {f"{source.name}/{name}": value for name, value in judgement.metrics.items()}
             metrics[f"{source.name}/failed_rows"] = float(len(judgement.failures))
@@ -181,7 +187,11 @@ class RewardSources:
         is_judged_B = ~_whole_groups(failed_B, prompt_ids)
         rewards_B = self._total(values, is_judged_B)
         return Judged(
-            rewards_B=rewards_B, is_judged_B=is_judged_B, by_source=values, metrics=metrics
+            rewards_B=rewards_B,
+            is_judged_B=is_judged_B,
+            by_source=values,
+            metrics=metrics,
+            notes=tuple(notes),
         )
 
     async def _all_done(self, tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> None:
@@ -262,23 +272,23 @@ def _after_failures(
     dropped_B = torch.zeros(len(values_B), dtype=torch.bool)
     if not failures:
         return values_B, dropped_B
-    first: OutsideRewardError = failures[min(failures)]
     policy = source.on_failure
     if isinstance(policy, GiveValueSpec):
         values_B[list(failures)] = policy.value
     elif isinstance(policy, DropGroupSpec) and prompt_ids is not None:
         dropped_B[list(failures)] = True
     else:
-        raise first
-    logger.warning(
-        "reward %s: %d of %d rows could not be judged (%s): %s",
-        source.name,
-        len(failures),
-        len(values_B),
-        policy.type,
-        first,
-    )
+        raise failures[min(failures)]
     return values_B, dropped_B
+
+
+def _note(source: OutsideSource, judgement: Judgement) -> str:
+    """Why rows have no reward of a source, with what its policy makes of them."""
+    failures = judgement.failures
+    return (
+        f"reward {source.name}: {len(failures)} of {len(judgement.rewards)} rows could not be "
+        f"judged ({source.on_failure.type}): {failures[min(failures)]}"
+    )
 
 
 def _whole_groups(failed_B: torch.Tensor, prompt_ids: torch.Tensor | None) -> torch.Tensor:
