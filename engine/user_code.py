@@ -9,9 +9,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_NOT_THEIRS = ("rolemesh.", "importlib")
+"""Beginnings of names of modules that stand between us and a user's code."""
 
 
 class UserCodeError(ValueError):
@@ -41,12 +45,31 @@ def load_named(name: str, field: str) -> Any:
     except Exception as error:
         # Importing runs the user's code: it may raise anything.
         raise UserCodeError(
-            f"{field} is {name!r}, and {place} cannot be loaded ({type(error).__name__}: {error}): "
-            "give 'path/to/file.py:name' or 'module:name', as this process finds it"
+            f"{field} is {name!r}, and {place} cannot be loaded ({type(error).__name__}: {error})"
+            f"{raised_at(error)}: give 'path/to/file.py:name' or 'module:name', as this "
+            "process finds it"
         ) from error
     if not hasattr(module, attribute):
         raise UserCodeError(f"{field} is {name!r}, but {place} has no {attribute!r}: name another")
     return getattr(module, attribute)
+
+
+def raised_at(error: BaseException) -> str:
+    """Where in a user's code an error was raised, as " (at FILE:LINE, in NAME)"; else empty.
+
+    Of a library that the user's code calls, the line of the call is told.
+    """
+    frames = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith(_NOT_THEIRS)
+    ]
+    # The first that is not ours is the user's file; below it, others may be a library's.
+    theirs = [one for one in frames if one[0].co_filename == frames[0][0].co_filename]
+    if not theirs:
+        return ""
+    code, line = theirs[-1]
+    return f" (at {code.co_filename}:{line}, in {code.co_name})"
 
 
 def _load_file(path: Path) -> ModuleType:

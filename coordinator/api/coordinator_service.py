@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -220,6 +221,10 @@ async def serve_coordinator(
     Raises:
         ValueError: The port is in use.
     """
+    try:
+        _check_port_is_free(host, port)
+    except OSError as error:
+        raise _cannot_be_bound(host, port, error) from error
     guards = () if token is None else (TokenInterceptor(token),)
     server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
@@ -236,8 +241,24 @@ async def serve_coordinator(
     try:
         bound = server.add_insecure_port(place)
     except RuntimeError as error:
-        raise ValueError(
-            f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"
-        ) from error
+        raise _cannot_be_bound(host, port, error) from error
     await server.start()
     return server, bound
+
+
+def _check_port_is_free(host: str, port: int) -> None:
+    """Raises OSError where no server can listen; gRPC itself would print lines of its own."""
+    if port == 0:
+        return
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def _cannot_be_bound(host: str, port: int, error: Exception) -> ValueError:
+    return ValueError(
+        f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"
+    )

@@ -229,7 +229,18 @@ class StoreOperations:
         history = self._histories.of(run_id)
         with translated():
             await history.refresh()
-        places = [place for place, step in enumerate(history.steps) if step >= from_step]
+        columns = [
+            (name, column)
+            for name, column in sorted(history.columns.items())
+            if name != "step" and _is_wanted(name, names)
+        ]
+        places = [
+            place
+            for place, step in enumerate(history.steps)
+            if step >= from_step
+            # Before the first step there is a held-out score, and nothing else.
+            and (step or any(not math.isnan(column[place]) for _, column in columns))
+        ]
         chosen = (
             _thinned(places, max_steps or MAX_STEPS) if thin else places[: max_steps or MAX_STEPS]
         )
@@ -238,8 +249,7 @@ class StoreOperations:
             steps=[history.steps[place] for place in chosen],
             series=[
                 coordinator_pb2.MetricSeries(name=name, values=[column[place] for place in chosen])
-                for name, column in sorted(history.columns.items())
-                if name != "step" and _is_wanted(name, names)
+                for name, column in columns
             ],
             next_step=history.steps[places[len(chosen)]] if is_cut else 0,
         )

@@ -1,4 +1,4 @@
-"""The command line: `rolemesh train|coordinator|serve|status|logs|trace|checkpoints|export|...`.
+"""The command line: `rolemesh train|coordinator|serve|status|logs|samples|trace|export|...`.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -20,6 +20,8 @@ COMMANDS = {
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",
     "status": "Shows runs and, for one that goes on, its services.",
     "logs": "Prints the logs of a run, by role.",
+    "samples": "Shows completions of a run: of the newest step, or the best or worst of all steps.",
+    "dashboard": "Serves the dashboard over runs that have ended, from their folders.",
     "trace": "Writes a run's calls as a Chrome trace, and shows what each step had to wait for.",
     "checkpoints": "Lists the checkpoints of a run, verifies and prunes them. Exit code 1: one is "
     "damaged.",

@@ -6,18 +6,22 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rolemesh.coordinator.commands.pace import Pace, call_left_s, in_words
 from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
 from rolemesh.coordinator.run.summary import RunSummary
 
@@ -64,6 +68,11 @@ several pools may overlap, so their sum may exceed the step."""
 
 _HEADING_EVERY_STEPS = 20
 _PLAIN_PROGRESS_EVERY_S = 10.0
+"""First pause between two lines of a call that takes long; it doubles."""
+
+_LONGEST_PROGRESS_PAUSE_S = 60.0
+_BAR_WIDTH = 40
+_NUMBERS = re.compile(r"\d+")
 
 
 def step_values(record: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -84,28 +93,69 @@ def phase_values(record: Mapping[str, float]) -> list[tuple[str, float]]:
     return listed + [(word, v) for word, v in others if f"time/{word}" not in names]
 
 
-class PlainConsole:
-    """One line a step, for files and pipes."""
+@dataclass(slots=True)
+class _Call:
+    """What a role does now."""
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
+    stage: str
+    done: int
+    total: int
+    since: float
+    """When the stage began; that of a recovery counts from its start."""
+    told_at: float
+    pause_s: float = _PLAIN_PROGRESS_EVERY_S
+    """Until the next line."""
+
+    def progress(self) -> str:
+        """How far it is, and how long it takes still; empty where it is not known."""
+        if not self.total:
+            return ""
+        left = in_words(call_left_s(time.monotonic() - self.since, self.done, self.total))
+        return f"{self.done}/{self.total}" + (f", {left}" if left else "")
+
+
+class PlainConsole:
+    """One line a step, for files and pipes, and now and then one of a call that takes long."""
+
+    def __init__(self, stream: IO[str] | None = None, *, num_steps: int | None = None) -> None:
+        """Prepares.
+
+        Args:
+            stream: Where it prints; standard output if left out.
+            num_steps: Of the whole run, for the time that is left; None: not known.
+        """
         self._stream = stream or sys.stdout
-        self._shown_at: dict[str, tuple[str, float]] = {}
+        self._calls: dict[str, _Call] = {}
+        self._pace = Pace(num_steps)
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
-        """A line when a role starts something before the first step: that takes minutes."""
-        if not stage.startswith(("start", "initialize")):
-            return
-        shown, at = self._shown_at.get(role, ("", 0.0))
+        """A line when a role starts, and later ones of whatever takes long."""
         now = time.monotonic()
-        if stage != shown and (not shown or now - at >= _PLAIN_PROGRESS_EVERY_S):
-            self._shown_at[role] = (stage, now)
-            self.on_event(f"{role}: {stage}")
+        if not stage:
+            self._calls.pop(role, None)
+            return
+        call = self._calls.get(role)
+        if call is None:
+            call = self._calls[role] = _Call(stage, done, total, now, now)
+            if stage.startswith(("start", "initialize")):
+                self.on_event(f"{role}: {stage}")
+            return
+        call.done, call.total = done, total
+        if call.stage != stage:
+            call.stage, call.since = stage, now
+        if now - call.told_at >= call.pause_s:
+            call.told_at = now
+            call.pause_s = min(2 * call.pause_s, _LONGEST_PROGRESS_PAUSE_S)
+            self.on_event(" ".join(filter(None, (f"{role}: {stage}", call.progress()))))
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """One line."""
+        self._pace.made(int(record["step"]), record["time/step"])
         values = " ".join(f"{name} {text}" for name, text in step_values(record) if text != "-")
         phases = " ".join(f"{word} {seconds:.1f}" for word, seconds in phase_values(record))
-        self.on_event(f"step {record['step']:.0f} {values} | {record['time/step']:.1f} s: {phases}")
+        told = f"step {record['step']:.0f} {values} | {record['time/step']:.1f} s: {phases}"
+        left = in_words(self._pace.left_s)
+        self.on_event(told + (f" | {left}" if left else ""))
 
     def on_event(self, text: str) -> None:
         """One line."""
@@ -144,24 +194,44 @@ class JsonConsole:
 class LiveConsole:
     """Rows that stay, and below them what each role does now. Owner: the coordinator's loop."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, num_steps: int | None = None) -> None:
+        """Begins to draw.
+
+        Args:
+            console: Where.
+            num_steps: Of the whole run, for the time that is left; None: not known.
+        """
         self._console = console
-        self._roles: dict[str, tuple[str, int, int, float]] = {}
+        self._roles: dict[str, _Call] = {}
+        self._pace = Pace(num_steps)
         self._num_rows = 0
         self._live = Live(
             get_renderable=self._activity, console=console, refresh_per_second=4, transient=True
         )
         self._live.start()
 
-    def _activity(self) -> Table:
+    def _activity(self) -> Group:
         table = Table.grid(padding=(0, 2))
         now = time.monotonic()
-        for role, (stage, done, total, since) in self._roles.items():
-            progress = f"{done}/{total}" if total else ""
+        for role, call in self._roles.items():
             table.add_row(
-                Text(role, style="bold"), stage, progress, Text(f"{now - since:.0f} s", style="dim")
+                Text(role, style="bold"),
+                # A stage may hold words of a foreign server, which are no markup.
+                Text(call.stage),
+                call.progress(),
+                Text(f"{now - call.since:.0f} s", style="dim"),
             )
-        return table
+        return Group(table, *self._run_bar())
+
+    def _run_bar(self) -> Iterator[Table]:
+        """How far the run is, once it has made a step and has some left."""
+        pace, left_s = self._pace, self._pace.left_s
+        if left_s is None or pace.num_steps is None:
+            return
+        bar = Table.grid(padding=(0, 2))
+        drawn = ProgressBar(total=pace.num_steps, completed=pace.step, width=_BAR_WIDTH)
+        bar.add_row(drawn, f"step {pace.step} of {pace.num_steps}, {in_words(left_s)}")
+        yield bar
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
         """Changes the role's line; an empty stage removes it."""
@@ -172,12 +242,14 @@ class LiveConsole:
         if role == RECOVERING and shown is None:
             # The calls of the attempt that failed have no end.
             self._roles.clear()
-        is_same = shown is not None and (role == RECOVERING or shown[0] == stage)
-        since = shown[3] if shown is not None and is_same else time.monotonic()
-        self._roles[role] = (stage, done, total, since)
+        now = time.monotonic()
+        is_same = shown is not None and (role == RECOVERING or shown.stage == stage)
+        since = shown.since if shown is not None and is_same else now
+        self._roles[role] = _Call(stage, done, total, since, now)
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """A row, with headings from time to time."""
+        self._pace.made(int(record["step"]), record["time/step"])
         values = step_values(record)
         if self._num_rows % _HEADING_EVERY_STEPS == 0:
             heading = "".join(f"{name:>9}" for name, _ in values)
@@ -219,9 +291,10 @@ class LoggingObserver:
         self._stages: dict[str, str] = {}
 
     def on_phase(self, role: str, stage: str, done: int, total: int) -> None:
-        """Logs a change of stage."""
-        if self._stages.get(role) != stage:
-            self._stages[role] = stage
+        """Logs a change of stage, but not of a number in its words."""
+        words = _NUMBERS.sub("", stage)
+        if self._stages.get(role) != words:
+            self._stages[role] = words
             if stage:
                 logger.info("%s: %s", role, stage)
         self.show(lambda: self._shown.on_phase(role, stage, done, total))

@@ -23,7 +23,7 @@ from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.cautions import cautions
 from rolemesh.coordinator.run.folder import RUNS_FOLDER
-from rolemesh.coordinator.run.footprint import footprint_of
+from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.installation import INSTALL
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.records import check_directory_is_free
@@ -296,11 +296,11 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
             "run the check where the model is",
         )
     if found.memory:
-        parts = ", ".join(f"{name} {_gib(size)}" for name, size in found.memory.items())
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in found.memory.items())
         needed = sum(found.memory.values()) + found.cuts
         yield _against(
             "memory",
-            f"about {_gib(needed)}: {parts}, shared memory {_gib(found.cuts)}; an estimate of "
+            f"about {gib(needed)}: {parts}, shared memory {gib(found.cuts)}; an estimate of "
             "weights, gradients, optimizer, KV cache and libraries, without activations",
             needed,
             psutil.virtual_memory().available,
@@ -310,13 +310,13 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
     for name, size in found.device_memory.items():
         yield _ok(
             "gpu memory",
-            f"{name}: about {_gib(size)} on each GPU; an estimate of weights, gradients and "
+            f"{name}: about {gib(size)} on each GPU; an estimate of weights, gradients and "
             "optimizer, without sampler and activations",
         )
     if found.cuts and _SHM.is_dir():
         yield _against(
             "shared memory",
-            f"about {_gib(found.cuts)} in {_SHM} for the cuts that recovery goes back to, beside "
+            f"about {gib(found.cuts)} in {_SHM} for the cuts that recovery goes back to, beside "
             "the experience of a step",
             found.cuts,
             shutil.disk_usage(_SHM).free,
@@ -325,14 +325,11 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
         )
     if found.disk:
         runs = (recipe.run.directory or RUNS_FOLDER).absolute()
-        there = next(path for path in (runs, *runs.parents) if path.exists())
         yield _against(
             "disk",
-            f"at most {_gib(found.disk)} in {runs}: {found.checkpoints_kept} x "
-            f"{_gib(found.checkpoint)} of checkpoints and a model of {_gib(found.export)}; an "
-            "estimate from the sizes of the models",
+            f"{found.disk_in(runs)}; an estimate from the sizes of the models",
             found.disk,
-            shutil.disk_usage(there).free,
+            free_bytes(runs),
             "free there",
             "take another folder with --out, or lower run.checkpoint.keep",
         )
@@ -340,12 +337,8 @@ def _sizes(recipe: Recipe, services: Mapping[str, str | None]) -> Iterator[Findi
 
 def _against(what: str, text: str, needed: int, available: int, noun: str, remedy: str) -> Finding:
     """A finding about bytes that are needed, of which some are available."""
-    text = f"{text}; {noun} are {_gib(available)}"
+    text = f"{text}; {noun} are {gib(available)}"
     return _ok(what, text) if needed <= available else _warn(what, text, remedy)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
 
 
 def _ok(what: str, text: str) -> Finding:

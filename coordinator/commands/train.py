@@ -135,9 +135,9 @@ def _train(
     if as_json:
         shown = JsonConsole()
     elif console.is_terminal:
-        shown = LiveConsole(console)
+        shown = LiveConsole(console, num_steps=recipe.run.steps)
     else:
-        shown = PlainConsole()
+        shown = PlainConsole(num_steps=recipe.run.steps)
     observer = LoggingObserver(shown)
     try:
         session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)

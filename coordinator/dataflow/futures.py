@@ -76,6 +76,8 @@ class Node:
     peak_bytes: dict[str, dict[int, int]] = field(default_factory=dict)
     """Most memory held while a phase computed, by phase and rank."""
     metrics: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What the service wants people to know of a call that has succeeded."""
     policy_version: int | None = None
     """Version after an update; None for other kinds."""
 

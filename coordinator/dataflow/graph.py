@@ -29,6 +29,7 @@ from rolemesh.coordinator.dataflow.pools import Pools
 from rolemesh.coordinator.state.store import StateStoreError
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.notes import bounded
 from rolemesh.v1 import experience_pb2
 
 Work = Callable[[Node, experience_pb2.ExperienceRef | None], Awaitable[Outcome]]
@@ -342,6 +343,7 @@ class StepGraph:
             node.peak_bytes.setdefault(peak.phase, {})[peak.rank] = peak.peak_bytes
         # Sorted: a protobuf map has no order, and records of two runs are compared.
         node.metrics = dict(sorted(outcome.report.metrics.items()))
+        node.notes = bounded(outcome.report.notes)
         node.policy_version = outcome.policy_version
         return outcome
 

@@ -100,7 +100,8 @@ class RunSpec(Spec):
     recovery: RecoverySpec = RecoverySpec()
     health: HealthSpec = HealthSpec()
     samples: int = Field(default=4, ge=0, le=64)
-    """Trajectories of each step that are kept for people, of the newest steps; 0 keeps none."""
+    """Trajectories of each step and evaluation that are kept for people, in samples.jsonl (32 MiB,
+    the newest) and, of the newest steps, in the store; 0 keeps none."""
 
     @model_validator(mode="after")
     def _check_health(self) -> Self:

@@ -84,7 +84,12 @@ class Attempt:
         # A client that drives the services raises the epoch, so writes about the run carry none.
         self.epoch = parts.events.epoch = parts.writer.epoch = None if is_external else epoch
         self.samples = SampleTaker(
-            parts.store, parts.run_id, self.epoch, parts.observer, parts.recipe.run.samples
+            parts.store,
+            parts.run_id,
+            self.epoch,
+            parts.observer,
+            parts.recipe.run.samples,
+            parts.writer.samples,
         )
         self.loop: RunLoop = self._make_loop(parts)
         self.has_met = False

@@ -38,6 +38,16 @@ def cautions(recipe: Recipe, num_train: int | None, num_held_out: int | None) ->
                 "prompt is computed more than once",
                 f"give mini_batch_rows as a multiple of {group}",
             )
+    evaluation = run.evaluation
+    if sampling is None and evaluation.num_prompts and "num_prompts" in evaluation.model_fields_set:
+        held_out = "held-out rows" if num_held_out is None else f"{num_held_out} held-out rows"
+        yield Caution(
+            f"run.evaluation.num_prompts is {evaluation.num_prompts}, but algorithm "
+            f"{section.type!r} samples no completion that a reward could judge: there is no "
+            f"evaluation, and the {held_out} are not used",
+            "set run.evaluation.num_prompts to 0, and lower held_out_size of the data to train on "
+            "all rows",
+        )
     if num_train is not None and run.prompts_per_step > num_train:
         yield Caution(
             f"run.prompts_per_step is {run.prompts_per_step}, but there are {num_train} training "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import RunError
-from rolemesh.coordinator.dataflow.futures import Node
+from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node
 from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardHandle, StepContext
 from rolemesh.coordinator.recipe.schema import EvaluationSpec
 from rolemesh.coordinator.run.metrics import combined_metrics
@@ -51,7 +51,9 @@ class Evaluation:
         }
 
 
-async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
+async def evaluate(
+    context: StepContext, spec: EvaluationSpec
+) -> tuple[Evaluation, ExperienceFuture]:
     """Judges completions of the first held-out prompts: greedy ones, or several drawn ones each.
 
     Seeds derive from prompt and sample, so training draws the same with and without evaluation.
@@ -59,6 +61,9 @@ async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
     Args:
         context: A context with is_evaluation set, which gives nodes and operations own names.
         spec: How many prompts and samples; at least 1 prompt.
+
+    Returns:
+        The score, and the completions with their rewards, which services hold until a release.
 
     Raises:
         RunError: A call failed, or the reward service reports no mean.
@@ -73,20 +78,25 @@ async def evaluate(context: StepContext, spec: EvaluationSpec) -> Evaluation:
         # One call judges all completions, so its mean and pass@k are those of the whole.
         rewards = RewardHandle(context).compute_reward(rollouts.whole(), pass_at=spec.pass_at)
     sampled, (judged,) = rollouts.nodes, rewards.nodes
-    return Evaluation(
+    found = Evaluation(
         step=context.step,
         score=_reported(judged, "reward/mean"),
         standard_error=_reported(judged, "reward/standard_error"),
         num_prompts=spec.num_prompts,
         metrics={**combined_metrics(sampled), **judged.metrics},
     )
+    return found, rollouts | rewards
 
 
 def _reported(node: Node, name: str) -> float:
     if name not in node.metrics:
+        if node.notes:
+            raise RunError(
+                f"{node.name}: no held-out completion is left that could be judged: "
+                f"{'; '.join(node.notes)}"
+            )
         raise RunError(
             f"{node.name}: the report lacks the metric {name!r}, which evaluation needs: the reward"
-            " service must report the mean and its standard error over the rows of the call; it "
-            "cannot where all groups were dropped, of which its log then says why"
+            " service must report the mean and its standard error over the rows of the call"
         )
     return node.metrics[name]

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from rolemesh.coordinator.run.checkpoints import COMMITTED
 from rolemesh.coordinator.run.metrics import GRAPHS_FILE
 from rolemesh.coordinator.run.resume import RUN_FILE, holds_run
 from rolemesh.coordinator.run.session import COORDINATOR_FILE, living_coordinator
+from rolemesh.coordinator.trackers.files import whole_lines
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -35,6 +36,8 @@ LOG_NAMES = (*ROLES, "coordinator")
 
 _MARKS = ("summary.json", "metrics.jsonl", "config.yaml", COORDINATOR_FILE)
 _FOLLOW_PAUSE_S = 0.2
+_SHOWN_CHARACTERS = 400
+"""Of a failure."""
 
 
 class NoRunError(ValueError):
@@ -47,7 +50,7 @@ class RunStatus:
 
     directory: str
     state: str
-    """A RunState, or "lost": its coordinator is gone and has left no summary."""
+    """A RunState, or "lost": its coordinator is gone and has left no summary; or "damaged"."""
     step: int
     num_steps: int | None
     changed_at: float
@@ -85,7 +88,7 @@ def run_directories() -> list[Path]:
             f"there is no run in {RUNS_FOLDER.absolute()}: name a run's folder, or start one with "
             "`rolemesh train RECIPE`"
         )
-    return sorted(found, key=_changed_at, reverse=True)
+    return sorted(found, key=changed_at, reverse=True)
 
 
 def newest_run() -> Path:
@@ -114,7 +117,7 @@ def unfinished_run(name: str, directory: Path | None) -> Path | None:
     """
     folders = [directory] if directory is not None else list(RUNS_FOLDER.glob("*/"))
     found = [folder for folder in folders if holds_run(folder)]
-    for folder in sorted(found, key=_changed_at, reverse=True):
+    for folder in sorted(found, key=changed_at, reverse=True):
         if _config(folder)["run"]["name"] == name:
             summary = folder / "summary.json"
             is_made = summary.is_file() and json.loads(summary.read_text())["state"] == "succeeded"
@@ -122,18 +125,39 @@ def unfinished_run(name: str, directory: Path | None) -> Path | None:
     return None
 
 
-def _changed_at(directory: Path) -> float:
+def changed_at(directory: Path) -> float:
+    """When the newest file of a run was written, Unix time in seconds."""
     return max((directory / n).stat().st_mtime for n in _MARKS if (directory / n).is_file())
 
 
 def read_status(directory: Path) -> RunStatus:
     """Reads the state of a run: from its coordinator while that lives, then from its files.
 
+    A run whose files cannot be read is "damaged", and its failure says which one.
+
     Raises:
-        NoRunError: The folder holds no run.
+        NoRunError: The folder holds no run, or its coordinator asks for a token that is not there.
     """
     if not is_run(directory):
         raise NoRunError(f"{directory} holds no run: there is none of {', '.join(_MARKS)}")
+    try:
+        return _read_status(directory)
+    except NoRunError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, yaml.YAMLError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return RunStatus(
+            directory=str(directory),
+            state="damaged",
+            step=0,
+            num_steps=None,
+            changed_at=changed_at(directory),
+            failure=f"a file of the folder is not as a run writes it ({cause}): it was changed, or "
+            "the disk was full",
+        )
+
+
+def _read_status(directory: Path) -> RunStatus:
     metrics = _last_record(directory / "metrics.jsonl")
     coordinator = living_coordinator(directory)
     state, failure = "lost", ""
@@ -157,7 +181,7 @@ def read_status(directory: Path) -> RunStatus:
         state=state,
         step=step,
         num_steps=num_steps,
-        changed_at=_changed_at(directory),
+        changed_at=changed_at(directory),
         metrics=metrics,
         failure=failure,
         services=services,
@@ -249,7 +273,16 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
         for role, doing in sorted(one.services.items()):
             console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)
         if one.failure:
-            console.print(Text(f"{one.directory}  {one.failure}", style="red"), soft_wrap=True)
+            told = f"{one.directory}  {_brief(one.failure)}"
+            console.print(Text(told, style="red"), soft_wrap=True)
+
+
+def _brief(failure: str) -> str:
+    """The first line of a failure. What follows is mostly the end of a log."""
+    first, _, rest = failure.partition("\n")
+    is_cut = bool(rest.strip()) or len(first) > _SHOWN_CHARACTERS
+    hint = " ... (`rolemesh status DIR --json` has it all, `rolemesh logs DIR` more)"
+    return first[:_SHOWN_CHARACTERS] + (hint if is_cut else "")
 
 
 def log_files(directory: Path, role: str | None) -> list[Path]:
@@ -318,7 +351,7 @@ def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
         )
     steps: list[int] = []
     graphs = []
-    for number, line in _whole_lines(path):
+    for number, line in whole_lines(path):
         try:
             graph = json.loads(line)
             steps.append(graph["step"])
@@ -335,14 +368,6 @@ def read_graphs(directory: Path, step: int | None) -> list[list[Node]]:
             f"{directory} has no graph{'' if step is None else f' of step {step}'}: {known}"
         )
     return graphs
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines and their numbers; the newest one may be half written."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith("\n"):
-                yield number, line
 
 
 def export_command(directory: Path, step: int | None, to: Path, dtype: str) -> list[str]:

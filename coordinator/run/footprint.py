@@ -6,8 +6,10 @@ micro_batch_tokens and are freed after each pass.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rolemesh.coordinator.recipe.model_sizes import models_of, num_parameters, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
@@ -54,6 +56,24 @@ class Footprint:
     def disk(self) -> int:
         """Bytes on disk at most, of checkpoints and the model."""
         return self.checkpoints_kept * self.checkpoint + self.export
+
+    def disk_in(self, directory: Path) -> str:
+        """What a run takes in its folder, for people."""
+        return (
+            f"at most {gib(self.disk)} in {directory}: {self.checkpoints_kept} x "
+            f"{gib(self.checkpoint)} of checkpoints and a model of {gib(self.export)}"
+        )
+
+
+def gib(size: int) -> str:
+    """A size in bytes for people."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes where a folder lies, or would lie."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Footprint:

@@ -39,8 +39,7 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
             what = "has no config.json" if path.is_dir() else "is not a folder"
             raise ValueError(
                 f"{field} is {str(path)!r}, which {what}: give a local Hugging Face model folder"
-                f"{_maker_hint(path)} (relative paths start at the current directory; nothing "
-                "is ever downloaded)"
+                f"{_maker_hint(path)} ({_where()})"
             )
     for role in roles:
         section = recipe.section(role)
@@ -52,7 +51,7 @@ def check_paths(recipe: Recipe, roles: Collection[str]) -> None:
 
 def _check_data(field: str, data: DataSpec) -> None:
     """Raises ValueError when a file or folder of a source is missing; does not read them."""
-    where = "(relative paths start at the current directory; nothing is ever downloaded)"
+    where = f"({_where()})"
     if isinstance(data, MixtureSpec):
         for number, source in enumerate(data.sources):
             _check_data(f"{field}.sources.{number}.data", source.data)
@@ -78,6 +77,11 @@ def _check_data(field: str, data: DataSpec) -> None:
                     f"{field}.{name} is {str(path)!r}, which is neither a file nor a folder of "
                     f".parquet files: give one of them {where}"
                 )
+
+
+def _where() -> str:
+    """Where relative paths start: at the folder of the process that makes the run."""
+    return f"relative paths start at {Path.cwd()}; nothing is ever downloaded"
 
 
 def _maker_hint(path: Path) -> str:

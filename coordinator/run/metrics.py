@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeKind
 from rolemesh.coordinator.dataflow.trace import critical_path
+from rolemesh.coordinator.run.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.trackers.files import METRICS_FILE, LinesOfSteps, TensorBoardTracker
 from rolemesh.coordinator.trackers.outside import OutsideTracker
@@ -203,11 +204,16 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
     )
 
 
+def _record_before(scalars: Mapping[str, float] | None) -> Sequence[Mapping[str, float]]:
+    """What the store's metrics say of step 0, where curves of the held-out score begin."""
+    return [] if scalars is None else [{"step": 0.0, **scalars}]
+
+
 class MetricsWriter:
     """Writes the record of each step, for people and programs.
 
     Records go to metrics.jsonl, TensorBoard, the store's metric stream and the trackers of the
-    recipe; executed graphs to dataflow.jsonl and the store.
+    recipe; executed graphs to dataflow.jsonl and the store; completions to samples.jsonl.
 
     Invariant: a line of a file is complete when the method that writes it returns. The run waits
     for a tracker only at the end, and for a bounded time.
@@ -229,16 +235,23 @@ class MetricsWriter:
         """Of the coordinator that writes; None: it is not fenced."""
         self._graphs = LinesOfSteps(Path(run.directory) / GRAPHS_FILE)
         self._lines = LinesOfSteps(Path(run.directory) / METRICS_FILE)
+        self.samples = SamplesFile(Path(run.directory))
         self._board = TensorBoardTracker()
         self._trackers = tuple(trackers)
         self._board.start(run, {})
 
-    async def resume(self, step: int, records: Sequence[Mapping[str, float]]) -> None:
+    async def resume(
+        self,
+        step: int,
+        records: Sequence[Mapping[str, float]],
+        before: Mapping[str, float] | None = None,
+    ) -> None:
         """Makes files and store say what a run has reached that another process began.
 
         Args:
             step: Steps that count.
             records: Of those that were told of, oldest first.
+            before: Scalars of the evaluation before the first step; None: there was none.
         """
         self.rewind(step, records)
         known: set[int] = set()
@@ -246,7 +259,7 @@ class MetricsWriter:
         while entries := await self._store.read_metrics(self._run_id, after_id):
             known |= {int(entry.values["step"]) for entry in entries}
             after_id = entries[-1].entry_id
-        for record in records:
+        for record in (*_record_before(before), *records):
             if int(record["step"]) not in known:
                 await self._store.append_metrics(self._run_id, record, self.epoch)
 
@@ -257,10 +270,16 @@ class MetricsWriter:
         await self._store.append_metrics(self._run_id, record, self.epoch)
         self._lines.append(record)
         del scalars["step"]
-        self.write_scalars(step, scalars)
+        self._write_scalars(step, scalars)
 
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes scalars outside of a step's record to TensorBoard and to the trackers."""
+    async def write_before(self, scalars: Mapping[str, float]) -> None:
+        """Writes the evaluation before the first step everywhere but to metrics.jsonl, of steps."""
+        for record in _record_before(scalars):
+            await self._store.append_metrics(self._run_id, record, self.epoch)
+        self._write_scalars(0, scalars)
+
+    def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes scalars to TensorBoard and to the trackers."""
         self._board.log(step, scalars)
         for tracker in self._trackers:
             tracker.log(step, scalars)
@@ -279,6 +298,7 @@ class MetricsWriter:
         """
         self._graphs.keep(lambda line: line["step"] <= step)
         self._lines.replace(records)
+        self.samples.rewind(step)
 
     async def finish_trackers(self, state: str, deadline_s: float) -> None:
         """Lets the trackers of the recipe finish, side by side.
@@ -293,4 +313,5 @@ class MetricsWriter:
         """Closes the files; `state` is how the run ended."""
         self._graphs.close()
         self._lines.close()
+        self.samples.close()
         self._board.finish(state)

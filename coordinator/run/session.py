@@ -18,8 +18,10 @@ from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
+from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.events import EventLog
+from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.launch import (
     QUICK_STOP_GRACE_S,
     Launcher,
@@ -177,6 +179,7 @@ class Session:
         except ValueError as error:
             raise InputError(str(error)) from error
         make_folder(self.directory)
+        self._tell_of_disk()
         async with AsyncExitStack() as stack:
             stack.enter_context(_held(self.directory))
             stack.enter_context(self._traced())
@@ -234,6 +237,17 @@ class Session:
                 raise
             finally:
                 self._is_ending = True
+
+    def _tell_of_disk(self) -> None:
+        """Says what the run will take on disk, as far as its models can be read here."""
+        if isinstance(self.recipe.algorithm, ExternalSpec):
+            # Its client saves what it wants to.
+            return
+        found = footprint_of(self.recipe, services_in(self.recipe))
+        if found.disk:
+            free = free_bytes(self.directory)
+            told = f"disk: {found.disk_in(self.directory)}; {gib(free)} are free"
+            self._observer.on_event(told + (", which is too little" if free < found.disk else ""))
 
     @asynccontextmanager
     async def _entered(self, store: StateStore) -> AsyncIterator[None]:

@@ -17,7 +17,7 @@ from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.channel import ChannelTraffic
 
 NUM_AVERAGED_STEPS = 3
-"""Steps at the start and at the end whose mean reward is reported."""
+"""Most steps at the start and at the end whose mean reward is reported."""
 
 _GIT_TIMEOUT_S = 2.0
 """Longest wait for git, which may hang on a network disk."""
@@ -65,9 +65,9 @@ class RunSummary:
     held_out_before: Evaluation | None
     held_out_after: Evaluation | None
     mean_reward_first_steps: float | None
-    """Mean over the first three steps (or as many as there are)."""
+    """Mean over the first three steps, or over the first half of fewer than six."""
     mean_reward_last_steps: float | None
-    """Mean over the last three steps (or as many as there are)."""
+    """Mean over as many last steps; None where there is one step alone."""
     tokens: int
     """Tokens of all training rollouts, prompts included."""
     seconds: float
@@ -122,12 +122,13 @@ class RunSummary:
 
 
 def mean_rewards(records: Sequence[Mapping[str, float]]) -> tuple[float | None, float | None]:
-    """Mean reward of the first and of the last steps."""
+    """Mean reward of the first and of the last steps; no step is among both."""
     rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
-    if not rewards:
-        return None, None
-    first, last = rewards[:NUM_AVERAGED_STEPS], rewards[-NUM_AVERAGED_STEPS:]
-    return sum(first) / len(first), sum(last) / len(last)
+    if len(rewards) < 2:
+        return (rewards[0] if rewards else None), None
+    number = min(NUM_AVERAGED_STEPS, len(rewards) // 2)
+    first, last = rewards[:number], rewards[-number:]
+    return sum(first) / number, sum(last) / number
 
 
 def traffic_totals(traffic: ChannelTraffic) -> dict[str, int]:

@@ -183,7 +183,7 @@ class TrainingLoop(RunLoop):
             progress.before = await self._evaluate()
             if progress.before is not None:
                 # Later ones come with the record of their step.
-                self._writer.write_scalars(0, progress.before.scalars())
+                await self._writer.write_before(progress.before.scalars())
 
     async def _enter(self, state: RunState, shown: coordinator_pb2.RunState.ValueType) -> None:
         await self._update_record(state=state)
@@ -277,7 +277,8 @@ class TrainingLoop(RunLoop):
         with self._phase("evaluate", f"evaluation after step {self.step}"):
             context = self._context(self.step, is_evaluation=True)
             self.dataflow = context.dataflow
-            found = await evaluate(context, spec)
+            found, judged = await evaluate(context, spec)
+            await self._samples.take_held_out(self.step, judged)
             await self._mesh.release(self.step)
         await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
         self._events.evaluated(found.scalars())
@@ -367,6 +368,11 @@ class TrainingLoop(RunLoop):
             if not is_refusal(error):
                 raise
             refusal = error
+        finally:
+            # Also of a step that has failed: they may be the reason.
+            for node in context.dataflow.nodes:
+                for note in node.notes:
+                    self._observer.on_event(f"step {step}: {note}")
         nodes = [node for node in context.dataflow.nodes if node.state is NodeState.DONE]
         await self._health.check(
             nodes, self._record(step, nodes, started), self._ahead.position(step), refusal

@@ -266,7 +266,12 @@ class TrainingRun:
         writer = MetricsWriter(facts, self._store, trackers)
         if self._is_resumed:
             writer.epoch = self.progress.epoch
-            await writer.resume(self.progress.step, self.progress.records)
+            before = self.progress.before
+            await writer.resume(
+                self.progress.step,
+                self.progress.records,
+                None if before is None else before.scalars(),
+            )
         return writer
 
     async def _check_leads(self, attempt: Attempt) -> None:

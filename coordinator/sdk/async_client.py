@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.events import Event, StateChanged
 from rolemesh.coordinator.sdk.messages import from_message
-from rolemesh.coordinator.sdk.retrying import Retries, RetryPolicy, repeated
+from rolemesh.coordinator.sdk.retrying import Contact, Retries, RetryPolicy, repeated
 from rolemesh.coordinator.sdk.runs import (
     Alert,
     Dataflow,
@@ -65,7 +65,8 @@ class AsyncClient:
             address: "host:port" of the coordinator's gRPC server.
             token: Bearer token, where the coordinator asks for one.
             deadline_s: Longest time of one call; None: that of its method (10 to 30 s).
-            retry: How calls are repeated; None: within 60 s.
+            retry: How calls are repeated; None: within 60 s, and within 5 s as long as the
+                coordinator has never answered.
 
         Raises:
             ValueError: The address is not "host:port", the token cannot be one, or a number is out
@@ -80,6 +81,7 @@ class AsyncClient:
         self._deadline_s = deadline_s
         self._retry = RetryPolicy() if retry is None else retry
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._contact = Contact(address)
         self._is_closed = False
         self._channel = open_channel(address, retries=False)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
@@ -113,6 +115,8 @@ class AsyncClient:
 
         Args:
             recipe: YAML or JSON text, the path of a file with it, or the fields themselves.
+                Relative paths within count from the folder in which the coordinator was started,
+                not from that of this program or of the file.
             run_id: 1 to 128 letters, digits, dots, dashes and underscores; None makes one up.
             overrides: Fields to set besides, e.g. "run.steps=3".
 
@@ -212,7 +216,7 @@ class AsyncClient:
             OutOfRangeError: EVENTS_EXPIRED: events after that one are no longer kept.
         """
         last = after
-        retries = Retries(self._retry)
+        retries = Retries(self._retry, self._contact)
         is_final = is_over = False
         while True:
             request = pb.WatchRunRequest(run_id=run_id, after_event_id=last)
@@ -357,4 +361,4 @@ class AsyncClient:
             answer: Answer = await self._started(method, request)
             return answer
 
-        return await repeated(self._retry, once)
+        return await repeated(self._retry, once, self._contact)

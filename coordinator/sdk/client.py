@@ -99,6 +99,8 @@ class Client:
 
         Args:
             recipe: YAML or JSON text, the path of a file with it, or the fields themselves.
+                Relative paths within count from the folder in which the coordinator was started,
+                not from that of this program or of the file.
             run_id: 1 to 128 letters, digits, dots, dashes and underscores; None makes one up.
             overrides: Fields to set besides, e.g. "run.steps=3".
 

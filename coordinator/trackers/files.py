@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -52,9 +52,26 @@ class LinesOfSteps:
             write_atomically(self._path, text)
             self._file = self._path.open("a", encoding="utf-8")
 
+    def keep_newest(self, num_bytes: int) -> None:
+        """Leaves out the oldest lines, so that the others have at most so many bytes."""
+        whole = self._path.read_bytes()
+        # A line that the cut would go through is left out.
+        start = whole.find(b"\n", max(0, len(whole) - num_bytes - 1)) + 1
+        self._file.close()
+        write_atomically(self._path, whole[start:].decode())
+        self._file = self._path.open("a", encoding="utf-8")
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and their numbers; the newest one may be half written."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                yield number, line
 
 
 class TensorBoardTracker:

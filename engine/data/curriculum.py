@@ -10,7 +10,7 @@ from typing import Any
 from rolemesh.engine.data.orders import EpochOrder, shuffled
 from rolemesh.engine.data.rows import DataInvalidError, PromptRow
 from rolemesh.engine.specs import CurriculumSpec, PythonCurriculumSpec, SortedCurriculumSpec
-from rolemesh.engine.user_code import UserCodeError, load_named
+from rolemesh.engine.user_code import UserCodeError, load_named, raised_at
 
 CurriculumFunction = Callable[[Sequence[Mapping[str, Any]], int, int], Sequence[int]]
 """(metadata of each row, epoch from 0, seed of the run) -> every row number once."""
@@ -97,7 +97,7 @@ def _called(
             # Any error of the user's function is reported with its epoch.
             raise DataInvalidError(
                 f"{field} {curriculum.function!r} failed for epoch {epoch}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}{raised_at(error)}"
             ) from error
         if sorted(order) != list(range(len(rows))):
             raise DataInvalidError(

@@ -21,6 +21,7 @@ from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
+from rolemesh.engine.user_code import raised_at
 
 STOP_WINDOW_TOKENS = 8
 """Tokens without text that may stand inside a stop text while it is looked for as tokens come."""
@@ -192,7 +193,8 @@ class EpisodeRunner:
         try:
             environment = self._make()
         except _USER_ERRORS as error:
-            raise _failure("the environment", prompt, request.row, 0, repr(error)) from error
+            what = f"{error!r}{raised_at(error)}"
+            raise _failure("the environment", prompt, request.row, 0, what) from error
         stop = environment.stop
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             kind = type(environment).__name__
@@ -337,7 +339,7 @@ def _asked(one: _Running, ask: Callable[[], Any]) -> Any:
     except _USER_ERRORS as error:
         # Whatever it raises is told with the row that it happened to.
         what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
-        raise _failed(one, what) from error
+        raise _failed(one, f"{what}{raised_at(error)}") from error
 
 
 def _failed(one: _Running, what: str) -> EnvironmentFailedError:

@@ -81,21 +81,22 @@ class EndpointRewardSpec(OutsideRewardSpec):
     urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
     """Where it answers; several: replicas, of which the least busy is asked."""
     deadline_s: float = Field(default=300.0, gt=0)
-    """Most seconds that a request may take with all its tries."""
+    """Most seconds that a request may take with all its tries: so long a run waits for a reward
+    that is gone."""
     max_response_bytes: int = Field(default=16 * 2**20, ge=1)
     """An answer that is longer is refused, and not read further."""
     cache_rows: int = Field(default=0, ge=0)
     """Rewards remembered by all that is sent of a row, oldest use forgotten first; 0: none. Right
     only for a judge that gives the same row the same reward."""
-    tries: int = Field(default=5, ge=1)
-    """Times that a request is sent, while what fails may pass: no connection, no answer in time,
-    408, 429 or 5xx (gRPC: UNAVAILABLE)."""
+    tries: int | None = Field(default=None, ge=1)
+    """Times that a request is sent at most, while what fails may pass: no connection, no answer in
+    time, 408, 429 or 5xx (gRPC: UNAVAILABLE); None: as often as fits into deadline_s."""
     hedge_after_s: float | None = Field(default=None, gt=0)
     """Send a second request when the first has no answer by then, and take what comes first;
     None: never."""
     breaker_failures: int = Field(default=5, ge=1)
     """Failures in a row after which a replica is left alone."""
-    breaker_pause_s: float = Field(default=10.0, gt=0)
+    breaker_pause_s: float = Field(default=5.0, gt=0)
     """Seconds until one request tries that replica again."""
     token_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Environment variable of the reward service that holds a bearer token; None: no token."""

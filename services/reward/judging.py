@@ -79,6 +79,8 @@ class Judged:
     """float32 [B] of each, before its weight; NaN where it does not apply, or failed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the requests, by "<source>/<metric>"."""
+    notes: tuple[str, ...] = ()
+    """Why rows have no reward of a source, for people."""
 
 
 class RewardSources:
@@ -158,7 +160,7 @@ class RewardSources:
                     scores = await call.compute(source.reward.score, batch, call.progress)
                     values[source.name] = checked(scores, num_rows)
             with call.phase(ASK):
-                await _all_done(tasks, call)
+                await self._all_done(tasks, call)
 
         tasks = {
             source.name: asyncio.ensure_future(ask(source))
@@ -167,12 +169,16 @@ class RewardSources:
         }
         await together([*tasks.values(), score()])
         metrics: dict[str, float] = {}
+        notes: list[str] = []
         failed_B = torch.zeros(num_rows, dtype=torch.bool)
         for source in self._sources:
             if not isinstance(source, OutsideSource):
                 continue
             judgement = tasks[source.name].result()
             values[source.name], dropped_B = _after_failures(source, judgement, prompt_ids)
+            if judgement.failures:
+                notes.append(_note(source, judgement))
+                logger.warning("%s", notes[-1])
             failed_B |= dropped_B
             metrics |= {f"{source.name}/{name}": value for name, value in judgement.metrics.items()}
             metrics[f"{source.name}/failed_rows"] = float(len(judgement.failures))
@@ -181,8 +187,30 @@ class RewardSources:
         is_judged_B = ~_whole_groups(failed_B, prompt_ids)
         rewards_B = self._total(values, is_judged_B)
         return Judged(
-            rewards_B=rewards_B, is_judged_B=is_judged_B, by_source=values, metrics=metrics
+            rewards_B=rewards_B,
+            is_judged_B=is_judged_B,
+            by_source=values,
+            metrics=metrics,
+            notes=tuple(notes),
         )
+
+    async def _all_done(self, tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> None:
+        """Waits for outside rewards; raises when the call is no longer wanted."""
+        waiting = set(tasks.values())
+        while waiting:
+            stage = self._troubles() or f"ask {', '.join(tasks)}"
+            call.progress(stage, len(tasks) - len(waiting), len(tasks))
+            done, waiting = await asyncio.wait(
+                waiting, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+
+    def _troubles(self) -> str:
+        """What keeps sources from an answer, for people; empty where nothing does."""
+        outside = [source for source in self._sources if isinstance(source, OutsideSource)]
+        troubles = [(source.name, source.reward.trouble()) for source in outside]
+        return "; ".join(f"reward {name} {trouble}" for name, trouble in troubles if trouble)
 
     async def take_part(self, batch: Experience, call: Call) -> None:
         """Does the work of a rank whose output does not count: its share of our own models."""
@@ -244,23 +272,23 @@ def _after_failures(
     dropped_B = torch.zeros(len(values_B), dtype=torch.bool)
     if not failures:
         return values_B, dropped_B
-    first: OutsideRewardError = failures[min(failures)]
     policy = source.on_failure
     if isinstance(policy, GiveValueSpec):
         values_B[list(failures)] = policy.value
     elif isinstance(policy, DropGroupSpec) and prompt_ids is not None:
         dropped_B[list(failures)] = True
     else:
-        raise first
-    logger.warning(
-        "reward %s: %d of %d rows could not be judged (%s): %s",
-        source.name,
-        len(failures),
-        len(values_B),
-        policy.type,
-        first,
-    )
+        raise failures[min(failures)]
     return values_B, dropped_B
+
+
+def _note(source: OutsideSource, judgement: Judgement) -> str:
+    """Why rows have no reward of a source, with what its policy makes of them."""
+    failures = judgement.failures
+    return (
+        f"reward {source.name}: {len(failures)} of {len(judgement.rewards)} rows could not be "
+        f"judged ({source.on_failure.type}): {failures[min(failures)]}"
+    )
 
 
 def _whole_groups(failed_B: torch.Tensor, prompt_ids: torch.Tensor | None) -> torch.Tensor:
@@ -268,15 +296,3 @@ def _whole_groups(failed_B: torch.Tensor, prompt_ids: torch.Tensor | None) -> to
     if prompt_ids is None:
         return failed_B
     return torch.isin(prompt_ids, prompt_ids[failed_B])
-
-
-async def _all_done(tasks: dict[str, asyncio.Task[Judgement]], call: Call) -> None:
-    """Waits for outside rewards; raises when the call is no longer wanted."""
-    waiting = set(tasks.values())
-    while waiting:
-        call.progress(f"ask {', '.join(tasks)}", len(tasks) - len(waiting), len(tasks))
-        done, waiting = await asyncio.wait(
-            waiting, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            task.result()

@@ -21,6 +21,7 @@ from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.notes import bounded
 from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.reward.answer_book import AnswerBook
 from rolemesh.services.reward.judging import Judged, OwnSource, RewardSources
@@ -222,13 +223,15 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     experience=self._runtime.publish(request.key, batch, share=share),
                     report=call.report({}, 0),
                 )
+            report = call.report(
+                {f"{self._role.name}/{name}": v for name, v in judged.metrics.items()}, 0
+            )
+            report.notes.extend(bounded(judged.notes))
             return experience_pb2.ExperienceResult(
                 experience=self._runtime.publish(
                     request.key, judged_columns(self._role.column, batch, judged, sources), share
                 ),
-                report=call.report(
-                    {f"{self._role.name}/{name}": v for name, v in judged.metrics.items()}, 0
-                ),
+                report=report,
             )
 
         async def summarise(result: experience_pb2.ExperienceResult, call: Call) -> None:

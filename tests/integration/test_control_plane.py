@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from support.fake_roles import until
+from support.fake_runs import Recorder
 from support.learning_runs import service_processes
 from support.mesh_runs import tiny_model
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import EvaluationSpec, Recipe
 from rolemesh.coordinator.run.samples import MAX_TEXT_BYTES
+from rolemesh.coordinator.run.samples_file import read_samples
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.sdk import AsyncMesh
@@ -126,6 +128,46 @@ async def test_samples_and_device_use_are_those_of_the_run(
     assert set(record.services) == {"actor", "reward"}
     # Samples are not traffic of the step.
     assert record.metrics["coordinator/calls"] < 10
+
+
+async def test_samples_outlive_the_store_and_some_of_an_evaluation_are_told(
+    model: Path, addresses: dict[str, str], tmp_path: Path
+) -> None:
+    store, recorder = MemoryStateStore(), Recorder()
+    recipe = recipe_of(model, addresses)
+    evaluation = EvaluationSpec(num_prompts=4)
+    recipe = recipe.model_copy(
+        update={"run": recipe.run.model_copy(update={"evaluation": evaluation})}
+    )
+    run = TrainingRun(
+        recipe, directory=tmp_path, addresses=addresses, store=store, observer=recorder
+    )
+    summary = await run.execute()
+    kept = read_samples(tmp_path)
+    for step in range(1, STEPS + 1):
+        told = await StoreOperations(store).list_samples(run.run_id, step)
+        rows = [one for one in kept if one.step == step and not one.held_out]
+        assert [
+            (one.row, one.prompt, one.completion, one.answer, one.reward, one.num_tokens)
+            for one in rows
+        ] == [
+            (s.row, s.prompt, s.completion, s.answer, s.reward, len(s.token_ids))
+            for s in told.samples
+        ]
+    # All held-out prompts are among the samples, so that their mean is the score.
+    for score in (summary.held_out_before, summary.held_out_after):
+        assert score is not None
+        rows = [one for one in kept if one.step == score.step and one.held_out]
+        rewards = [one.reward for one in rows if one.reward is not None]
+        assert len(rewards) == 4
+        assert math.fsum(rewards) / 4 == pytest.approx(score.score, abs=MEAN_TOLERANCE)
+    lines = [text for text in recorder.events if text.startswith("held-out sample: ")]
+    # The same prompts before and after.
+    assert [text.partition(" -> ")[0] for text in lines[:2]] == [
+        text.partition(" -> ")[0] for text in lines[2:]
+    ]
+    assert len(lines) == 4
+    assert "(reward " in lines[0]
 
 
 async def test_a_client_that_attaches_later_fences_off_the_one_before(

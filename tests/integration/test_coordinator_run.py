@@ -22,6 +22,7 @@ from support.fake_roles import (
 )
 from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
 
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
 from rolemesh.coordinator.recipe.schema import Recipe, RedisStoreSpec
 from rolemesh.coordinator.run.training_run import TrainingRun
@@ -86,7 +87,7 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
     assert written["state"] == "succeeded"
     assert written["held_out"]["after"]["num_prompts"] == 8
     assert written["reward"]["mean_first_steps"] == pytest.approx(
-        statistics.fmean(record["reward/mean"] for record in records[:3])
+        statistics.fmean(record["reward/mean"] for record in records[:2])
     )
     assert written["versions"]["critic"] == {"fake": "1"}
     assert written["coordinator_traffic"]["calls"] > 0
@@ -104,7 +105,15 @@ async def test_a_run_trains_and_writes_everything(tmp_path: Path) -> None:
 
     record = await store.get_run(run.run_id)
     assert (record.state, record.step, record.failure) == (RunState.SUCCEEDED, 4, "")
-    assert len(await store.read_metrics(run.run_id)) == 4
+    before, *others = [entry.values for entry in await store.read_metrics(run.run_id)]
+    # The curve of the held-out score begins before the first step; other metrics have no step 0.
+    assert before == {"step": 0.0, **summary.held_out_before.scalars()}
+    assert [values["step"] for values in others] == [1, 2, 3, 4]
+    operations = StoreOperations(store)
+    curve = await operations.get_metrics(run.run_id, ["held_out/score"])
+    assert list(curve.steps) == [0, 1, 2, 3, 4]
+    assert curve.series[0].values[0] == summary.held_out_before.score
+    assert list((await operations.get_metrics(run.run_id, ["reward/*"])).steps) == [1, 2, 3, 4]
     assert [json.loads(kept.graph) for kept in await store.read_graphs(run.run_id)] == graphs
     assert await store.list_services() == []
 

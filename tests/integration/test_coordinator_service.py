@@ -160,8 +160,12 @@ async def test_an_unreachable_store_reaches_the_client_with_its_url() -> None:
     await store.close()
 
 
-async def test_a_port_in_use_is_named(store: MemoryStateStore) -> None:
+async def test_a_port_in_use_is_named(
+    store: MemoryStateStore, capfd: pytest.CaptureFixture[str]
+) -> None:
     server, port = await serve_coordinator(StoreOperations(store))
     with pytest.raises(ValueError, match=f"port {port} .* cannot be bound"):
         await serve_coordinator(StoreOperations(store), port=port)
     await server.stop(None)
+    # A line of gRPC's own would stand above ours.
+    assert capfd.readouterr().err == ""

@@ -139,7 +139,7 @@ async def test_a_run_that_goes_back_draws_the_step_anew(fault: str, tmp_path: Pa
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     assert [record.get("health/roll_backs", 0.0) for record in records] == [0, 1, 1, 1, 1]
     stored = await store.read_metrics(run.run_id)
-    assert [int(entry.values["step"]) for entry in stored] == [1, 2, 3, 4, 5]
+    assert [int(entry.values["step"]) for entry in stored] == [0, 1, 2, 3, 4, 5]
     (told,) = [text for text in recorder.events if f"run.health.{rule} struck" in text]
     assert "the run goes back to step 1, and samples anew from there" in told
     marker = json.loads((tmp_path / f"checkpoints/step-{STEPS:08}/COMMITTED").read_text())

@@ -12,6 +12,7 @@ from support.learning_runs import service_processes
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.reward_servers import RewardServer, reward_server
 
+from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.training_run import TrainingRun
@@ -182,8 +183,28 @@ async def test_a_step_of_which_nothing_is_left_fails_and_says_so(
         "urls": server.url + "/get_reward",
         "on_failure": {"type": "drop_group"},
     }
-    run = Run(model, addresses, tmp_path, {"source": source})
+    run = Run(model, addresses, tmp_path / "steps", {"source": source})
     with pytest.raises(RunError, match="nothing is left to learn from"):
+        await run.run.execute()
+    events = [event async for event in StoreOperations(run.store).watch_run(run.run.run_id)]
+    notes = [event.note.text for event in events if event.HasField("note")]
+    (told,) = [note for note in notes if note.startswith("step 1: reward openrlhf: ")]
+    assert f"{NUM_ROWS} of {NUM_ROWS} rows could not be judged (drop_group)" in told
+    assert "status 404" in told
+
+
+async def test_an_evaluation_of_which_nothing_is_left_says_why(
+    model: Path, addresses: dict[str, str], server: RewardServer, tmp_path: Path
+) -> None:
+    server.always = 404
+    source = {
+        "type": "openrlhf",
+        "urls": server.url + "/get_reward",
+        "on_failure": {"type": "drop_group"},
+    }
+    evaluation = {"num_prompts": 4}
+    run = Run(model, addresses, tmp_path, {"source": source}, run__evaluation=evaluation)
+    with pytest.raises(RunError, match=r"4 of 4 rows could not be judged.*status 404"):
         await run.run.execute()
 
 

@@ -294,7 +294,8 @@ class RecoveryMachine(RuleBasedStateMachine):
             error = self.loop.run_until_complete(ended())
             assert isinstance(error, StaleEpochError), repr(error)
         run_id = self.newest.run.run_id
-        entries = self.loop.run_until_complete(self.store.read_metrics(run_id))
+        # The first is the evaluation before.
+        _, *entries = self.loop.run_until_complete(self.store.read_metrics(run_id))
         assert [int(entry.values["step"]) for entry in entries] == list(range(1, STEPS + 1))
         found = [learnt_of(dict(entry.values)) for entry in entries]
         assert found == self.expected

@@ -109,7 +109,7 @@ class _NoFiles:
     async def write_step(self, record: Mapping[str, float]) -> None:
         self.records.append(dict(record))
 
-    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+    async def write_before(self, scalars: Mapping[str, float]) -> None:
         """Kept by nobody."""
 
     async def write_graph(self, step: int, nodes: Sequence[Node]) -> None:
@@ -145,7 +145,7 @@ class InProcessRun:
             directory,
             wishes=self.wishes,
             events=events,
-            samples=SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0),
+            samples=SampleTaker(self.store, RUN_ID, None, QuietObserver(), num_rows=0, file=None),
         )
 
     async def execute(self) -> None:

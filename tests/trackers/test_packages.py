@@ -53,7 +53,7 @@ async def track(folder: Path, spec: TrackerSpec) -> Series:
         )
     )
     writer = MetricsWriter(facts, store, [tracker])
-    writer.write_scalars(0, BEFORE)
+    await writer.write_before(BEFORE)
     for record in RECORDS:
         await writer.write_step(record)
     await writer.finish_trackers("succeeded", LONG_S)

@@ -134,6 +134,13 @@ class OutsideReward(ABC):
             OutsideRewardError: No row could be judged.
         """
 
+    def trouble(self) -> str:
+        """What keeps it from an answer right now, e.g. "does not answer, try 4, for 12 s".
+
+        Empty where nothing does. May be called from any thread.
+        """
+        return ""
+
     @abstractmethod
     async def close(self) -> None:
         """Frees connections and processes."""

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,13 +40,25 @@ BACKOFF_S = 0.5
 """Upper end of the first random wait; it doubles with every further one (full jitter, see
 https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
 
-LONGEST_BACKOFF_S = 30.0
-"""Upper end of the longest one."""
+LONGEST_BACKOFF_S = 5.0
+"""Upper end of the longest one: a reward that is back is asked again soon."""
 
 LISTENING_S = 10.0
 """Longest wait at the start of a run for a reward to listen: it may start beside the run."""
 
 _jitter = tenacity.wait_random_exponential(multiplier=BACKOFF_S, max=LONGEST_BACKOFF_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    """A request that has failed and is tried again."""
+
+    since: float
+    """When it was sent first."""
+    number: int
+    """Of the try that comes next, or is on its way."""
+    error: OutsideRewardError
+    """What the last one came to."""
 
 
 class _Replica:
@@ -104,12 +117,15 @@ class EndpointReward(OutsideReward):
             clients: One client for each replica.
             observer: Observer of each request.
             sleep: Coroutine that waits between tries.
-            clock: Returns seconds, for the breakers.
+            clock: Returns seconds, for the breakers and for deadlines of requests.
         """
         self._name = name
         self._spec = spec
         self._observer = observer
         self._sleep = sleep
+        self._clock = clock
+        self._unanswered: dict[object, _Unanswered] = {}
+        """Requests that have failed and are tried again."""
         self._replicas = [
             _Replica(client, CircuitBreaker(spec.breaker_failures, spec.breaker_pause_s, clock))
             for client in clients
@@ -189,6 +205,18 @@ class EndpointReward(OutsideReward):
             },
         )
 
+    def trouble(self) -> str:
+        """See `OutsideReward.trouble`."""
+        unanswered = list(self._unanswered.values())
+        if not unanswered:
+            return ""
+        worst = min(unanswered, key=lambda one: one.since)
+        seconds = self._clock() - worst.since
+        return (
+            f"does not answer, try {worst.number}, for {seconds:.0f} s of at most "
+            f"{self._spec.deadline_s:.0f} s ({worst.error.found})"
+        )
+
     async def close(self) -> None:
         """Closes every replica's connections."""
         for replica in self._replicas:
@@ -216,30 +244,41 @@ class EndpointReward(OutsideReward):
 
     async def _with_tries(self, rows: Sequence[RewardRow], counts: RequestCounts) -> Judgement:
         """Sends one request until it is answered or must not be sent again."""
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._spec.deadline_s
+        since = self._clock()
+        ends_at, most = since + self._spec.deadline_s, self._spec.tries
+
+        def is_last(state: tenacity.RetryCallState) -> bool:
+            is_over = self._clock() + state.upcoming_sleep >= ends_at
+            return is_over or (most is not None and state.attempt_number >= most)
+
         tries = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(_may_pass),
-            stop=tenacity.stop_after_attempt(self._spec.tries)
-            | tenacity.stop_before_delay(self._spec.deadline_s),
+            stop=is_last,
             wait=_wait,
             sleep=self._sleep,
             reraise=True,
         )
         failed: _Replica | None = None
-        async for attempt in tries:
-            with attempt:
-                await self._trials(ends_at - loop.time())
-                # A replica that fails at once is the least busy one. The next try goes to another.
-                replica = self._least_busy(but=failed)
-                if attempt.retry_state.attempt_number > 1:
-                    counts.retries += 1
-                left_s = ends_at - loop.time()
-                try:
-                    judgement = await self._hedged(replica, rows, left_s, counts)
-                except OutsideRewardError:
-                    failed = replica
-                    raise
+        request = object()
+        try:
+            async for attempt in tries:
+                with attempt:
+                    await self._trials(ends_at - self._clock())
+                    # A replica that fails at once is the least busy one. The next try goes to
+                    # another.
+                    replica = self._least_busy(but=failed)
+                    number = attempt.retry_state.attempt_number
+                    if number > 1:
+                        counts.retries += 1
+                    left_s = ends_at - self._clock()
+                    try:
+                        judgement = await self._hedged(replica, rows, left_s, counts)
+                    except OutsideRewardError as error:
+                        failed = replica
+                        self._unanswered[request] = _Unanswered(since, number + 1, error)
+                        raise
+        finally:
+            self._unanswered.pop(request, None)
         return judgement
 
     @contextlib.asynccontextmanager

@@ -376,12 +376,14 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
 
 
 def join_reports(reports: Sequence[experience_pb2.CallReport]) -> experience_pb2.CallReport:
-    """Joins reports: metrics of rank 0, time of the slowest rank, all tokens, bytes and peaks.
+    """Joins reports: metrics and notes of rank 0, time of the slowest rank, all the rest.
 
     A rank whose output does not count reports no tokens.
     """
     joined = experience_pb2.CallReport(
-        metrics=reports[0].metrics, num_tokens=sum(report.num_tokens for report in reports)
+        metrics=reports[0].metrics,
+        num_tokens=sum(report.num_tokens for report in reports),
+        notes=reports[0].notes,
     )
     slowest: dict[str, experience_pb2.PhaseTime] = {}
     for report in reports:

@@ -680,6 +680,7 @@ class CallReport(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens that the call worked on (prompt and completion)."""
     @_builtins.property
@@ -702,6 +703,13 @@ class CallReport(_message.Message):
     def memory(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseMemory]:
         """Peak memory of each rank in each phase that computed."""
 
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a person should know of the call although it has succeeded, e.g. why
+        rows were left out. At most 8, of at most 1,000 characters each; a consumer
+        ignores more.
+        """
+
     def __init__(
         self,
         *,
@@ -710,10 +718,11 @@ class CallReport(_message.Message):
         num_tokens: _builtins.int = ...,
         fetched_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         memory: _abc.Iterable[Global___PhaseMemory] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_bytes", b"fetched_bytes", "memory", b"memory", "metrics", b"metrics", "num_tokens", b"num_tokens", "phases", b"phases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetched_bytes", b"fetched_bytes", "memory", b"memory", "metrics", b"metrics", "notes", b"notes", "num_tokens", b"num_tokens", "phases", b"phases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.engine.user_code import UserCodeError, load_named
+from rolemesh.engine.user_code import UserCodeError, load_named, raised_at
 
 GAME = """
 from __future__ import annotations
@@ -46,3 +46,19 @@ def test_a_file_that_fails_leaves_no_half_module(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="ZeroDivisionError"):
         load_named(f"{path}:State", "environment.environment")
     assert not [name for name in sys.modules if "broken_game" in name]
+
+
+def test_an_error_is_told_with_the_line_of_the_user_s_file(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "game.py",
+        "import json\n\ndef f():\n    def inner():\n        json.loads('{')\n    inner()\n",
+    )
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        load_named(f"{path}:f", "environment.environment")()
+    # The first frame is that of this test, as ours would be.
+    theirs = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    assert raised_at(theirs) == f" (at {path}:5, in inner)"
+    broken = written(tmp_path / "broken_game.py", "x = 1\ny = x / 0\n")
+    with pytest.raises(UserCodeError, match=r"broken_game\.py:2, in <module>\): give"):
+        load_named(f"{broken}:State", "environment.environment")
+    assert raised_at(ValueError("never raised")) == ""

@@ -37,6 +37,9 @@ from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.http import JsonEndpoint
 from rolemesh.services.reward.outside.make import make_client, make_outside_reward
 
+MOST_TRIES = 5
+"""Times that a request is sent at most. A run sends it until the source's deadline has passed."""
+
 EXIT_WRONG = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -83,7 +86,7 @@ class Target:
     spec: OutsideRewardSpec
     """As the recipe has it, but for settings that would hide how the endpoint itself behaves."""
     tries: int
-    """Times that a run sends a request to it."""
+    """Times that a request is sent to it at most."""
 
 
 class Report:
@@ -279,7 +282,7 @@ def _targets(text: str, timeout_s: float | None) -> list[Target]:
     # These settings would hide the endpoint's own behaviour.
     changes |= {"tries": 1, "cache_rows": 0, "hedge_after_s": None, "breaker_failures": 1 << 30}
     return [
-        Target(url, spec.model_copy(update={**changes, "urls": (url,)}), spec.tries)
+        Target(url, spec.model_copy(update={**changes, "urls": (url,)}), spec.tries or MOST_TRIES)
         for url in spec.urls
     ]
 

@@ -76,7 +76,7 @@ class Prober:
             reward: The reward to try. It must not repeat requests, and must not cache.
             rows: Rows to send, at least one.
             at_once: Number of concurrent requests that it has to serve.
-            tries: Times that a run sends a request while what fails may pass.
+            tries: Times that a request is sent at most, while what fails may pass.
             malformed: Sends a malformed request; None: the protocol has none.
             is_keyed: Requests carry keys of rows and step, so a service may recognise a repeat.
                 Each call then gets its own step.
@@ -154,8 +154,8 @@ class Prober:
             level=Level.WARN,
             text=f"{len(self._passed)} of {self._num_calls} requests failed and were answered when "
             f"they were sent again: {self._passed[0]}",
-            remedy="a run survives this up to `tries` times a request, but waits; mend it if you "
-            "can",
+            remedy="a run sends a request again until deadline_s has passed, but waits; mend it if "
+            "you can",
         )
 
     def _answered(self, judgement: Judgement) -> Finding:

@@ -269,3 +269,80 @@ def test_summary_of_a_run_that_ended_early_has_no_empty_promises(tmp_path: Path)
     print_summary(Console(file=stream, width=200), ended)
     assert "model " not in stream.getvalue()
     assert "training reward" not in stream.getvalue()
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_a_call_that_takes_long_is_told_in_lines_that_grow_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    shown = PlainConsole(stream)
+    shown.on_phase("actor", "generate", 0, 0)
+    told_at = []
+    for second in range(1, 201):
+        clock.now += 1
+        before = stream.getvalue()
+        shown.on_phase("actor", "generate: decode", second, 400)
+        if stream.getvalue() != before:
+            told_at.append(second)
+    assert told_at == [10, 30, 70, 130, 190]
+    # 210 units are left, at one a second.
+    assert "actor: generate: decode 190/400, about 3 min left" in stream.getvalue()
+    shown.on_phase("actor", "", 0, 0)
+    clock.now += 60
+    shown.on_phase("actor", "update", 0, 0)
+    assert "update" not in stream.getvalue()
+
+
+def test_a_reward_that_does_not_answer_is_told_while_the_run_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    shown = PlainConsole(stream)
+    shown.on_phase("reward", "compute_reward", 0, 0)
+    for second in range(1, 13):
+        clock.now += 1
+        trouble = f"reward judge does not answer, try {second}, for {second} s"
+        shown.on_phase("reward", f"compute_reward: {trouble}", 0, 1)
+    line = "reward: compute_reward: reward judge does not answer, try 10, for 10 s"
+    assert line in stream.getvalue()
+
+
+def test_consoles_tell_how_long_the_run_takes_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    plain = PlainConsole(stream, num_steps=5)
+    live = LiveConsole(Console(file=io.StringIO(), width=160), num_steps=5)
+    drawn = io.StringIO()
+    try:
+        for step in (1, 2):
+            clock.now += 100
+            for shown in (plain, live):
+                shown.on_step({"step": step, "time/step": 60.0, "tokens_per_second": 1.0})
+        clock.now += 30
+        Console(file=drawn, width=160).print(live._activity())
+        for step in (3, 4, 5):
+            plain.on_step({"step": step, "time/step": 60.0, "tokens_per_second": 1.0})
+    finally:
+        live.close()
+    first, second, *_, last = stream.getvalue().splitlines()
+    # The first is all that is known; between two steps lies more than a step.
+    assert first.endswith("| about 4 min left")
+    assert second.endswith("| about 4 min left")
+    assert "left" not in last
+    # Three steps of 80 s, of which one has gone on for 30 s.
+    assert "step 2 of 5, about 4 min left" in drawn.getvalue()
+
+
+def test_the_log_has_no_line_for_each_second_of_a_wait(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    observer = LoggingObserver(PlainConsole(io.StringIO()))
+    for second in range(1, 9):
+        observer.on_phase("reward", f"compute_reward: no answer, try 2, for {second} s", 0, 1)
+    assert len(caplog.records) == 1

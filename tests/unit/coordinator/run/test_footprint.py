@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.run.footprint import PROCESS_BYTES, footprint_of
+from rolemesh.coordinator.run.footprint import PROCESS_BYTES, footprint_of, free_bytes, gib
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,14 @@ def ppo(model: Path, **changes: Any) -> Recipe:
 
 
 SERVICES = dict.fromkeys(("actor", "critic", "reference", "reward"))
+
+
+def test_disk_is_told_in_words(model: Path, tmp_path: Path) -> None:
+    found = footprint_of(ppo(model, steps=100, checkpoint={"every_steps": 10, "keep": 2}), SERVICES)
+    told = found.disk_in(tmp_path / "runs")
+    assert told.startswith(f"at most {gib(3 * found.checkpoint + found.export)} in {tmp_path}/runs")
+    assert f"3 x {gib(found.checkpoint)} of checkpoints" in told
+    assert free_bytes(tmp_path / "not" / "made" / "yet") == free_bytes(tmp_path) > 0
 
 
 def test_a_trained_role_takes_four_numbers_a_weight_and_saves_three(model: Path) -> None:

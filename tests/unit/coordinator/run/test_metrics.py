@@ -92,12 +92,14 @@ def test_the_watchers_calls_do_not_count_as_work() -> None:
     ("rewards", "expected"),
     [
         ([], (None, None)),
-        ([0.5], (0.5, 0.5)),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 4.0)),
+        ([0.5], (0.5, None)),
+        ([1.0, 2.0, 4.0], (1.0, 4.0)),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], (1.5, 4.5)),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], (2.0, 6.0)),
     ],
-    ids=["no steps", "one step", "five steps"],
+    ids=["no steps", "one step", "three steps", "five steps", "seven steps"],
 )
-def test_first_and_last_rewards_average_three_steps(
+def test_first_and_last_rewards_average_three_steps_that_are_not_the_same(
     rewards: list[float], expected: tuple[float | None, float | None]
 ) -> None:
     assert mean_rewards([{"reward/mean": reward} for reward in rewards]) == expected

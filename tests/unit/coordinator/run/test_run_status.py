@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
@@ -53,3 +54,34 @@ def test_a_run_that_has_ended_says_how_often_it_recovered(tmp_path: Path) -> Non
     # The summary of an older version.
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert read_status(tmp_path).recoveries == 0
+
+
+def test_a_failure_is_one_line_and_the_traceback_stays_in_the_log(tmp_path: Path) -> None:
+    failure = (
+        "actor rank 0 was killed; its log ends with:\n  | Traceback (most recent call last):\n"
+    )
+    summary = {"state": "failed", "failure": failure, "steps": 9}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert read_status(tmp_path).failure == failure
+    text = printed(tmp_path)
+    assert "actor rank 0 was killed; its log ends with: ... (`rolemesh status DIR --json`" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", '{"torn'),
+        ("summary.json", "[]"),
+        ("summary.json", '{"state": "failed"}'),
+        ("config.yaml", "run: ["),
+        ("config.yaml", "text"),
+        ("coordinator.json", "{}"),
+    ],
+)
+def test_a_damaged_run_is_told_among_the_others(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    status = read_status(tmp_path)
+    assert status.state == "damaged"
+    assert "\n" not in status.failure
+    assert "damaged" in printed(tmp_path)

@@ -85,7 +85,7 @@ async def held_by_nobody() -> ExperienceFuture:
 @pytest.mark.parametrize("num_rows", [0, 4])
 async def test_samples_that_cannot_be_had_are_told_once_and_then_given_up(num_rows: int) -> None:
     store, recorder = MemoryStateStore(), Recorder()
-    taker = SampleTaker(store, "run", None, recorder, num_rows)
+    taker = SampleTaker(store, "run", None, recorder, num_rows, None)
     experience = await held_by_nobody()
     for step in range(1, FAILURES_UNTIL_GIVEN_UP + 1):
         await taker.take(step, experience)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolemesh.coordinator.sdk import RetryPolicy
-from rolemesh.coordinator.sdk.retrying import Retries, repeated
+from rolemesh.coordinator.sdk.retrying import Contact, Retries, repeated
 from rolemesh.rpc.errors import (
     DeadlineError,
     PreconditionError,
@@ -60,6 +60,30 @@ async def test_a_call_is_given_up_once_its_budget_is_used_up() -> None:
     # 1 + 2 + 4 s; another 4 s would be beyond 10.
     assert clock.pauses == [1.0, 2.0, 4.0]
     assert call.calls == 4
+
+
+async def test_a_peer_that_has_never_answered_is_given_up_soon() -> None:
+    contact, clock = Contact("host:1"), Clock()
+    policy = clock.policy(budget_s=60.0, first_contact_s=5.0, first_s=1.0, longest_s=4.0)
+    call = Failing(*[UnavailableError("gone")] * 3, PreconditionError("no", reason="REFUSED"))
+    with pytest.raises(UnavailableError, match="gone; nothing has answered at host:1 within 5 s"):
+        await repeated(policy, call, contact)
+    assert clock.pauses == [1.0, 2.0]
+    # A refusal is an answer, too.
+    with pytest.raises(PreconditionError):
+        await repeated(policy, call, contact)
+    clock.pauses.clear()
+    assert await repeated(policy, Failing(*[UnavailableError("gone")] * 6), contact) == 7
+    assert sum(clock.pauses) > 5.0
+
+
+async def test_a_wait_is_told_once_where_no_logging_is_set_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await repeated(Clock().policy(), Failing(*[UnavailableError("host:1 is gone")] * 3))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "host:1 is gone; it is asked again for up to 60 s"
+    ]
 
 
 async def test_without_a_budget_nothing_is_repeated() -> None:

@@ -295,7 +295,12 @@ def test_text_of_reset_stands_before_the_first_turn_masked(own: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Broken", {}, r"Broken failed for prompt 7, row 0, turn 0: ZeroDivisionError"),
+        (
+            "Broken",
+            {},
+            r"Broken failed for prompt 7, row 0, turn 0: ZeroDivisionError.* "
+            r"\(at .*own\.py:\d+, in step\)",
+        ),
         ("Silent", {}, "step gave a NoneType: return an Observation"),
         ("Infinite", {}, "reward of the observation is nan: every reward must be finite"),
         ("OneStop", {}, "stop is '!': give a tuple of texts"),

@@ -69,6 +69,32 @@ async def test_no_more_requests_are_in_flight_than_allowed():
     assert judged.metrics["queue_peak"] == 17.0
 
 
+async def test_tries_end_with_the_deadline_and_their_waits_stay_short():
+    naps = Naps()
+    client = FakeClient([unavailable()] * 10_000)
+    asked = reward(client, naps=naps, deadline_s=120, breaker_pause_s=5)
+    told = []
+    asked._sleep = _telling(asked, told, asked._sleep)
+    judged = await asked.judge([row("abc")])
+    assert isinstance(judged.failures[0], RewardUnavailableError)
+    # With a random wait of 2.5 s on average, five tries would have ended long before.
+    assert 120 - endpoints.LONGEST_BACKOFF_S <= naps.now < 120
+    assert max(naps.taken) <= 5.0
+    assert len(naps.taken) > 20
+    # While it waits it says so; afterwards there is nothing to say.
+    assert told[3].startswith("does not answer, try 5, for ")
+    assert "s of at most 120 s (" in told[3]
+    assert asked.trouble() == ""
+
+
+def _telling(asked, told, sleep):
+    async def tell(seconds):
+        told.append(asked.trouble())
+        await sleep(seconds)
+
+    return tell
+
+
 async def test_what_may_pass_is_tried_again_with_growing_random_waits():
     naps = Naps()
     client = FakeClient([unavailable()] * 4)

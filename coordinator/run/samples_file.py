@@ -1,0 +1,115 @@
+"""samples.jsonl of a run: completions that outlive its store, for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolemesh.coordinator.trackers.files import LinesOfSteps, whole_lines
+from rolemesh.v1 import coordinator_pb2
+
+SAMPLES_FILE = "samples.jsonl"
+"""In a run's folder: some completions of each step and of each evaluation, one a line."""
+
+MAX_FILE_BYTES = 32 * 2**20
+"""A file that has grown beyond it loses the older half of its lines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptSample:
+    """One line of samples.jsonl."""
+
+    step: int
+    """Step that trained on it; of a held-out one, steps made before it was sampled."""
+    held_out: bool
+    """Whether it answers a held-out prompt, of an evaluation."""
+    row: int
+    """Row of its batch."""
+    prompt: str
+    completion: str
+    answer: str
+    """Expected answer; empty where the data has none."""
+    reward: float | None
+    """None where it has none."""
+    policy_version: int
+    """Version of the weights that sampled its first token."""
+    num_tokens: int
+    """Tokens of the completion, at most 4,096 of which are counted."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class SamplesFile:
+    """Writes samples.jsonl. Owner: the coordinator's loop.
+
+    Invariant: the file holds at most MAX_FILE_BYTES after a write, unless one write alone is more.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+        """Opens the file; what it holds stays.
+
+        Args:
+            directory: The run's folder.
+            max_bytes: See MAX_FILE_BYTES.
+        """
+        self._path = directory / SAMPLES_FILE
+        self._max_bytes = max_bytes
+        self._lines = LinesOfSteps(self._path)
+
+    def write(
+        self, step: int, samples: Sequence[coordinator_pb2.Sample], *, is_held_out: bool
+    ) -> None:
+        """Appends samples of a step, or of the evaluation after it."""
+        for sample in samples:
+            self._lines.append(
+                KeptSample(
+                    step=step,
+                    held_out=is_held_out,
+                    row=sample.row,
+                    prompt=sample.prompt,
+                    completion=sample.completion,
+                    answer=sample.answer,
+                    # JSON has no NaN.
+                    reward=sample.reward if math.isfinite(sample.reward) else None,
+                    policy_version=sample.policy_version,
+                    num_tokens=len(sample.token_ids),
+                ).to_dict()
+            )
+        if self._path.stat().st_size > self._max_bytes:
+            self._lines.keep_newest(self._max_bytes // 2)
+
+    def rewind(self, step: int) -> None:
+        """Leaves out what belongs to steps after `step`: they will be made again."""
+        self._lines.keep(lambda line: line["step"] <= step)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
+
+
+def read_samples(directory: Path) -> list[KeptSample]:
+    """The samples of a run, also while it goes on, in the order in which they were written.
+
+    An evaluation that was made again after a failure stands once.
+
+    Raises:
+        ValueError: A line is not one that a run writes.
+    """
+    path = directory / SAMPLES_FILE
+    kept: dict[tuple[int, bool, int], KeptSample] = {}
+    for number, text in whole_lines(path) if path.is_file() else ():
+        try:
+            line = KeptSample(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"line {number} of {path} is no sample ({error}): the file was "
+                "changed, or written by another version of rolemesh"
+            ) from error
+        kept[line.step, line.held_out, line.row] = line
+    return list(kept.values())
