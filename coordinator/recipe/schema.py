@@ -176,6 +176,7 @@ class Recipe(Spec):
 
     run: RunSpec
     algorithm: AlgorithmSpec
+    """What a step does: `type` names the algorithm."""
     actor: ActorSpec | None = None
     critic: CriticSpec | None = None
     reference: ReferenceSpec | None = None
@@ -191,6 +192,7 @@ class Recipe(Spec):
     services: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Where each role's service is; roles that are left out are started on loopback."""
     store: StoreSpec = EmbeddedStoreSpec()
+    """Where the coordinator keeps what runs have reached."""
     api: ApiSpec = ApiSpec()
     trackers: tuple[TrackerSpec, ...] = ()
     """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""

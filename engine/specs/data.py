@@ -205,6 +205,7 @@ class MixedSourceSpec(Spec):
     """One source of a mixture."""
 
     data: AnySourceSpec
+    """The source."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the training rows, relative to the other weights."""
 

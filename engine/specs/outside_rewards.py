@@ -60,6 +60,7 @@ class OutsideRewardSpec(Spec):
     maximum: float | None = None
     """A reward above is refused; None: any is taken."""
     on_failure: FailurePolicySpec = FailSpec()
+    """What becomes of rows for which no valid answer came."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:

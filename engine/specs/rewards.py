@@ -87,6 +87,7 @@ class WeightedRewardSpec(Spec):
     """One of several sources."""
 
     source: Annotated[SingleRewardSpec, BeforeValidator(_from_text)]
+    """Who judges; the short forms are taken too, e.g. "http://host/get_reward"."""
     weight: float = 1.0
     """Factor of its rewards in the sum."""
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
