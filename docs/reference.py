@@ -232,7 +232,12 @@ def _value_of(parameter: Any) -> str:
 
 def _settings_of_services() -> str:
     rows = (
-        (_code(f"--{key.name.replace('_', '-')}"), _cell(key.type), _code(key.default), _cell(key.text))
+        (
+            _code(f"--{key.name.replace('_', '-')}"),
+            _cell(key.type),
+            _code(key.default),
+            _cell(key.text),
+        )
         for key in keys_of(ServiceConfig)
         if key.name != "role"
     )

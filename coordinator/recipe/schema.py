@@ -318,8 +318,8 @@ class Recipe(Spec):
         self._check_sampler()
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
-                f"algorithm {self.algorithm.type!r} samples, but nobody does: give actor.rollout, "
-                "e.g. {type: vllm}, or a rollout section for services of their own"
+                f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
+                "actor.rollout, e.g. {type: vllm}, or a rollout section for services of their own"
             )
         if self.rollout is not None and self.actor is not None:
             self._check_same("data", self.rollout.data, self.actor.data)

@@ -178,7 +178,7 @@ REASONS: Mapping[str, Reason] = {
     ),
     "OUT_OF_MEMORY": Reason(
         "The memory of a device or of the host is full.",
-        "See the page Memory and GPU sizing: lower `micro_batch_tokens` first.",
+        "Lower `micro_batch_tokens` first; see docs/sizing.md.",
     ),
     "OUT_OF_RANGE": Reason(
         "A range reaches beyond the rows, steps or bytes that exist.", "Ask for a smaller range."
@@ -202,7 +202,7 @@ REASONS: Mapping[str, Reason] = {
         "The other process does not answer.",
         "See that it runs, and at this address. Its log says why it ended.",
     ),
-    "PERMISSION_DENIED": Reason("The caller may not do this.", "Ask whoever runs the service."),
+    "PERMISSION_DENIED": Reason("The caller may not do this.", "Ask the owner of the service."),
     "PRECONDITION_FAILED": Reason(
         "The service is not in the state that the call needs.", "Do first what the message says."
     ),
