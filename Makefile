@@ -202,7 +202,7 @@ docs: $(DOCS_INSTALLED) ## the documentation site, into build/site; a broken lin
 	@echo "build/site/index.html is the first page; search needs a web server:" \
 		"python3 -m http.server --directory build/site"
 
-check: lint type protos-check docs test ## what CI runs
+check: lint type protos-check docs test ## what CI runs, and the site
 
 lock: ## write requirements/*.lock from pyproject.toml; ARGS=--upgrade takes newer versions
 	"$(BASE_PYTHON)" -m venv $(LOCKER)

@@ -144,7 +144,7 @@ def _key_table(keys: list[Key], homes: Mapping[type[BaseModel], str], page: str)
         ]
         default = "required" if key.default == REQUIRED else _code(key.default)
         text = _cell(key.text) + (f" {', '.join(links)}" if links else "")
-        return _code(key.name), _cell(key.type), default, key.unit, text
+        return _code(key.name), _cell(key.values), default, key.unit, text
 
     return _table(("key", "type", "default", "unit", "what it does"), map(row, keys))
 
@@ -234,7 +234,7 @@ def _settings_of_services() -> str:
     rows = (
         (
             _code(f"--{key.name.replace('_', '-')}"),
-            _cell(key.type),
+            _cell(key.values),
             _code(key.default),
             _cell(key.text),
         )

@@ -43,7 +43,7 @@ class Key:
     """One key of a section."""
 
     name: str
-    type: str
+    values: str
     """In words, with the bounds that a value must keep."""
     default: str
     """As YAML; REQUIRED where there is none; empty for a section, whose keys have defaults."""
@@ -94,7 +94,7 @@ def _key(section: type[BaseModel], name: str, field: FieldInfo) -> Key:
         text = text_of(sections[0]).split("\n\n")[0]
     return Key(
         name=name,
-        type=_type_text(field.annotation, field.metadata),
+        values=_type_text(field.annotation, field.metadata),
         default=_default_text(field),
         unit=unit_of(section.__name__, name) if _is_number(field.annotation) else "",
         # A recipe is YAML, whose word for None is null.

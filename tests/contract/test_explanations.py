@@ -51,7 +51,7 @@ def test_every_number_of_a_recipe_has_a_unit() -> None:
         f"{section.__name__}.{key.name}"
         for section in all_sections()
         for key in keys_of(section)
-        if "number" in key.type and not key.unit
+        if "number" in key.values and not key.unit
     ]
     assert bare == [], "add their units in coordinator/explained/units.py"
 
