@@ -90,9 +90,9 @@ class RunSpec(Spec):
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Every random choice derives from it."""
     steps: int = Field(ge=1)
-    """RL iterations."""
+    """Steps of the run: each samples, judges and trains once."""
     prompts_per_step: int = Field(ge=1)
-    """Prompts in one iteration."""
+    """Prompts of one step."""
     directory: Path | None = None
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -124,7 +124,7 @@ class RedisStoreSpec(Spec):
 
     type: Literal["redis"] = "redis"
     url: str = Field(pattern=r"^(redis|rediss|unix)://")
-    """e.g. redis://127.0.0.1:6379/0"""
+    """URL of the server, e.g. redis://127.0.0.1:6379/0."""
 
 
 class MemoryStoreSpec(Spec):
@@ -185,7 +185,7 @@ class Recipe(Spec):
     rollout: RolloutRoleSpec | None = None
     """Samples apart from the actor; None: the actor samples."""
     schedule: ScheduleSpec = ScheduleSpec()
-    """What may overlap."""
+    """When a step's work may overlap with that of others."""
     pools: dict[str, PoolSpec] = Field(default_factory=dict)
     """Device sets and the roles that share them. Every role stands in exactly one; left out, all
     share the CPU."""

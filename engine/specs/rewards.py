@@ -105,6 +105,7 @@ class WeightedSumSpec(Spec):
 
     type: Literal["weighted_sum"] = "weighted_sum"
     rewards: tuple[WeightedRewardSpec, ...] = Field(min_length=1)
+    """The sources with their weights; a row's reward is the sum of weight times reward."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

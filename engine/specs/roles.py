@@ -72,7 +72,7 @@ class RolloutRoleSpec(RoleSpec):
     """The rollout role: samples apart from the trainer, with weights that the actor publishes."""
 
     model: ModelFolderSpec
-    """Of the same model as the actor's."""
+    """Folder of the same model as the actor's."""
     rollout: RolloutSpec
     """What samples."""
     data: DataSpec
