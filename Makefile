@@ -7,6 +7,11 @@ INSTALLED := .venv/.installed-$(shell (cat requirements/cpu.lock requirements/to
 	requirements/install.sh pyproject.toml; pwd) | sha256sum | cut -c1-16)
 TOOLS_INSTALLED := .venv/.tools-$(shell cat requirements/dev.lock | sha256sum | cut -c1-16)
 
+# The site and its reference: the light parts of rolemesh, and what builds pages.
+DOCS := .venv-docs
+DOCS_INSTALLED := $(DOCS)/.installed-$(shell cat requirements/light.lock requirements/docs.lock \
+	| sha256sum | cut -c1-16)
+
 # Resolves the locks: for all versions of Python at once, which pip cannot.
 LOCKER := .venv-lock
 LOCKER_PINS := uv==0.13.9
@@ -44,7 +49,7 @@ export PIP_ROOT_USER_ACTION := ignore
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
 	test-trackers images sbom test-containers format lint type protos protos-check sdk bench bench-peers check lock \
-	dist
+	docs dist
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' $(MAKEFILE_LIST) \
@@ -187,7 +192,17 @@ bench-peers: model tools $(PEERS_INSTALLED) ## ours against TRL, half an hour; A
 	@for model in tiny $(MODEL); do for file in $(AGAINST_PEERS); do \
 		$(BIN)/python $$file --model $$model $(ARGS) || exit 1; done; done
 
-check: lint type protos-check test ## what CI runs
+$(DOCS_INSTALLED):
+	requirements/install.sh "$(BASE_PYTHON)" $(DOCS) light docs
+	@rm -f $(DOCS)/.installed-*
+	@touch $@
+
+docs: $(DOCS_INSTALLED) ## the documentation site, into build/site; a broken link or a warning fails it
+	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html is the first page; search needs a web server:" \
+		"python3 -m http.server --directory build/site"
+
+check: lint type protos-check docs test ## what CI runs, and the site
 
 lock: ## write requirements/*.lock from pyproject.toml; ARGS=--upgrade takes newer versions
 	"$(BASE_PYTHON)" -m venv $(LOCKER)

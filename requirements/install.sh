@@ -3,7 +3,7 @@
 #
 #   requirements/install.sh python3 .venv cpu dev
 #
-# LOCK is cpu, gpu, light or dev. Nothing is resolved and nothing is compiled: a lock names every
+# LOCK is cpu, gpu, light, dev or docs. Nothing is resolved and nothing is compiled: a lock names every
 # package with its hashes. What this machine lacks is said before anything is downloaded.
 # TORCH names another build than torch_cpu.txt, for a Python that this one does not exist for.
 set -eu
@@ -17,7 +17,7 @@ fail() {
     exit 1
 }
 
-[ $# -gt 0 ] || fail "no lock is named: give cpu, gpu, light or dev"
+[ $# -gt 0 ] || fail "no lock is named: give cpu, gpu, light, dev or docs"
 [ -n "$base_python" ] && command -v "$base_python" > /dev/null \
     || fail "there is no Python here: install Python 3.11 to 3.14 (Debian: apt-get install python3-venv)"
 "$base_python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
@@ -28,7 +28,7 @@ fail() {
 
 needed_mib=100
 for lock in "$@"; do
-    [ -f "$folder/$lock.lock" ] || fail "no lock $lock: there are cpu, gpu, light, dev"
+    [ -f "$folder/$lock.lock" ] || fail "no lock $lock: there are cpu, gpu, light, dev, docs"
     case $lock in
     cpu) needed_mib=$((needed_mib + 5000)) ;;
     gpu) needed_mib=$((needed_mib + 20000)) ;;

@@ -32,6 +32,9 @@ lock light "The coordinator, the command line and the SDK." \
 lock dev "What developers need beside cpu.lock." \
     --config-file requirements/uv_cpu.toml --no-emit-package torch \
     --group dev --constraints requirements/cpu.lock "$@"
+lock docs "The documentation site, beside light.lock." \
+    --config-file requirements/uv_cpu.toml \
+    --group docs --constraints requirements/light.lock --constraints requirements/dev.lock "$@"
 lock gpu "A role on a GPU." \
     --config-file requirements/uv_gpu.toml \
     pyproject.toml --extra gpu --extra tasks --extra otel requirements/model.in "$@"

@@ -30,8 +30,9 @@ from rolemesh.coordinator.commands.ending import (
 )
 from rolemesh.coordinator.commands.options import Json, Overrides, Verbose
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
+from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import folder as run_files
 from rolemesh.coordinator.run.launch import LaunchError
@@ -75,7 +76,11 @@ def train(
     ] = False,
     as_json: Json = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved recipe and do nothing.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the resolved recipe with an explanation of each key, and do nothing.",
+        ),
     ] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -87,7 +92,7 @@ def train(
             raise InputError("RECIPE is missing: give a YAML file, or --resume with a run's folder")
         loaded = load_recipe(files, overrides=overrides or (), environment=os.environ)
         if print_config:
-            print(dump_recipe(loaded), end="")
+            print(commented_recipe(loaded), end="")
             return
         if may_resume and resumed is None:
             resumed = run_files.unfinished_run(loaded.run.name, out or loaded.run.directory)

@@ -215,6 +215,7 @@ class DapoSpec(_GroupSpec):
     advantages: GrpoSpec = GrpoSpec()
     policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
     selection: SelectionSpec = RewardSpreadSpec()
+    """Which groups of completions a step keeps."""
     max_rounds: int = Field(default=10, ge=1)
     """Times that a step samples until it has enough groups."""
 
@@ -247,6 +248,7 @@ class RlooAlgorithmSpec(_GroupSpec):
     type: Literal["rloo"] = "rloo"
     advantages: RlooSpec = RlooSpec()
     policy_loss: ReinforceOrPpoLossSpec = ReinforcePolicyLossSpec()
+    """The loss of the policy."""
 
 
 class ReinforcePlusPlusAlgorithmSpec(SampledSpec):
@@ -271,6 +273,7 @@ class RemaxAlgorithmSpec(SampledSpec):
     type: Literal["remax"] = "remax"
     advantages: RemaxSpec = RemaxSpec()
     policy_loss: ReinforceOrPpoLossSpec = ReinforcePolicyLossSpec()
+    """The loss of the policy."""
 
 
 class OnlineDpoAlgorithmSpec(_GroupSpec):
@@ -343,10 +346,15 @@ class CustomSpec(SampledSpec):
     function: str = Field(pattern=r"^(.+\.py:)?[A-Za-z_][\w.-]*$")
     """"path/to/file.py:name", or the name of an entry point of the group rolemesh.algorithms."""
     advantages: EstimatorSpec | None = None
+    """The estimator, where the function asks for one."""
     policy_loss: LossSpec | None = None
+    """The loss of the policy, where the function updates the actor."""
     value_loss: LossSpec | None = None
+    """The loss of the critic, where the function updates it."""
     reward_loss: LossSpec | None = None
+    """The loss of the reward model, where the function updates it."""
     selection: SelectionSpec | None = None
+    """Which groups of completions a step keeps, where the function selects some."""
     max_rounds: int = Field(default=10, ge=1)
     """Times that a step samples until it has enough groups."""
     pretraining_weight: float = Field(default=0.0, ge=0)

@@ -80,4 +80,5 @@ class ScheduleSpec(Spec):
     """What of a run may overlap."""
 
     sampler: SamplerSpec = SyncSamplerSpec()
+    """When a step's trajectories are sampled: before it, or while others train."""
     updater: UpdaterSpec = UpdaterSpec()

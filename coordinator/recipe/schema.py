@@ -90,9 +90,9 @@ class RunSpec(Spec):
     seed: int = Field(default=0, ge=0, lt=2**53)
     """Every random choice derives from it."""
     steps: int = Field(ge=1)
-    """RL iterations."""
+    """Steps of the run: each samples, judges and trains once."""
     prompts_per_step: int = Field(ge=1)
-    """Prompts in one iteration."""
+    """Prompts of one step."""
     directory: Path | None = None
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -125,7 +125,7 @@ class RedisStoreSpec(Spec):
 
     type: Literal["redis"] = "redis"
     url: str = Field(pattern=r"^(redis|rediss|unix)://")
-    """e.g. redis://127.0.0.1:6379/0"""
+    """URL of the server, e.g. redis://127.0.0.1:6379/0."""
 
 
 class MemoryStoreSpec(Spec):
@@ -177,6 +177,7 @@ class Recipe(Spec):
 
     run: RunSpec
     algorithm: AlgorithmSpec
+    """What a step does: `type` names the algorithm."""
     actor: ActorSpec | None = None
     critic: CriticSpec | None = None
     reference: ReferenceSpec | None = None
@@ -185,13 +186,14 @@ class Recipe(Spec):
     rollout: RolloutRoleSpec | None = None
     """Samples apart from the actor; None: the actor samples."""
     schedule: ScheduleSpec = ScheduleSpec()
-    """What may overlap."""
+    """When a step's work may overlap with that of others."""
     pools: dict[str, PoolSpec] = Field(default_factory=dict)
     """Device sets and the roles that share them. Every role stands in exactly one; left out, all
     share the CPU."""
     services: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Where each role's service is; roles that are left out are started on loopback."""
     store: StoreSpec = EmbeddedStoreSpec()
+    """Where the coordinator keeps what runs have reached."""
     api: ApiSpec = ApiSpec()
     trackers: tuple[TrackerSpec, ...] = ()
     """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""
@@ -317,8 +319,8 @@ class Recipe(Spec):
         self._check_sampler()
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
-                f"algorithm {self.algorithm.type!r} samples, but nobody does: give actor.rollout, "
-                "e.g. {type: vllm}, or a rollout section for services of their own"
+                f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
+                "actor.rollout, e.g. {type: vllm}, or a rollout section for services of their own"
             )
         if self.rollout is not None and self.actor is not None:
             self._check_same("data", self.rollout.data, self.actor.data)

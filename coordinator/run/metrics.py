@@ -83,7 +83,7 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
 
     A name with a slash ("kl/mean") belongs to the experience: it is kept, and the value of the
     latest node counts. A bare name ("grad_norm") belongs to its role: if several roles of the step
-    report it, it becomes "role/name"; otherwise it is kept. Blocks of one call, and calls to
+    report it, it becomes "<role>/name"; otherwise it is kept. Blocks of one call, and calls to
     several services of one role, count as one.
     """
     calls: dict[tuple[str, str], list[Node]] = {}

@@ -98,7 +98,9 @@ class RunList(tuple[Run, ...]):
 class MetricTable(Mapping[str, FloatArray]):
     """Metrics of steps as arrays of equal length; NaN where a step has none.
 
-    Example: table["reward/mean"][table.steps > 10].mean()
+    Example::
+
+        table["reward/mean"][table.steps > 10].mean()
     """
 
     def __init__(self, steps: npt.NDArray[np.int64], series: Mapping[str, FloatArray]) -> None:

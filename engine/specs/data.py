@@ -73,8 +73,8 @@ class PythonCurriculumSpec(Spec):
 
     type: Literal["python"] = "python"
     function: str = Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")
-    """"path/to/file.py:name" or "module:name"; the actor's process imports it, so that whoever
-    writes the recipe chooses code that runs there."""
+    """"path/to/file.py:name" or "module:name"; the actor's process imports it: the
+    writer of a recipe chooses code that runs there."""
 
 
 CurriculumSpec = Annotated[SortedCurriculumSpec | PythonCurriculumSpec, Field(discriminator="type")]
@@ -106,7 +106,7 @@ class ReasoningGymSpec(SourceSpec):
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's config class."""
     train_size: int = Field(default=4096, ge=0)
-    """Training prompts."""
+    """Number of training prompts."""
     held_out_size: int = Field(default=128, ge=0)
     """Held-out prompts, never equal to a training prompt."""
     seed: int = Field(default=0, ge=0)
@@ -132,7 +132,7 @@ class StoredRowsSpec(SourceSpec):
     held_out_size: int = Field(default=0, ge=0)
     """Prompts that are drawn from the training rows and held out; each distinct."""
     seed: int = Field(default=0, ge=0)
-    """Seed of that draw."""
+    """Seed of the draw of held-out rows."""
 
     @abstractmethod
     def held_out_field(self) -> str | None:
@@ -153,9 +153,9 @@ class PathSpec(StoredRowsSpec):
     """Rows of files."""
 
     path: Path
-    """The training rows."""
+    """File or folder of the training rows."""
     held_out_path: Path | None = None
-    """The held-out rows."""
+    """File or folder of the held-out rows."""
 
     def held_out_field(self) -> str | None:
         """See StoredRowsSpec."""
@@ -183,7 +183,7 @@ class HfDatasetSpec(StoredRowsSpec):
 
     type: Literal["hf_dataset"] = "hf_dataset"
     path: Path
-    """The folder."""
+    """Folder of the data set."""
     name: str | None = Field(default=None, pattern=r"^[\w.-]*\w[\w.-]*$")
     """Folder of one configuration inside it, where a repository has several."""
     split: str = "train"
@@ -205,6 +205,7 @@ class MixedSourceSpec(Spec):
     """One source of a mixture."""
 
     data: AnySourceSpec
+    """The source of rows."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the training rows, relative to the other weights."""
 
@@ -214,6 +215,7 @@ class MixtureSpec(BoundedSpec):
 
     type: Literal["mixture"] = "mixture"
     sources: tuple[MixedSourceSpec, ...] = Field(min_length=1)
+    """The sources with their weights."""
 
 
 DataSpec = Annotated[

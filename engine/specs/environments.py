@@ -26,9 +26,9 @@ class ReasoningGymEnvironmentSpec(Spec):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     max_turns: Literal[1] = 1
-    """A task asks once."""
+    """Always 1: a task asks once."""
     max_observation_tokens: Literal[0] = 0
-    """It says nothing more."""
+    """Always 0: the task says nothing after the answer."""
 
 
 class CalculatorEnvironmentSpec(TurnLimits):

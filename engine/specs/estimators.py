@@ -20,7 +20,7 @@ class FixedKlSpec(Spec):
 
     type: Literal["fixed"] = "fixed"
     coefficient: float = Field(default=0.05, ge=0)
-    """Weight of the KL term."""
+    """Weight of the KL in the reward."""
 
 
 class AdaptiveKlSpec(Spec):
@@ -28,7 +28,7 @@ class AdaptiveKlSpec(Spec):
 
     type: Literal["adaptive"] = "adaptive"
     coefficient: float = Field(default=0.05, gt=0)
-    """Weight of the KL term at the start."""
+    """Weight of the KL in the reward at the start."""
     target: float = Field(default=6.0, gt=0)
     """KL per trajectory to hold, in nats."""
     horizon: int = Field(default=10_000, ge=1)
@@ -65,9 +65,9 @@ class CriticEstimatorSpec(KlPenaltySpec):
     """What estimators with a critic share: generalised advantage estimation."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount a token."""
+    """Factor by which a reward counts less for each token before it; 1 discounts nothing."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """Trace decay a token."""
+    """Lambda of GAE: 0 trusts the critic alone, 1 the rewards alone."""
     whiten: bool = True
     """Shift and scale advantages to mean 0 and variance 1 over all unmasked tokens."""
 
@@ -106,7 +106,7 @@ class SafeRlhfSpec(CriticEstimatorSpec):
     cost_limit: float = 0.0
     """Mean cost a row to hold; the paper's -d."""
     initial_multiplier: float = Field(default=1.0, gt=0)
-    """lambda at the start."""
+    """Lambda, the weight of the cost, at the start."""
     multiplier_rate: float = Field(default=0.1, gt=0)
     """Learning rate of ln lambda."""
     max_multiplier: float = Field(default=5.0, gt=0)
@@ -239,7 +239,7 @@ class ReinforcePlusPlusSpec(ShapedRewardSpec):
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount a token."""
+    """Factor by which a reward counts less for each token before it; 1 discounts nothing."""
 
 
 class ReinforcePlusPlusBaselineSpec(GroupEstimatorSpec):

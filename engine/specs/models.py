@@ -40,13 +40,13 @@ class OptimizerSpec(Spec):
     """AdamW with warm-up and gradient clipping."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of first and second moment."""
+    """Decay of the first and of the second moment of AdamW."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
+    """Added to the denominator of AdamW's step."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled decay; not applied to vectors (norms, biases)."""
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -60,11 +60,11 @@ class LayoutSpec(Spec):
     """How a model is spread over the ranks of its service; their number is pp * tp * dp."""
 
     pp: int = Field(default=1, ge=1)
-    """Pipeline stages."""
+    """Pipeline stages: runs of layers, each on other ranks."""
     tp: int = Field(default=1, ge=1)
-    """Tensor slices."""
+    """Tensor slices: each matrix is cut over so many ranks."""
     dp: int = Field(default=1, ge=1)
-    """Data-parallel replicas."""
+    """Data-parallel replicas: each computes its share of the rows."""
     fsdp: int | None = Field(default=None, ge=1)
     """Data-parallel ranks that cut each parameter among them: 1 replicates, dp cuts over all.
     None cuts over all."""

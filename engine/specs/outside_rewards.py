@@ -37,7 +37,7 @@ class GiveValueSpec(Spec):
 
     type: Literal["value"] = "value"
     value: float
-    """That reward, before the source's weight."""
+    """Reward of a row for which no valid answer came, before the source's weight."""
 
 
 FailurePolicySpec = Annotated[FailSpec | DropGroupSpec | GiveValueSpec, Field(discriminator="type")]
@@ -60,6 +60,7 @@ class OutsideRewardSpec(Spec):
     maximum: float | None = None
     """A reward above is refused; None: any is taken."""
     on_failure: FailurePolicySpec = FailSpec()
+    """What becomes of rows for which no valid answer came."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -213,9 +214,9 @@ class KServeRewardSpec(EndpointRewardSpec):
 
     type: Literal["kserve"] = "kserve"
     model: str = Field(min_length=1)
-    """Name of the model there."""
+    """Name of the model at the server."""
     version: str = ""
-    """Of the model; empty: the server chooses."""
+    """Version of the model; empty: the server chooses."""
     prompt_input: str | None = "prompt"
     """Input tensor that takes prompts; None: prompts are not sent."""
     completion_input: str = "completion"

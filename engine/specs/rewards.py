@@ -87,6 +87,7 @@ class WeightedRewardSpec(Spec):
     """One of several sources."""
 
     source: Annotated[SingleRewardSpec, BeforeValidator(_from_text)]
+    """Who judges; the short forms are taken too, e.g. "http://host/get_reward"."""
     weight: float = 1.0
     """Factor of its rewards in the sum."""
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,62}$")
@@ -104,6 +105,7 @@ class WeightedSumSpec(Spec):
 
     type: Literal["weighted_sum"] = "weighted_sum"
     rewards: tuple[WeightedRewardSpec, ...] = Field(min_length=1)
+    """The sources with their weights; a row's reward is the sum of weight times reward."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

@@ -32,6 +32,7 @@ class ActorSpec(RoleSpec):
     rollout: RolloutSpec | None = None
     """The actor's own sampler; None: it holds none, since a rollout role samples, or none does."""
     data: DataSpec
+    """The prompts, or the rows with given answers."""
     environment: EnvironmentSpec | None = None
     """What the policy talks to while it samples; None: a completion is one turn."""
     pretraining_data: DataSpec | None = None
@@ -71,8 +72,9 @@ class RolloutRoleSpec(RoleSpec):
     """The rollout role: samples apart from the trainer, with weights that the actor publishes."""
 
     model: ModelFolderSpec
-    """Of the same model as the actor's."""
+    """Folder of the same model as the actor's."""
     rollout: RolloutSpec
+    """What samples."""
     data: DataSpec
     """The same as the actor's: both number the prompts."""
     environment: EnvironmentSpec | None = None
@@ -125,6 +127,7 @@ class RewardSpec(RoleSpec):
     """The reward role: judges trajectories, and learns to where it is given what that takes."""
 
     source: RewardSourceSpec
+    """Who judges: one source, or a weighted sum of several."""
     layout: LayoutSpec = LayoutSpec()
     """How a model-based reward is spread over ranks."""
     optimizer: OptimizerSpec | None = None

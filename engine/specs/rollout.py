@@ -14,13 +14,13 @@ class SamplingSpec(Spec):
     """How completions are drawn."""
 
     samples_per_prompt: int = Field(default=1, ge=1)
-    """Completions a prompt."""
+    """Completions that are drawn for each prompt."""
     temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; not used when greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass."""
+    """Draw from the likeliest tokens with this probability together; 1 takes all."""
     top_k: int = Field(default=-1)
-    """Tokens kept; -1 keeps all."""
+    """Draw from so many likeliest tokens; -1 takes all."""
     max_new_tokens: int = Field(default=128, ge=1)
     """Longest completion, in tokens."""
     greedy: bool = False
@@ -40,7 +40,7 @@ class VllmSpec(Spec):
     max_model_len: int = Field(default=512, ge=2)
     """Longest prompt and completion together, in tokens."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences decoded together."""
+    """Most sequences that are decoded together."""
     kv_cache_gib: int = Field(default=1, ge=1)
     """KV cache on a CPU device, in whole GiB."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
@@ -63,7 +63,7 @@ class HfSpec(Spec):
     max_model_len: int = Field(default=512, ge=2)
     """Longest prompt and completion together, in tokens."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences decoded together."""
+    """Most sequences that are decoded together."""
     dtype: ComputeDtype = "float32"
     """Type of weights and activations in the sampler. The trainer's weights are float32, so only
     that type can share their memory."""

@@ -1,4 +1,4 @@
-"""Runs on a mesh of containers, as README says to make them."""
+"""Runs on a mesh of containers, as docs/containers.md says to make them."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import warm_processes
 from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
+from support.run_results import unexplained
 from support.tiny_models import write_tiny_classifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,6 +93,12 @@ def test_nothing_outlives_a_run(finished):
         if (match := re.match(r"rolemesh-(\d+)-", name)) and int(match[1]) in pids
     ]
     assert left == []
+
+
+def test_the_reference_explains_every_metric_of_a_real_run(finished):
+    records = finished.metrics()
+    assert {"kl/mean", "actor/grad_norm", "held_out/score"} <= {*records[0], *records[-1]}
+    assert unexplained(records) == []
 
 
 def test_a_run_leaves_what_it_promises(finished):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from support import warm_processes
+from support.run_results import unexplained
 from support.services import wait_for_announcement
 
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -98,4 +99,6 @@ async def learn(
     assert summary.state is RunState.SUCCEEDED
     assert summary.model_directory is not None
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return LearnedRun([json.loads(line) for line in lines], summary.model_directory)
+    records = [json.loads(line) for line in lines]
+    assert unexplained(records) == []
+    return LearnedRun(records, summary.model_directory)

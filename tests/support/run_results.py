@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from rolemesh.coordinator.explained.metrics import explanation
 
 _TRAFFIC = "_bytes"
 """Ends the names of what a process that was started again has to get once more."""
@@ -25,6 +27,12 @@ def learnt(directory: Path) -> list[dict[str, float]]:
     """What metrics.jsonl says of learning."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [learnt_of(json.loads(line)) for line in lines]
+
+
+def unexplained(records: Iterable[Mapping[str, float]]) -> list[str]:
+    """Names of metrics that the reference does not explain."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [name for name in names if explanation(name) is None]
 
 
 def written(directory: Path) -> dict[str, str]:

@@ -123,7 +123,9 @@ def test_an_algorithm_that_samples_needs_a_sampler() -> None:
     assert Recipe.model_validate(sections).actor is not None
     without = {**sections, "rollout": None}
     without["pools"] = {"all": {"roles": list(PPO_ROLES)}}
-    with pytest.raises(ValidationError, match=r"samples, but nobody does: give actor\.rollout"):
+    with pytest.raises(
+        ValidationError, match=r"samples, but the recipe names no sampler: give actor\.rollout"
+    ):
         Recipe.model_validate(without)
 
 

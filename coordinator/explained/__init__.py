@@ -1,0 +1,1 @@
+"""Explanations of what users read: keys of a recipe, metrics, and how a recipe shows them."""

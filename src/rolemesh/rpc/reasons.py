@@ -1,0 +1,352 @@
+"""The reasons of errors, each with its meaning and its remedy, for the pages and for clients.
+
+The message of an error is more precise: it names the field and the value. Tests hold this table to
+the reasons that the code sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Reason(NamedTuple):
+    """Explanation of a reason."""
+
+    meaning: str
+    remedy: str
+
+
+REASONS: Mapping[str, Reason] = {
+    "ABORTED": Reason("The step has to start again, not the call.", "A run does so by itself."),
+    "ALREADY_INITIALIZED": Reason(
+        "Another run holds the service.",
+        "End that run. If its coordinator is dead, try again after 30 s.",
+    ),
+    "ARITHMETIC_INVALID": Reason(
+        "A formula for the calculator cannot be worked out.", "Correct the formula."
+    ),
+    "ASLEEP": Reason("The service has given its device away.", "Call Wake first."),
+    "BODY_TOO_LARGE": Reason("The body of an HTTP request is too long.", "Send a smaller one."),
+    "BOX_INVALID": Reason(
+        "A part of a weight was asked for that does not exist.",
+        "Ask for boxes that the manifest and the layout allow.",
+    ),
+    "CANCELLED": Reason("One end of the call has cancelled it.", "Call again if you need it."),
+    "CAPACITY_EXCEEDED": Reason("A bound on memory, size or number is reached.", "Ask for less."),
+    "CHECKPOINT_CAPACITY": Reason(
+        "The disk has no room for a checkpoint.",
+        "Make room in the folder that the message names, or keep fewer (`run.checkpoint.keep`).",
+    ),
+    "CHECKPOINT_CORRUPT": Reason(
+        "A checkpoint is damaged.",
+        "`rolemesh checkpoints DIR --verify` says which are whole; resume from one of these.",
+    ),
+    "CHECKPOINT_MISMATCH": Reason(
+        "A checkpoint is of another model or optimizer.",
+        "Give the model that wrote it, or another checkpoint.",
+    ),
+    "CHECK_INPUT_INVALID": Reason(
+        "`rolemesh reward check` cannot use the rows that it was given.",
+        "Correct the rows as the message says.",
+    ),
+    "COLUMN_MISSING": Reason(
+        "Rows lack a column that the call needs.",
+        "Make the column first: the message names it and the call that gives it.",
+    ),
+    "COLUMN_NOT_FOUND": Reason(
+        "The service holds the rows, but not this column.", "Ask for a column that it holds."
+    ),
+    "CONFIG_INVALID": Reason(
+        "A setting of a service process is wrong.",
+        "`rolemesh serve ROLE --help` lists the settings.",
+    ),
+    "CREATION_UNAVAILABLE": Reason(
+        "This coordinator makes one run alone and takes no recipes.",
+        "Start one that takes recipes: `rolemesh coordinator`.",
+    ),
+    "CUT_CAPACITY": Reason(
+        "Shared memory has no room for the copy of the state.",
+        "Enlarge /dev/shm (`ROLEMESH_SHM_SIZE` in containers), or set `run.recovery.cuts: false`.",
+    ),
+    "CUT_HELD": Reason("Another process writes or reads this copy of the state.", "Try again."),
+    "CUT_MISMATCH": Reason(
+        "The copy of the state is of another model or layout.",
+        "Go on from a checkpoint, or with the old settings.",
+    ),
+    "CUT_NOT_FOUND": Reason(
+        "There is no copy of the state of this step.", "Go on from a checkpoint."
+    ),
+    "DATA_EMPTY": Reason(
+        "The data has no row, or no row is left after filtering.",
+        "Look at the path and at `max_prompt_tokens` and `max_row_tokens`.",
+    ),
+    "DATA_INVALID": Reason(
+        "A row of the data is wrong.", "Correct the row: the message names file, line and field."
+    ),
+    "DATA_LOSS": Reason("Stored or sent data is damaged.", "Send it or write it again."),
+    "DEADLINE_EXCEEDED": Reason(
+        "The call took longer than its deadline. Its effect is not known.",
+        "Read the log of the service. Give a longer deadline if it only was slow.",
+    ),
+    "DEADLINE_MISSING": Reason("The call carries no deadline.", "Set a timeout of the call."),
+    "ENVIRONMENT_FAILED": Reason(
+        "An environment raised, or gave no observation.",
+        "Correct the environment: the message names prompt, row and turn.",
+    ),
+    "EVENTS_EXPIRED": Reason(
+        "Events after the given one are no longer kept.", "Read the run, and watch from now on."
+    ),
+    "EXPERIENCE_CAPACITY": Reason(
+        "The service holds as much experience as it may.",
+        "Release what is used up, or raise `services.<role>.experience_capacity_mib`.",
+    ),
+    "EXPERIENCE_NOT_FOUND": Reason(
+        "The service does not hold these rows (any more).",
+        "Make them again. Rows last until `release`, until the step's end, or a restart.",
+    ),
+    "FETCH_TOO_LARGE": Reason(
+        "The columns are larger than the bound of the call.",
+        "Fetch fewer rows or columns at once, or raise `max_bytes`.",
+    ),
+    "GRADIENT_PENDING": Reason(
+        "There are gradients that no optimizer step has used.",
+        "Call optim_step before this call.",
+    ),
+    "HOLDER_UNKNOWN": Reason(
+        "The service does not hold such weights.", "Ask for the holder that the message names."
+    ),
+    "HOST_REFUSED": Reason(
+        "A coordinator without a token answers to localhost alone.",
+        "Ask http://localhost, or start it with a token.",
+    ),
+    "INPUT_MISSING": Reason("The request holds no trajectories.", "Set them, or a reference."),
+    "INPUT_UNSUPPORTED": Reason(
+        "The service does not take this form of input.", "Send the form that the message names."
+    ),
+    "INTERNAL": Reason(
+        "The service failed unexpectedly.",
+        "Read the cause in the message, and the traceback in the log of the service.",
+    ),
+    "KEY_INVALID": Reason(
+        "The key of a call is incomplete.", "Give run, epoch, step, operation and number."
+    ),
+    "KEY_REUSED": Reason(
+        "The key of a call was used for another request.",
+        "Give every operation of a step its own name or number.",
+    ),
+    "KIND_INVALID": Reason("The kind of rows to read is not set.", "Set the kind."),
+    "LAYOUT_MISMATCH": Reason(
+        "The service was started with another layout than the recipe has.",
+        "Start it with `--layout` as the message says, or change the recipe.",
+    ),
+    "LOG_NOT_FOUND": Reason("The run has no such log.", "Take a name of the message's list."),
+    "LOSS_NOT_FINITE": Reason(
+        "The loss or the gradient is NaN or infinite. No weight has moved.",
+        "Lower the learning rate, look at the rewards, or set `run.health.not_finite`.",
+    ),
+    "MANIFEST_MISMATCH": Reason(
+        "Published weights are of another model than the rollout service has.",
+        "Give actor and rollout the same model.",
+    ),
+    "METHOD_NOT_ALLOWED": Reason(
+        "The route exists, but not with this HTTP method.", "Use a method of `allow`."
+    ),
+    "METRIC_NOT_FINITE": Reason(
+        "A metric is NaN or infinite.", "As LOSS_NOT_FINITE; the message names the metric."
+    ),
+    "NOT_FOUND": Reason("The service does not have what was named.", "Correct the name."),
+    "NOT_INITIALIZED": Reason(
+        "The service has no model or settings yet.", "Call Initialize; a run does so at its start."
+    ),
+    "NOT_TRAINABLE": Reason(
+        "The reward of this run is not trained.",
+        "Give it a source of type `classifier`, an optimizer and data.",
+    ),
+    "NOT_WHOLE": Reason(
+        "An earlier failure may have left the service half changed.", "Call Initialize."
+    ),
+    "NO_GRADIENT": Reason(
+        "optim_step was called, but no gradient is there.", "Call forward_backward first."
+    ),
+    "NO_SAMPLER": Reason(
+        "The actor holds no sampler.", "Give `actor.rollout`, or a section `rollout`."
+    ),
+    "ORIGIN_REFUSED": Reason(
+        "A web page of another origin wants to change something.",
+        "Use the coordinator's own page, or a client that is no browser.",
+    ),
+    "OUT_OF_MEMORY": Reason(
+        "The memory of a device or of the host is full.",
+        "Lower `micro_batch_tokens` first; see docs/sizing.md.",
+    ),
+    "OUT_OF_RANGE": Reason(
+        "A range reaches beyond the rows, steps or bytes that exist.", "Ask for a smaller range."
+    ),
+    "PAIR_INCOMPLETE": Reason(
+        "A pair of completions lacks one of its rows.", "Keep both rows of each pair together."
+    ),
+    "PASS_AT_INVALID": Reason(
+        "pass@k cannot be computed here.",
+        "Take a reward with a full score, or leave `pass_at` out.",
+    ),
+    "PATH_INVALID": Reason(
+        "A file or folder does not exist, exists already, or may not be used.",
+        "Correct the path. It is one on the host of the service.",
+    ),
+    "PAYLOAD_MALFORMED": Reason(
+        "Bytes that arrived are not what their header says.",
+        "Send them as the comments of the protos say.",
+    ),
+    "PEER_UNREACHABLE": Reason(
+        "The other process does not answer.",
+        "See that it runs, and at this address. Its log says why it ended.",
+    ),
+    "PERMISSION_DENIED": Reason("The caller may not do this.", "Ask the owner of the service."),
+    "PRECONDITION_FAILED": Reason(
+        "The service is not in the state that the call needs.", "Do first what the message says."
+    ),
+    "PROMPT_INVALID": Reason("A given prompt is wrong.", "Correct it as the message says."),
+    "PROMPT_TOO_LONG": Reason(
+        "A prompt leaves the sampler no room for a token.",
+        "Raise `rollout.max_model_len`, or filter with `data.max_prompt_tokens`.",
+    ),
+    "RANKS_DIVERGED": Reason(
+        "The ranks of a service no longer fit together, and it ends.",
+        "A run goes back and makes the step again.",
+    ),
+    "RECIPE_INVALID": Reason("The recipe is wrong.", "Correct the keys that the message names."),
+    "REFERENCE_INVALID": Reason(
+        "A reference to rows or weights is wrong.", "Pass references on as they came."
+    ),
+    "REQUEST_INVALID": Reason("The request is wrong in itself.", "Correct the named fields."),
+    "RESUME_UNAVAILABLE": Reason(
+        "This coordinator cannot start the run again.",
+        "`rolemesh train --resume DIR`, with the folder of the message.",
+    ),
+    "REWARD_ANSWER_INVALID": Reason(
+        "A reward of yours gave a wrong answer: length, NaN, no number.",
+        "`rolemesh reward check URL` shows what is wrong with it.",
+    ),
+    "REWARD_FAILED": Reason(
+        "A reward of yours failed.", "The message has its traceback or its answer: correct it."
+    ),
+    "REWARD_INVALID": Reason(
+        "A reward is not finite, or a row cannot be judged.",
+        "Raise in the reward function instead of giving NaN; see `on_failure`.",
+    ),
+    "REWARD_REFUSED": Reason(
+        "A reward server refused the request.", "Its status and answer are in the message."
+    ),
+    "REWARD_TIMEOUT": Reason(
+        "A reward gave no answer in time, in all tries.",
+        "Make it faster, or raise `timeout_s` and `deadline_s`.",
+    ),
+    "REWARD_UNAVAILABLE": Reason(
+        "No reward server can be reached.", "Start it; look at the address in the recipe."
+    ),
+    "ROUTE_NOT_FOUND": Reason("There is no such URL.", "`/docs` of the coordinator lists all."),
+    "ROWS_AMBIGUOUS": Reason(
+        "Single rows and a range of rows were both given.", "Give one of them."
+    ),
+    "ROWS_OUT_OF_RANGE": Reason("Rows were named that do not exist.", "Name rows that do."),
+    "RUN_ENDED": Reason("The run has ended.", "Resume it, or look at its files."),
+    "RUN_EXISTS": Reason("A run of this id exists, with another recipe.", "Choose another id."),
+    "RUN_EXTERNAL": Reason(
+        "A client makes the steps of this run.", "Ask that client to stop or to save."
+    ),
+    "RUN_ID_INVALID": Reason(
+        "The id of a run has characters that are not allowed.",
+        "Give 1 to 128 letters, digits, dots, dashes and underscores; no dot in front.",
+    ),
+    "RUN_IS_ENDING": Reason("The run has ended, its process has not.", "Try again later."),
+    "RUN_MISMATCH": Reason(
+        "Another run holds the service.", "Drain the service first, or use another one."
+    ),
+    "RUN_NOT_ENDED": Reason(
+        "The run goes on: its recipe cannot be changed.", "Stop it first, then resume it."
+    ),
+    "RUN_NOT_EXTERNAL": Reason(
+        "The coordinator makes the steps of this run.",
+        "Take a recipe with `algorithm: {type: external}` to make them yourself.",
+    ),
+    "RUN_NOT_FOUND": Reason("There is no such run.", "List the runs; look at the store's URL."),
+    "RUN_NOT_READY": Reason(
+        "The services of the run cannot be had yet, or no longer.", "Wait until it is running."
+    ),
+    "SAMPLING_INVALID": Reason(
+        "The settings of sampling are wrong.", "Correct them as the message says."
+    ),
+    "SERVICE_DRAINING": Reason("The service is about to end.", "Try again when it is back."),
+    "SLICE_INVALID": Reason(
+        "Positions or numbers of prompts are wrong.", "Ask for positions from 0 and for less."
+    ),
+    "SPEC_CHANGED": Reason(
+        "The service holds the run with other settings.", "Call Initialize instead of Attach."
+    ),
+    "SPEC_INVALID": Reason(
+        "The role's section of the recipe is wrong, or its model folder is.",
+        "Correct what the message names; `rolemesh check RECIPE` finds most of it before a run.",
+    ),
+    "SPLIT_INVALID": Reason("The split is not set, or is not there.", "Set the split."),
+    "STALE_EPOCH": Reason(
+        "A newer coordinator has taken the run over.", "End the older one: it may not go on."
+    ),
+    "START_FAILED": Reason(
+        "A service process could not start.", "Its log says why; often the port is in use."
+    ),
+    "STEP_NOT_FOUND": Reason("The step is not kept (any more).", "Take one that is."),
+    "STORE_UNAVAILABLE": Reason(
+        "The store does not answer.", "See that Redis or Valkey runs, at the URL of the recipe."
+    ),
+    "TENSOR_MALFORMED": Reason(
+        "A tensor's bytes do not fit its type and shape.", "Send what its header says."
+    ),
+    "TOKEN_INVALID": Reason(
+        "The token is not that of the coordinator.", "See ROLEMESH_API_TOKEN or its file."
+    ),
+    "TOKEN_MISSING": Reason(
+        "The coordinator asks for a token.",
+        "Send `authorization: Bearer TOKEN`; in the SDK `Client(address, token=...)`.",
+    ),
+    "TOO_MANY_RUNS": Reason(
+        "As many runs go on as the coordinator may have.",
+        "Wait, stop one, or start it with a greater `--max-runs`.",
+    ),
+    "TOO_MANY_STREAMS": Reason("Too many event streams are open.", "Close one."),
+    "TRACING_UNAVAILABLE": Reason(
+        "Traces are asked for, but OpenTelemetry is not installed.",
+        "`pip install 'rolemesh[otel]'`, or leave the section `tracing` out.",
+    ),
+    "TRANSFER_FAILED": Reason(
+        "Weights were lost on their way.", "A run starts the step again by itself."
+    ),
+    "TRANSPORT_MISMATCH": Reason(
+        "Two ranks offer each other different ways of transport.",
+        "Start all ranks with the same version and the same settings.",
+    ),
+    "TRANSPORT_UNAVAILABLE": Reason(
+        "No way of transport works between two ranks.",
+        "The message says what each lacks, e.g. a shared /dev/shm.",
+    ),
+    "UNIMPLEMENTED": Reason(
+        "The peer does not serve this method.", "It is another role or version: see the address."
+    ),
+    "USER_CODE_INVALID": Reason(
+        "A Python file or function that the recipe names cannot be used.",
+        "Correct the file; the path is one on the host of the service.",
+    ),
+    "VALUE_INVALID": Reason("A value makes no sense.", "Correct it as the message says."),
+    "VERSION_MISMATCH": Reason("Another call has changed the weights.", "Start the step again."),
+    "WEIGHTS_GONE": Reason(
+        "This version of the weights is no longer published.",
+        "Update to what the actor publishes now.",
+    ),
+    "WEIGHTS_MISMATCH": Reason(
+        "Names or shapes of weights do not fit each other.", "Give both roles the same model."
+    ),
+    "WEIGHTS_STALE": Reason(
+        "The sampler could not take the new weights.", "A run starts the step again by itself."
+    ),
+}
+"""Every reason of an error that leaves a service or a coordinator, in the order of the alphabet."""

@@ -1,0 +1,156 @@
+"""Tests of the documentation site: its navigation, its reference, and a strict build."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from rolemesh.coordinator.commands.cli import COMMANDS
+from rolemesh.coordinator.dataflow.roles import (
+    ActorHandle,
+    CostHandle,
+    CriticHandle,
+    ReferenceHandle,
+    RewardHandle,
+)
+from rolemesh.coordinator.explained.keys import keys_of
+from rolemesh.coordinator.explained.metrics import all_metrics
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.rpc.reasons import REASONS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+WRITTEN = sorted((REPOSITORY / "docs").glob("*.md"))
+CALLS = {
+    f"{handle.__name__.removesuffix('Handle').lower()}.{name}"
+    for handle in (ActorHandle, CriticHandle, ReferenceHandle, RewardHandle, CostHandle)
+    for name in dir(handle)
+}
+"""Calls of a role, which look like settings."""
+GENERATOR = REPOSITORY / ".venv-docs" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The module docs/reference.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("reference", REPOSITORY / "docs/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(reference: ModuleType) -> dict[str, str]:
+    made: dict[str, str] = reference.pages()
+    return made
+
+
+def leaves(nav: Any) -> Iterator[str]:
+    match nav:
+        case str():
+            yield nav
+        case list():
+            for each in nav:
+                yield from leaves(each)
+        case dict():
+            for each in nav.values():
+                yield from leaves(each)
+
+
+def test_the_navigation_has_every_page_once(pages: dict[str, str]) -> None:
+    # A plain loader: the file has no tags of mkdocs.
+    nav = list(leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]))
+    written = {path.name for path in WRITTEN}
+    assert sorted(nav) == sorted({"index.md", *written, *pages})
+
+
+def test_the_reference_has_every_key_metric_reason_and_command(pages: dict[str, str]) -> None:
+    recipe = "\n".join(text for name, text in pages.items() if "recipe-" in name)
+    sections = [Recipe]
+    for section in sections:
+        for key in keys_of(section):
+            assert f"| `{key.name}` |" in recipe, f"{section.__name__}.{key.name}"
+            sections.extend(inner for inner in key.sections if inner not in sections)
+    metrics = pages["reference/metrics.md"]
+    assert [metric.name for metric in all_metrics() if f"`{metric.name}`" not in metrics] == []
+    reasons = pages["reference/reasons.md"]
+    assert [name for name in REASONS if f"`{name}`" not in reasons] == []
+    commands = pages["reference/commands.md"]
+    assert [name for name in COMMANDS if f"## rolemesh {name}\n" not in commands] == []
+
+
+def test_every_row_of_a_reference_table_has_the_cells_of_its_head(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            rows = [len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()]
+            assert len(set(rows)) == 1, f"{name}: {table[:200]}"
+
+
+@pytest.fixture(scope="module")
+def paths(reference: ModuleType) -> set[str]:
+    """Every dotted path of a recipe."""
+    found = {key.name for key in keys_of(Recipe)}
+    for section, places in reference._places().items():
+        found |= {f"{place}.{key.name}" for place in places for key in keys_of(section)}
+        found |= {f"{place}.type" for place in places}
+    return found
+
+
+def test_settings_named_for_other_systems_are_keys_of_a_recipe(paths: set[str]) -> None:
+    text = (REPOSITORY / "docs" / "from-others.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    named = [name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z_.]+)", row[-1])]
+    assert len(named) > 40
+    assert [name for name in named if name not in paths] == []
+
+
+# The decisions tell of keys that are gone; the page on other systems has their names.
+@pytest.mark.parametrize(
+    "page",
+    [path for path in WRITTEN if path.stem not in ("decisions", "from-others")],
+    ids=lambda path: path.name,
+)
+def test_settings_named_in_a_page_are_keys_of_a_recipe(page: Path, paths: set[str]) -> None:
+    # An entry of a mapping: services.<role>.address, pools.NAME.sleep.
+    named = re.findall(r"`([a-z_]+(?:\.(?:<?[a-zA-Z_]+>?))+)(?:=[^`]*|: [^`]*)?`", page.read_text())
+    tops = {key.name for key in keys_of(Recipe)} - {"rollout"}
+    settings = [
+        re.sub(r"^(services|pools)\.[^.]+", r"\1", name)
+        for name in named
+        if name.split(".")[0] in tops and name not in CALLS
+    ]
+    assert [name for name in settings if name not in paths] == []
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(
+    tmp_path: Path,
+) -> None:
+    if not GENERATOR.exists():
+        pytest.skip("there is no .venv-docs: make docs makes it")
+    built = subprocess.run(
+        [GENERATOR, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": "src", "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    found = list(tmp_path.rglob("*.html"))
+    assert len(found) > 40
+    loaded = re.compile(r"<(?:script|img|iframe)[^>]+src=[\"']?https?:|<link[^>]+rel=[\"']?"
+                        r"(?:stylesheet|preconnect|icon)[\"']?[^>]+href=[\"']?https?:")  # fmt: skip
+    assert [str(page) for page in found if loaded.search(page.read_text())] == []
