@@ -33,13 +33,17 @@ async def test_a_failing_node_is_named_with_rank_and_reason_and_the_rest_is_canc
     store = MemoryStateStore()
     async with fake_mesh() as mesh:
         mesh.roles["critic"].gates["ComputeValues"] = asyncio.Event()
+        gate = mesh.roles["reward"].gates["ComputeReward"] = asyncio.Event()
         mesh.roles["reward"].failures["ComputeReward"] = PreconditionError(
             "the reward of row 3 is nan", reason="REWARD_INVALID"
         )
         recipe = fake_recipe(evaluation={"num_prompts": 0}, pools=SPLIT_POOLS)
         run = make_run(mesh, tmp_path, recipe, store)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "critic.ComputeValues" in mesh.running)
+        gate.set()
         with pytest.raises(RunError) as failed:
-            await run.execute()
+            await task
         await until(lambda: mesh.roles["critic"].cancelled == ["ComputeValues"])
         assert mesh.roles["actor"].weight == 0.0
     expected = (

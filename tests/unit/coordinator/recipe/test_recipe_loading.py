@@ -134,14 +134,19 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
             "actor.rollout.type is 'vlm' (--set actor.rollout.type=vlm): "
             "valid types are vllm, hf; did you mean 'vllm'?",
         ),
-        ("store.type=redis", "store.url: required, but not given (e.g. redis://127.0.0.1:6379/0)"),
+        (
+            "store.type=redis",
+            "store.url: required, but not given (URL of the server, e.g. redis://127.0.0.1:6379/0)",
+        ),
         (
             "run.steps=many",
-            "run.steps is 'many' (--set run.steps=many): give a whole number (RL iterations)",
+            "run.steps is 'many' (--set run.steps=many): give a whole number (Steps "
+            "of the run: each samples, judges and trains once)",
         ),
         (
             "run.steps=0",
-            "run.steps is 0 (--set run.steps=0): give 1 or more (RL iterations)",
+            "run.steps is 0 (--set run.steps=0): give 1 or more (Steps of the run: "
+            "each samples, judges and trains once)",
         ),
         (
             "algorithm.policy_loss.type=my_loss",
@@ -195,7 +200,8 @@ def test_wrong_override_is_explained(recipe_file: Path, override: str, message: 
     [
         (
             ["actor.train.tp=0"],
-            "actor.train.tp is 0 (--set actor.train.tp=0): give 1 or more (Tensor slices)",
+            "actor.train.tp is 0 (--set actor.train.tp=0): give 1 or more (Tensor slices: each "
+            "matrix is cut over so many ranks)",
         ),
         (
             ["critic.train.dp=4", "critic.train.fsdp=3"],
