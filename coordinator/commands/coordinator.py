@@ -24,6 +24,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
 from rolemesh.coordinator.commands.hub import Hub
+from rolemesh.coordinator.commands.options import Host, HttpPort, Json, TokenFile
 from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.files import write_atomically
@@ -52,20 +53,14 @@ def coordinator(
             "left out, one is started in DIR and ends with this process.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of CoordinatorService; 0 takes a free one.")
     ] = 50050,
-    http_port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Of REST and the dashboard; 0 takes a free one."),
-    ] = 8080,
+    http_port: HttpPort = 8080,
     max_runs: Annotated[int, typer.Option(min=1, help="Most runs that go on at a time.")] = 4,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Holds the token; else ROLEMESH_API_TOKEN does, if set."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    token_file: TokenFile = None,
+    as_json: Json = False,
 ) -> None:
     """Takes recipes over gRPC and REST, and makes each a run in a process of its own.
 

@@ -15,6 +15,7 @@ from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.ending import refuse
+from rolemesh.coordinator.commands.options import Host, HttpPort, TokenFile
 from rolemesh.coordinator.run.ended_runs import read_runs
 from rolemesh.coordinator.run.folder import RUNS_FOLDER
 
@@ -26,14 +27,9 @@ def dashboard(
     runs: Annotated[
         Path, typer.Argument(metavar="[RUNS]", help="Folder of runs, or of one run.")
     ] = RUNS_FOLDER,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    http_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the page and REST; 0 takes a free one.")
-    ] = 8080,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Holds the token; else ROLEMESH_API_TOKEN does, if set."),
-    ] = None,
+    host: Host = "127.0.0.1",
+    http_port: HttpPort = 8080,
+    token_file: TokenFile = None,
 ) -> None:
     """Serves the dashboard over runs that have ended, from their folders.
 

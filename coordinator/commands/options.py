@@ -12,6 +12,14 @@ RunArgument = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+HttpPort = Annotated[
+    int, typer.Option(min=0, max=65535, help="Of the dashboard and REST; 0 takes a free one.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Holds the token; else ROLEMESH_API_TOKEN does, if set."),
+]
 Recipes = Annotated[
     list[Path], typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins.")
 ]

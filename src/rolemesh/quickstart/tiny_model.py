@@ -82,12 +82,12 @@ def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
 def tiny_config(
     *,
     tied: bool,
-    vocab_size: int,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_position_embeddings: int,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_position_embeddings: int = 512,
 ) -> LlamaConfig:
     """Config of a tiny model, with heads as small as samplers take."""
     return LlamaConfig(
