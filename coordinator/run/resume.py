@@ -29,6 +29,7 @@ _CHANGEABLE = (
     "run.steps",
     "run.evaluation",
     "run.checkpoint",
+    "run.early_stopping",
     "run.recovery",
     "run.health",
     "run.samples",
