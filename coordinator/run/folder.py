@@ -271,7 +271,7 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
     for one in known:
         if one.state == "recovering":
             console.print(Text(f"{one.directory}  {one.activity}", style="yellow"), soft_wrap=True)
-        elif one.activity and not one.services:
+        elif one.state == "succeeded" and one.activity:
             console.print(Text(f"{one.directory}  {one.activity}"), soft_wrap=True)
         for role, doing in sorted(one.services.items()):
             console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from google.protobuf import json_format
 from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
 from support.fake_roles import FakeMesh, expected_weight, fake_mesh
 from support.fake_runs import Recorder, kill_during, make_run
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import committed_steps
 from rolemesh.coordinator.run.ended_runs import read_runs
 from rolemesh.coordinator.run.folder import read_status
@@ -235,3 +238,33 @@ async def test_a_metric_that_no_evaluation_reports_ends_the_run_before_its_first
         with pytest.raises(RunError, match=r"keep_best\.metric is 'held_out/loss', which the eval"):
             await make_run(mesh, tmp_path, wanted, MemoryStateStore()).execute()
         assert not mesh.of("actor.Update")
+
+
+async def test_a_resumption_with_more_steps_gives_its_services_a_longer_schedule(
+    tmp_path: Path,
+) -> None:
+    store, recorder = MemoryStateStore(), Recorder()
+
+    def falling(steps: int) -> Any:
+        values = recipe(steps=steps).model_dump(mode="json")
+        values["actor"]["optimizer"]["schedule"] = {"type": "cosine"}
+        return Recipe.model_validate(values)
+
+    async with fake_mesh(has_cuts=True) as mesh:
+        judge(mesh, SCORES)
+        run = make_run(mesh, tmp_path, falling(4), store, observer=recorder)
+        await run.execute()
+        progress, _ = await reached(store, run.run_id, tmp_path)
+        longer = make_run(mesh, tmp_path, falling(6), store, run_id=run.run_id, resumed=progress)
+        summary = await longer.execute()
+        assert mesh.roles["actor"].weight == expected_weight(6)
+        sent = [
+            json_format.MessageToDict(call.request.spec)["optimizer"]["schedule"]
+            for call in mesh.of("actor.Initialize")
+        ]
+    # A step makes two optimizer steps.
+    assert [schedule["optimizer_steps"] for schedule in sent] == [8, 12]
+    assert "the learning rate of the actor falls until its optimizer step 8" in recorder.events
+    assert summary.steps == 6
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert config["actor"]["optimizer"]["schedule"]["optimizer_steps"] is None
