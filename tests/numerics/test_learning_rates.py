@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.optimizer import scheduled_rate
+from rolemesh.engine.train.optimizer import Optimizer, scheduled_rate
 
 PEAK, LOW, STEPS = 3e-4, 2e-5, 11
 REL = 1e-12
@@ -71,6 +71,13 @@ def test_rates_are_those_of_transformers_but_for_a_warm_up_one_step_ahead(
     # Theirs spends the first step of a warm-up at 0.
     assert rates[:warmup_steps] == pytest.approx(theirs[1 : warmup_steps + 1], rel=REL)
     assert rates[warmup_steps:] == pytest.approx(theirs[warmup_steps:], rel=REL, abs=1e-20)
+
+
+def test_a_schedule_without_a_length_is_refused_before_the_first_step() -> None:
+    spec = OptimizerSpec.model_validate({"warmup_steps": 2, "schedule": {"type": "cosine"}})
+    gradients: Any = None
+    with pytest.raises(ValueError, match=r"optimizer\.schedule\.optimizer_steps is not given"):
+        Optimizer(spec, gradients)
 
 
 def test_rates_by_hand() -> None:
