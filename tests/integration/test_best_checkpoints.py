@@ -217,7 +217,7 @@ async def test_a_kill_changes_neither_the_best_nor_the_end(
     assert [record["step"] for record in learnt(tmp_path)] == [1, 2, 3, 4]
 
 
-async def test_an_algorithm_without_evaluations_keeps_no_best(tmp_path: Path) -> None:
+async def test_an_algorithm_without_a_score_keeps_no_best_by_it(tmp_path: Path) -> None:
     wanted = fake_recipe(
         roles=("actor",),
         algorithm={"type": "sft"},
@@ -225,7 +225,8 @@ async def test_an_algorithm_without_evaluations_keeps_no_best(tmp_path: Path) ->
         checkpoint={"keep_best": {}},
     )
     async with fake_mesh(("actor",)) as mesh:
-        with pytest.raises(RunError, match=r"keep_best\.metric.*'sft' is not evaluated: leave"):
+        # It has no score.
+        with pytest.raises(RunError, match=r"run\.checkpoint\.keep_best\.metric is 'held_out/sc"):
             await make_run(mesh, tmp_path, wanted, MemoryStateStore()).execute()
         assert not mesh.of("actor.Update")
 
