@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection, unbroken
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection, unbroken
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
@@ -140,7 +140,14 @@ class RunMesh:
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
         self._observer.on_phase(service, "", 0, 0)
 
-    async def replace(self, service: str, address: str, recipe: Recipe, deadline_s: float) -> None:
+    async def replace(
+        self,
+        service: str,
+        address: str,
+        recipe: Recipe,
+        deadline_s: float,
+        prepare: Callable[[RoleConnection, OnPhase], Awaitable[None]],
+    ) -> None:
         """Puts a new process in the place of one that is lost, and gives it the run.
 
         Args:
@@ -148,6 +155,8 @@ class RunMesh:
             address: "host:port" of the new process.
             recipe: Of the run.
             deadline_s: Longest wait for its first answer, in seconds.
+            prepare: Gives the process what the lost one had beside its models, before the calls
+                that wait for it go on.
 
         Raises:
             RunError: It does not answer in time, or cannot stand in for the role.
@@ -158,6 +167,7 @@ class RunMesh:
             await new.wait_healthy(deadline_s)
             await new.learn_capabilities()
             await self._load(new, recipe)
+            await prepare(new, self._observer.on_phase)
         except BaseException:
             await new.close()
             raise

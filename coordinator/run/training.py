@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
@@ -220,6 +221,10 @@ class TrainingLoop(RunLoop):
         newest = [] if self.dataflow is None else [self.dataflow]
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
+
+    async def prepare(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """Gives the new process of a lost service what the lost one had beside its models."""
+        await self._sampler.bring_again(new, on_phase)
 
     @property
     def _can_evaluate(self) -> bool:
