@@ -72,6 +72,7 @@ class StepGraph:
         self._lineage = Lineage(replaceable)
         self._tasks: list[asyncio.Future[Outcome]] = []
         self._failure: BaseException | None = None
+        self._has_ended = False
         self._span = tracing.begin(f"step {step}", step=step)
         # Durations come from the monotonic clock, the offset makes them Unix times.
         self._offset = time.time() - time.monotonic()
@@ -298,7 +299,8 @@ class StepGraph:
 
     def newest(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
         """The answer that takes the place of one that is lost: its call is made once more."""
-        return self._lineage.newest(outcome)
+        # A graph that has ended makes no more calls: who still reads is told that it is too late.
+        return outcome if self._has_ended else self._lineage.newest(outcome)
 
     def experience(self, part: CallFuture) -> ExperienceFuture:
         """The future of a node that produces columns."""
@@ -421,6 +423,7 @@ class StepGraph:
             await self._settle()
             raise
         finally:
+            self._has_ended = True
             tracing.end(self._span, self._failure)
         for node in self.nodes:
             # Cancelled before it could begin to wait.

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.coordinator.run.attempt import Attempt
 from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.run.recovery import RecoveryBudget, told_of
@@ -95,7 +95,14 @@ class Replacements:
             address, deadline_s = await self._start_again(service)
             self._starting.discard(service)
             assert isinstance(attempt.loop, TrainingLoop)
-            await mesh.replace(service, address, parts.recipe, deadline_s, attempt.loop.prepare)
+            await mesh.replace(
+                service,
+                address,
+                parts.recipe,
+                deadline_s,
+                attempt.loop.step,
+                attempt.loop.prepare,
+            )
             services = {name: known.facts() for name, known in mesh.connections.items()}
             recoveries = (await parts.store.get_run(parts.run_id)).recoveries + 1
             await parts.store.update_run(
@@ -130,11 +137,6 @@ def replaceable_services(attempt: Attempt) -> frozenset[str]:
         for service in attempt.mesh.connections
         if role_of(service) in roles
         and service not in trained
-        and not _sleeps(attempt.parts.recipe, service)
+        # A pool keeps track of which role is awake; a new process would not be known to it.
+        and not attempt.parts.recipe.sleeps(service)
     )
-
-
-def _sleeps(recipe: Recipe, service: str) -> bool:
-    """Whether a service leaves its devices to others: only its pool knows who is awake."""
-    pools = recipe.pools.values()
-    return any(pool.lets_roles_sleep for pool in pools if role_of(service) in pool.roles)

@@ -176,10 +176,13 @@ class TrainingLoop(RunLoop):
         progress, actor = self.progress, self._mesh.connections.get("actor")
         version = 0 if actor is None else actor.policy_version
         progress.actor_versions = [version]
-        # What an earlier run of this name may have left.
-        await self.cuts.drop_all()
+        if not progress.has_begun:
+            # What an earlier run of this name may have left. Later attempts need what this one has
+            # kept: what judges answer in the first step is not asked again.
+            await self.cuts.drop_all()
         await self.cuts.save(0)
         await self._journal.commit(0, {"actor_version": version})
+        progress.has_begun = True
         if progress.before is None and not self.wishes.is_stop_wanted:
             progress.before = await self._evaluate()
             if progress.before is not None:
