@@ -104,6 +104,9 @@ class Sampler(Protocol):
     async def weights_brought(self) -> None:
         """Returns once all that was asked to be brought to samplers has arrived there."""
 
+    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """Gives the new process of a lost service the weights that the lost one had."""
+
 
 @dataclass(frozen=True)
 class StepContext:

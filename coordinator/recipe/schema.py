@@ -400,6 +400,11 @@ class Recipe(Spec):
         spec = self.service(role)
         return service_names(role, max(spec.replicas, len(spec.addresses)))
 
+    def sleeps(self, service: str) -> bool:
+        """Whether a service leaves its devices to other roles of its pool."""
+        pools = self.pools.values()
+        return any(pool.lets_roles_sleep for pool in pools if role_of(service) in pool.roles)
+
     def address(self, service: str) -> str | None:
         """Where a service runs already; None: the coordinator starts it."""
         role = role_of(service)

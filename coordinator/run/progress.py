@@ -66,6 +66,8 @@ class RunProgress:
     """Seconds by phase, of this process."""
     epoch: int = 0
     """Newest epoch that is known to have spoken for the run; 0: none."""
+    has_begun: bool = False
+    """Whether the state before the first step is one that the run can go back to."""
     roll_backs: list[int] = field(default_factory=list)
     """Steps to which the run went back to draw those after them anew, in order."""
     skipped: SkippedStep | None = None
@@ -175,6 +177,7 @@ class RunProgress:
             actor_versions=[int(version) for version in marker["actor_versions"]],
             records=[by_step[made] for made in range(1, step + 1) if made in by_step],
             epoch=int(marker["epoch"]),
+            has_begun=True,
             # A run of an earlier version never went back.
             roll_backs=[int(to) for to in marker.get("roll_backs", ())],
         )
@@ -192,7 +195,7 @@ class RunProgress:
             result = entry.result
             if entry.operation == COMMIT_OPERATION and entry.step == 0:
                 # Also of an attempt that began anew.
-                progress = progress or cls()
+                progress = progress or cls(has_begun=True)
                 progress.rewind(0)
                 progress.actor_versions = [int(result["actor_version"])]
             elif progress is None:

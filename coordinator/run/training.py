@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
@@ -175,10 +176,13 @@ class TrainingLoop(RunLoop):
         progress, actor = self.progress, self._mesh.connections.get("actor")
         version = 0 if actor is None else actor.policy_version
         progress.actor_versions = [version]
-        # What an earlier run of this name may have left.
-        await self.cuts.drop_all()
+        if not progress.has_begun:
+            # What an earlier run of this name may have left. Later attempts need what this one has
+            # kept: what judges answer in the first step is not asked again.
+            await self.cuts.drop_all()
         await self.cuts.save(0)
         await self._journal.commit(0, {"actor_version": version})
+        progress.has_begun = True
         if progress.before is None and not self.wishes.is_stop_wanted:
             progress.before = await self._evaluate()
             if progress.before is not None:
@@ -220,6 +224,10 @@ class TrainingLoop(RunLoop):
         newest = [] if self.dataflow is None else [self.dataflow]
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
+
+    async def prepare(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """Gives the new process of a lost service what the lost one had beside its models."""
+        await self._sampler.bring_again(new, on_phase)
 
     @property
     def _can_evaluate(self) -> bool:
