@@ -31,7 +31,9 @@ LOSSES = {"actor": "sft", "critic": "ppo_value"}
 """A loss of each role; the suite serves the columns that they read."""
 
 
-def _backward(subject: Subject, loss: str) -> ResultCall[trainer_pb2.ForwardBackwardResult]:
+def _backward(
+    subject: Subject, loss: str, *, without_gradients: bool = False
+) -> ResultCall[trainer_pb2.ForwardBackwardResult]:
     need("TrainerService", subject)
     samples = ordinary_samples()
     lengths = [len(sample.completion_tokens) for sample in samples]
@@ -42,7 +44,9 @@ def _backward(subject: Subject, loss: str) -> ResultCall[trainer_pb2.ForwardBack
     }
     ref = subject.producer.serve(samples, subject.run_id, more=columns)
     key = subject.key("compliance.backward")
-    return subject.client.forward_backward(key, ref, to_algorithm_part({"type": loss}))
+    return subject.client.forward_backward(
+        key, ref, to_algorithm_part({"type": loss}), without_gradients=without_gradients
+    )
 
 
 async def _step(subject: Subject, key: Any, version: int) -> trainer_pb2.OptimStepResponse:
@@ -52,6 +56,16 @@ async def _step(subject: Subject, key: Any, version: int) -> trainer_pb2.OptimSt
 
 async def _version(subject: Subject) -> int:
     return (await subject.client.get_status(subject.run_id)).policy_version
+
+
+def _check_loss(result: Any, sent: str) -> None:
+    metrics = result.report.metrics
+    expect(
+        math.isfinite(metrics.get("loss", math.nan)),
+        sent=sent,
+        came=f"the metrics {dict(metrics)}",
+        remedy='report the finite metric "loss"',
+    )
 
 
 async def _checksums(subject: Subject) -> dict[str, str]:
@@ -74,6 +88,33 @@ async def no_gradient(subject: Subject) -> None:
         PRECONDITION,
         "NO_GRADIENT",
         "refuse a step without gradients",
+    )
+
+
+@check(
+    "trainer.loss-alone",
+    Level.MUST,
+    "ForwardBackward with `without_gradients` computes the loss alone: no gradient is added.",
+    roles=TRAINED_ROLES,
+)
+async def loss_alone(subject: Subject) -> None:
+    """Asks for the loss of rows as an evaluation does; the next step must not learn from them."""
+    before, loss = await _checksums(subject), LOSSES[subject.role]
+    sent = f"ForwardBackward without gradients with the loss {loss}"
+    result = result_in(await events_of(_backward(subject, loss, without_gradients=True)), sent)
+    _check_loss(result, sent)
+    expect(
+        await _checksums(subject) == before,
+        sent=sent,
+        came="other weights",
+        remedy="compute the loss, and leave the weights alone",
+    )
+    await subject.refused(
+        _step(subject, subject.key(), await _version(subject)),
+        f"OptimStep after {sent}",
+        PRECONDITION,
+        "NO_GRADIENT",
+        "keep no gradient of a call that has without_gradients set",
     )
 
 
@@ -107,13 +148,7 @@ async def steps(subject: Subject) -> None:
     before, version = await _checksums(subject), await _version(subject)
     sent = f"ForwardBackward with the loss {LOSSES[subject.role]}"
     result = result_in(await events_of(_backward(subject, LOSSES[subject.role])), sent)
-    loss = getattr(result, "report", trainer_pb2.ForwardBackwardResult().report).metrics["loss"]
-    expect(
-        math.isfinite(loss),
-        sent=sent,
-        came=f"a loss of {loss}",
-        remedy='report the finite metric "loss"',
-    )
+    _check_loss(result, sent)
     expect(
         await _checksums(subject) == before and await _version(subject) == version,
         sent=sent,
