@@ -58,16 +58,6 @@ async def _version(subject: Subject) -> int:
     return (await subject.client.get_status(subject.run_id)).policy_version
 
 
-def _check_loss(result: Any, sent: str) -> None:
-    metrics = result.report.metrics
-    expect(
-        math.isfinite(metrics.get("loss", math.nan)),
-        sent=sent,
-        came=f"the metrics {dict(metrics)}",
-        remedy='report the finite metric "loss"',
-    )
-
-
 async def _checksums(subject: Subject) -> dict[str, str]:
     need("WeightsService", subject)
     answer = await subject.client.get_checksums(weights_pb2.WEIGHTS_HOLDER_TRAINER)
@@ -77,44 +67,25 @@ async def _checksums(subject: Subject) -> dict[str, str]:
 @check(
     "trainer.no-gradient",
     Level.MUST,
-    "OptimStep: FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.",
+    "OptimStep: FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated. ForwardBackward with "
+    "`without_gradients` adds no gradient.",
     roles=TRAINED_ROLES,
 )
 async def no_gradient(subject: Subject) -> None:
     """An optimizer step without a gradient would still decay weights, so it is refused."""
+    await _refuses_a_step(subject, "OptimStep without ForwardBackward")
+    # As held-out rows are scored: nothing may be learnt from them.
+    await events_of(_backward(subject, LOSSES[subject.role], without_gradients=True))
+    await _refuses_a_step(subject, "OptimStep after ForwardBackward with without_gradients")
+
+
+async def _refuses_a_step(subject: Subject, sent: str) -> None:
     await subject.refused(
         _step(subject, subject.key(), await _version(subject)),
-        "OptimStep without ForwardBackward",
+        sent,
         PRECONDITION,
         "NO_GRADIENT",
         "refuse a step without gradients",
-    )
-
-
-@check(
-    "trainer.loss-alone",
-    Level.MUST,
-    "ForwardBackward with `without_gradients` computes the loss alone: no gradient is added.",
-    roles=TRAINED_ROLES,
-)
-async def loss_alone(subject: Subject) -> None:
-    """Asks for the loss of rows as an evaluation does; the next step must not learn from them."""
-    before, loss = await _checksums(subject), LOSSES[subject.role]
-    sent = f"ForwardBackward without gradients with the loss {loss}"
-    result = result_in(await events_of(_backward(subject, loss, without_gradients=True)), sent)
-    _check_loss(result, sent)
-    expect(
-        await _checksums(subject) == before,
-        sent=sent,
-        came="other weights",
-        remedy="compute the loss, and leave the weights alone",
-    )
-    await subject.refused(
-        _step(subject, subject.key(), await _version(subject)),
-        f"OptimStep after {sent}",
-        PRECONDITION,
-        "NO_GRADIENT",
-        "keep no gradient of a call that has without_gradients set",
     )
 
 
@@ -148,7 +119,13 @@ async def steps(subject: Subject) -> None:
     before, version = await _checksums(subject), await _version(subject)
     sent = f"ForwardBackward with the loss {LOSSES[subject.role]}"
     result = result_in(await events_of(_backward(subject, LOSSES[subject.role])), sent)
-    _check_loss(result, sent)
+    loss = getattr(result, "report", trainer_pb2.ForwardBackwardResult().report).metrics["loss"]
+    expect(
+        math.isfinite(loss),
+        sent=sent,
+        came=f"a loss of {loss}",
+        remedy='report the finite metric "loss"',
+    )
     expect(
         await _checksums(subject) == before and await _version(subject) == version,
         sent=sent,

@@ -1,7 +1,7 @@
 """Held-out losses and accuracies of real runs, beside transformers on the same rows.
 
-The oracles take log-probs and scores from the folder that a run starts from and the one that it
-leaves behind, and compute each formula of the papers in float64. No code of the engine takes part.
+The oracles take log-probs and scores from the folder that a run starts from and from its trained
+weights, and compute each formula of the papers in float64.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from support.learning_tasks import (
 from support.run_results import learnt_of
 from support.tiny_models import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
+
+from rolemesh.engine.train.export import export_policy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -177,6 +179,9 @@ def rows_of(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     make: Any = {"sft": demonstrations, "kto": judgements}.get(name, pairs)
     found = make(3, STEPS * ROWS_A_STEP + NUM_HELD_OUT)
     parts = found[NUM_HELD_OUT:], found[:NUM_HELD_OUT]
+    if name == "kto":
+        # All letters become likelier, so that the reference point leaves 0.
+        parts[0][:] = [{**row, "label": True} for row in parts[0]]
     for rows, prompts in zip(parts, ("abcd", "efgh"), strict=True):
         for number, row in enumerate(rows):
             row["prompt"] = prompts[number % 4]
@@ -210,9 +215,16 @@ async def test_held_out_loss_and_accuracy_are_those_of_the_papers(
     summary = json.loads((tmp_path / "run/summary.json").read_text())["held_out"]
     start = task / "model"
     is_reward_model = name == "reward_model"
+    trained = run.model
+    if not is_reward_model:
+        # A policy's own export is rounded to bfloat16.
+        trained = tmp_path / "float32"
+        export_policy(
+            tmp_path / f"run/checkpoints/step-{STEPS:08}/actor", start, trained, "float32"
+        )
     for moment, folders in (
         ("before", Folders(start, start, is_new_head=is_reward_model)),
-        ("after", Folders(start, run.model, is_new_head=False)),
+        ("after", Folders(start, trained, is_new_head=False)),
     ):
         found, oracle = summary[moment], expected(name, folders, rows)
         assert (found["score"], found["num_prompts"]) == (None, NUM_EVALUATED)
@@ -224,6 +236,9 @@ async def test_held_out_loss_and_accuracy_are_those_of_the_papers(
     last = {f"held_out/{metric}": value for metric, value in summary["after"]["metrics"].items()}
     assert last.items() <= run.records[-1].items()
     assert summary["before"]["metrics"]["loss"] != summary["after"]["metrics"]["loss"]
+    if name == "kto":
+        assert summary["before"]["metrics"]["kl_reference_point"] == 0
+        assert summary["after"]["metrics"]["kl_reference_point"] > 0.1
     if name in ("dpo", "kto", "reward_model"):
         # Nothing is told apart before the first step, and a guess is right half of the time.
         assert summary["before"]["metrics"]["preference_accuracy"] == 0.5

@@ -143,6 +143,7 @@ def test_a_rank_that_holds_only_its_rows_does_the_same_bit_by_bit(
     own_rows = rank_pool.run(accumulate, layout.world_size, job, False)
     for left, right in zip(all_rows, own_rows, strict=True):
         assert left.metrics == right.metrics
+        assert left.alone == right.alone == pytest.approx(left.metrics, rel=1e-5, abs=1e-6)
         assert left.gradients.keys() == right.gradients.keys()
         assert all(
             torch.equal(left.gradients[name], right.gradients[name]) for name in left.gradients
