@@ -80,11 +80,20 @@ LOSSES = [
 def test_a_run_without_a_score_shows_its_held_out_loss_from_the_start(
     opened: Any, server: PageServer, tmp_path: Path
 ) -> None:
-    facts = {"name": "dpo", "num_steps": 2, "step": 2, "directory": str(tmp_path)}
-    server.call(server.store.create_run(RunRecord(run_id="dpo", **facts, created_at=1.0)))
-    for record in LOSSES:
-        server.call(server.store.append_metrics("dpo", record))
-    page = opened("dpo")
+    record = RunRecord(
+        run_id="dpo",
+        name="dpo",
+        num_steps=2,
+        step=2,
+        directory=str(tmp_path),
+        created_at=1.0,
+        updated_at=2.0,
+    )
+    server.call(server.store.create_run(record))
+    for metrics in LOSSES:
+        server.call(server.store.append_metrics("dpo", metrics))
+    # It has metrics alone: what else the page asks for is not found.
+    page = opened("dpo", is_quiet=False)
     tiles = page.locator("#numbers .tile")
     expect(tiles.filter(has_text="Held-out loss").locator("b")).to_have_text("0.375")
     expect(tiles.filter(has_text="Held-out accuracy").locator("b")).to_have_text(re.compile("75"))
