@@ -182,8 +182,8 @@ class Trainer(ModelInTraining):
             The loss's metrics, "loss" among them, over the whole mini-batch.
 
         Raises:
-            LossNotFiniteError: The loss is NaN or infinite; gradients that it had part in were
-                dropped, with those before them.
+            LossNotFiniteError: The loss is NaN or infinite; all gradients were dropped, but for a
+                call without gradients.
             ColumnMissingError: The batch lacks a column.
             ValueError: Batch and plan do not fit together, on this rank or another one.
         """
