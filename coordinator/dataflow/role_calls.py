@@ -124,7 +124,8 @@ class StepContext:
     on_phase: OnPhase
     """Is told how far calls are."""
     is_evaluation: bool = False
-    """Evaluation has nodes and operations of its own, so that training's stay the same."""
+    """Evaluation has nodes and operations of its own, so that training's stay the same, and its
+    updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
     """Roles that judge and may leave rows out of the step."""
     policy_updates: list[CallFuture] = field(default_factory=list)

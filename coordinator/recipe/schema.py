@@ -12,7 +12,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec, SampledSpec
+from rolemesh.coordinator.recipe.algorithms import (
+    EXTERNAL,
+    AlgorithmSection,
+    AlgorithmSpec,
+    SampledSpec,
+)
 from rolemesh.coordinator.recipe.health import HealthSpec
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
@@ -37,12 +42,16 @@ ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
 
 
 class EvaluationSpec(Spec):
-    """Held-out evaluation before and after training, and in between."""
+    """Held-out evaluation before and after training, and in between.
+
+    Algorithms that sample answer held-out prompts, which the reward judges. Those that learn from
+    given rows compute their loss on held-out ones.
+    """
 
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps; 0 evaluates only before the first and after the last."""
     num_prompts: int = Field(default=128, ge=0)
-    """Held-out prompts; 0 switches evaluation off."""
+    """Held-out prompts, or held-out rows of given data; 0 switches evaluation off."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Completions a prompt: 1 takes the greedy one, more are drawn as in training."""
     pass_at: tuple[int, ...] = ()
@@ -269,6 +278,22 @@ class Recipe(Spec):
         return frozenset(
             role for role, spec in judges.items() if spec and may_drop_groups(spec.source)
         )
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> Self:
+        if not isinstance(self.algorithm, AlgorithmSection):
+            return self
+        least = self.algorithm.least_prompts
+        for name, number in (
+            ("prompts_per_step", self.run.prompts_per_step),
+            ("evaluation.num_prompts", self.run.evaluation.num_prompts or least),
+        ):
+            if number < least:
+                raise ValueError(
+                    f"run.{name} is {number}, but algorithm {self.algorithm.type!r} needs {least} "
+                    "rows of data together: give more"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_dropping(self) -> Self:

@@ -19,7 +19,7 @@ RECORD_OPERATION = "step.record"
 """Journal entry with the whole record of a step that was committed before."""
 
 EVALUATION_OPERATION = "run.evaluate"
-"""Journal entry with a held-out score: before the first step, or after the newest one."""
+"""Journal entry with an evaluation: before the first step, or after the newest one."""
 
 ROLL_BACK_OPERATION = "run.roll_back"
 """Journal entry of a run that goes back to a step, to draw those after it anew."""
@@ -59,9 +59,9 @@ class RunProgress:
     unrecorded: dict[str, float] | None = None
     """Record of the newest step, without its evaluation, while it is not among `records`."""
     before: Evaluation | None = None
-    """Held-out score before the first step."""
+    """Evaluation before the first step."""
     after: Evaluation | None = None
-    """The newest held-out score after a step."""
+    """The newest evaluation after a step."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase, of this process."""
     epoch: int = 0
@@ -116,7 +116,7 @@ class RunProgress:
         self.unrecorded = None
 
     def evaluated(self, found: Evaluation) -> None:
-        """Takes a held-out score."""
+        """Takes an evaluation."""
         if found.step == 0:
             self.before = found
         else:

@@ -1,4 +1,4 @@
-"""Loop of a run: held-out score, steps, cuts, checkpoints, held-out score, model folder."""
+"""Loop of a run: evaluation, steps, cuts, checkpoints, evaluation, model folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.durable import DurableCheckpoints
 from rolemesh.coordinator.run.early_end import to_the_end
-from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
+from rolemesh.coordinator.run.evaluation import (
+    Evaluation,
+    can_evaluate,
+    evaluate,
+    evaluate_loss,
+)
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.health import Health, is_refusal
 from rolemesh.coordinator.run.metrics import (
@@ -56,7 +61,7 @@ TRAIN_FACT = "data.train_prompts"
 """Name of a fact in the answer to Initialize of the role that reads the data."""
 
 HELD_OUT_FACT = "data.held_out_prompts"
-"""Name of a fact in the actor's answer to Initialize: the number of held-out prompts."""
+"""The same of the number of held-out prompts."""
 
 
 class TrainingLoop(RunLoop):
@@ -231,15 +236,19 @@ class TrainingLoop(RunLoop):
 
     @property
     def _can_evaluate(self) -> bool:
-        """Whether there is a policy that samples, and a role that judges it."""
-        has_roles = {"actor", "reward"} <= self._mesh.connections.keys()
-        return has_roles and self._recipe.sampling is not None
+        return can_evaluate(self._recipe, self._mesh.connections)
+
+    @property
+    def _data_facts(self) -> Mapping[str, str]:
+        """Facts of the role that reads the data."""
+        role = "actor" if "actor" in self._mesh.connections else "reward"
+        return self._mesh.facts.get(role, {})
 
     def _check_held_out(self) -> None:
         if not self._can_evaluate:
             return
         wanted = self._recipe.run.evaluation.num_prompts
-        have = self._mesh.facts.get("actor", {}).get(HELD_OUT_FACT)
+        have = self._data_facts.get(HELD_OUT_FACT)
         if have is not None and wanted > int(have):
             raise RunError(
                 f"run.evaluation.num_prompts is {wanted}, but the data has {have} held-out "
@@ -248,9 +257,7 @@ class TrainingLoop(RunLoop):
 
     def _caution(self) -> None:
         """Tells of settings that seldom mean what they do."""
-        role = "actor" if "actor" in self._mesh.connections else "reward"
-        facts = self._mesh.facts.get(role, {})
-        sizes = (facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
+        sizes = (self._data_facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
         train, held_out = (None if size is None else int(size) for size in sizes)
         for caution in cautions(self._recipe, train, held_out):
             self._observer.on_event(f"caution: {caution.text}; {caution.remedy}")
@@ -278,22 +285,22 @@ class TrainingLoop(RunLoop):
         )
 
     async def _evaluate(self) -> Evaluation | None:
-        """The held-out score of the current policy; None when evaluation is switched off."""
+        """What held-out rows say of the current weights; None when evaluation is switched off."""
         spec = self._recipe.run.evaluation
         if spec.num_prompts == 0 or not self._can_evaluate:
             return None
         with self._phase("evaluate", f"evaluation after step {self.step}"):
             context = self._context(self.step, is_evaluation=True)
             self.dataflow = context.dataflow
-            found, judged = await evaluate(context, spec)
-            await self._samples.take_held_out(self.step, judged)
+            if self._recipe.sampling is None:
+                found = await evaluate_loss(context, spec, self._algorithm)
+            else:
+                found, judged = await evaluate(context, spec)
+                await self._samples.take_held_out(self.step, judged)
             await self._mesh.release(self.step)
         await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
         self._events.evaluated(found.scalars())
-        self._observer.on_event(
-            f"held-out score after {self.step} steps: {found.score:.3f} "
-            f"(standard error {found.standard_error:.3f}, {spec.num_prompts} prompts)"
-        )
+        self._observer.on_event(found.told())
         return found
 
     async def _make_step(self, step: int) -> None:
