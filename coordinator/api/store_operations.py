@@ -240,7 +240,7 @@ class StoreOperations:
             place
             for place, step in enumerate(history.steps)
             if step >= from_step
-            # Before the first step there is a held-out score, and nothing else.
+            # Before the first step there is an evaluation, and nothing else.
             and (step or any(not math.isnan(column[place]) for _, column in columns))
         ]
         chosen = (

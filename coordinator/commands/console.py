@@ -23,6 +23,7 @@ from rich.text import Text
 
 from rolemesh.coordinator.commands.pace import Pace, call_left_s, in_words
 from rolemesh.coordinator.dataflow.observer import RECOVERING, RunObserver
+from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.summary import RunSummary
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,16 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("length", "completion_length/mean", "{:.1f}"),
     ("tok/s", "tokens_per_second", "{:.0f}"),
     ("held out", "held_out/score", "{:.3f}"),
+    ("held out", "held_out/loss", "{:.3f}"),
 )
 """Heading, name in a step's record, form. A metric that no step reports is not shown."""
 
-SOMETIMES = ("held_out/score",)
-"""Metrics that only some steps report: always shown, so that headings stay above values."""
+SOMETIMES = {"held_out/score": True, "held_out/loss": False}
+"""Metrics that only some steps report, by whether these steps have a reward: always shown then, so
+that headings stay above values."""
+
+LOSS_ROWS = {"loss": "loss", "accuracy": "preference_accuracy", "margin": "preference_margin"}
+"""Words and names of what the summary shows of evaluations that computed a loss."""
 
 PHASES: tuple[tuple[str, str], ...] = (
     ("generate", "gen"),
@@ -77,10 +83,11 @@ _NUMBERS = re.compile(r"\d+")
 
 def step_values(record: Mapping[str, float]) -> list[tuple[str, str]]:
     """Headings and texts that are shown of a step; a missing metric is not shown as 0."""
+    has_reward = "reward/mean" in record
     return [
         (heading, form.format(record[name]) if name in record else "-")
         for heading, name, form in COLUMNS
-        if name in record or name in SOMETIMES
+        if name in record or SOMETIMES.get(name) is has_reward
     ]
 
 
@@ -334,10 +341,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
 
     row(
         "held-out score" + (f" ({before.num_prompts} prompts)" if before else ""),
-        (
-            f"{before.score:.3f} +- {before.standard_error:.3f}" if before else None,
-            f"{after.score:.3f} +- {after.standard_error:.3f}" if after else None,
-        ),
+        (_score(before), _score(after)),
     )
     row(
         "held-out accuracy",
@@ -346,6 +350,9 @@ def print_summary(console: Console, summary: RunSummary) -> None:
             _with_error(after.metrics, "accuracy") if after else None,
         ),
     )
+    for words, name in LOSS_ROWS.items():
+        number = f" ({before.num_prompts} rows)" if before and name == "loss" else ""
+        row(f"held-out {words}{number}", (_of_loss(before, name), _of_loss(after, name)))
     first, last = summary.mean_reward_first_steps, summary.mean_reward_last_steps
     row(
         "training reward (first and last steps)",
@@ -356,7 +363,8 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     )
     if table.row_count:
         console.print(table)
-        console.print("+- is one standard error.", style="dim")
+        if _score(before) or _score(after):
+            console.print("+- is one standard error.", style="dim")
     else:
         console.print(_headline(summary), style="bold")
     if summary.early_stop:
@@ -392,6 +400,18 @@ def _tensorboard(directory: Path) -> str:
     if beside.exists():
         return f"{beside} --logdir {directory}"
     return f"{directory} (to see them: pip install tensorboard)"
+
+
+def _score(found: Evaluation | None) -> str | None:
+    if found is None or found.score is None:
+        return None
+    return f"{found.score:.3f} +- {found.standard_error:.3f}"
+
+
+def _of_loss(found: Evaluation | None, name: str) -> str | None:
+    if found is None or found.score is not None or name not in found.metrics:
+        return None
+    return f"{found.metrics[name]:.3f}"
 
 
 def _with_error(metrics: Mapping[str, float], name: str) -> str | None:

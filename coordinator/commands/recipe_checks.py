@@ -17,11 +17,12 @@ from typing import Any
 
 import psutil
 
-from rolemesh.coordinator.algorithms.registry import unused_roles
+from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
 from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.cautions import cautions
+from rolemesh.coordinator.run.evaluation import can_evaluate
 from rolemesh.coordinator.run.folder import RUNS_FOLDER
 from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.installation import INSTALL
@@ -273,8 +274,7 @@ def _reward(services: Mapping[str, str | None], told: Mapping[str, Any]) -> Find
 
 def _evaluation(recipe: Recipe, counts: Mapping[str, Any]) -> Iterator[Finding]:
     wanted, have = recipe.run.evaluation.num_prompts, counts.get("held_out")
-    can_evaluate = recipe.sampling is not None and recipe.reward is not None
-    if have is None or not can_evaluate or wanted <= have:
+    if have is None or not can_evaluate(recipe, roles_in(recipe)) or wanted <= have:
         return
     yield _fail(
         "evaluation",

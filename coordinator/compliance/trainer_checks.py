@@ -31,7 +31,9 @@ LOSSES = {"actor": "sft", "critic": "ppo_value"}
 """A loss of each role; the suite serves the columns that they read."""
 
 
-def _backward(subject: Subject, loss: str) -> ResultCall[trainer_pb2.ForwardBackwardResult]:
+def _backward(
+    subject: Subject, loss: str, *, without_gradients: bool = False
+) -> ResultCall[trainer_pb2.ForwardBackwardResult]:
     need("TrainerService", subject)
     samples = ordinary_samples()
     lengths = [len(sample.completion_tokens) for sample in samples]
@@ -42,7 +44,9 @@ def _backward(subject: Subject, loss: str) -> ResultCall[trainer_pb2.ForwardBack
     }
     ref = subject.producer.serve(samples, subject.run_id, more=columns)
     key = subject.key("compliance.backward")
-    return subject.client.forward_backward(key, ref, to_algorithm_part({"type": loss}))
+    return subject.client.forward_backward(
+        key, ref, to_algorithm_part({"type": loss}), without_gradients=without_gradients
+    )
 
 
 async def _step(subject: Subject, key: Any, version: int) -> trainer_pb2.OptimStepResponse:
@@ -63,14 +67,22 @@ async def _checksums(subject: Subject) -> dict[str, str]:
 @check(
     "trainer.no-gradient",
     Level.MUST,
-    "OptimStep: FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated.",
+    "OptimStep: FAILED_PRECONDITION (NO_GRADIENT): nothing was accumulated. ForwardBackward with "
+    "`without_gradients` adds no gradient.",
     roles=TRAINED_ROLES,
 )
 async def no_gradient(subject: Subject) -> None:
     """An optimizer step without a gradient would still decay weights, so it is refused."""
+    await _refuses_a_step(subject, "OptimStep without ForwardBackward")
+    # As held-out rows are scored: nothing may be learnt from them.
+    await events_of(_backward(subject, LOSSES[subject.role], without_gradients=True))
+    await _refuses_a_step(subject, "OptimStep after ForwardBackward with without_gradients")
+
+
+async def _refuses_a_step(subject: Subject, sent: str) -> None:
     await subject.refused(
         _step(subject, subject.key(), await _version(subject)),
-        "OptimStep without ForwardBackward",
+        sent,
         PRECONDITION,
         "NO_GRADIENT",
         "refuse a step without gradients",

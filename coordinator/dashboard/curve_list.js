@@ -24,7 +24,14 @@ export const CURVES = [
   },
   { title: "Policy loss", lines: [{ name: "policy_loss", label: "loss" }, { name: "kl_loss", label: "KL term" }] },
   { title: "Value loss", zero: true, lines: [{ name: "value_loss", label: "loss" }] },
-  { title: "Loss", lines: [{ name: "loss", label: "loss" }] },
+  { title: "Loss", lines: [{ name: "loss", label: "loss" }, { name: "held_out/loss", label: "held out" }] },
+  {
+    title: "Pairs told apart", unit: "share", format: percent,
+    lines: [
+      { name: "preference_accuracy", label: "training" },
+      { name: "held_out/preference_accuracy", label: "held out" },
+    ],
+  },
   {
     title: "Gradient norm", zero: true,
     lines: [

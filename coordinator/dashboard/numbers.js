@@ -7,6 +7,8 @@ const BACK = 10;
 const TILES = [
   { name: "reward/mean", label: "Reward" },
   { name: "held_out/score", label: "Held-out score" },
+  { name: "held_out/loss", label: "Held-out loss" },
+  { name: "held_out/preference_accuracy", label: "Held-out accuracy", format: percent },
   { name: "kl/mean", label: "KL", unit: "nats" },
   { name: "entropy", label: "Entropy", unit: "nats" },
   { name: "completion_length/mean", label: "Completion", unit: "tokens" },

@@ -72,6 +72,7 @@ class StepGraph:
         self._lineage = Lineage(replaceable)
         self._tasks: list[asyncio.Future[Outcome]] = []
         self._failure: BaseException | None = None
+        self._has_ended = False
         self._span = tracing.begin(f"step {step}", step=step)
         # Durations come from the monotonic clock, the offset makes them Unix times.
         self._offset = time.time() - time.monotonic()
@@ -137,7 +138,7 @@ class StepGraph:
                         raise
 
         task = self._start(node, run)
-        self._lineage.add(task, node, run)
+        self._lineage.add(node, (task,), lambda: (self._start(node, run),))
         return CallFuture(nodes=(node,), outcomes=(task,), columns=columns)
 
     def sample(
@@ -173,8 +174,8 @@ class StepGraph:
         """
         after = tuple(after)
         node = self._node(kind, service, method, sequence, None, None, after)
-        loop = asyncio.get_running_loop()
-        blocks: list[asyncio.Future[Outcome]] = [loop.create_future() for _ in range(num_blocks)]
+        blocks = [self._block() for _ in range(num_blocks)]
+        is_lost = False
 
         def on_block(index: int, experience: experience_pb2.ExperienceRef) -> None:
             if not 0 <= index < num_blocks:
@@ -187,23 +188,42 @@ class StepGraph:
                 blocks[index].set_result(Outcome(report=report, experience=experience))
 
         async def run() -> Outcome:
+            nonlocal is_lost
             await exist(after)
             node.ready_at = self._now()
-            outcome = await self._leased(node, lambda: work(node, on_block), others)
-            if num_blocks == 1 and outcome.experience is not None:
-                on_block(0, outcome.experience)
-            absent = [index for index, block in enumerate(blocks) if not block.done()]
-            if absent:
-                raise RunError(
-                    f"step {self.step}: {node.name} ended, but block {absent[0]} of {num_blocks} "
-                    f"({len(absent)} such blocks) never came: a group of it is not whole; see the "
-                    f"log of the {node.service}"
-                )
-            return outcome
+            while True:
+                is_lost = False
+                outcome = await self._leased(node, lambda: work(node, on_block), others)
+                if num_blocks == 1 and outcome.experience is not None:
+                    on_block(0, outcome.experience)
+                absent = [index for index, block in enumerate(blocks) if not block.done()]
+                if not absent:
+                    return outcome
+                # Else the service was lost when it had just answered.
+                if not is_lost:
+                    raise RunError(
+                        f"step {self.step}: {node.name} ended, but block {absent[0]} of "
+                        f"{num_blocks} ({len(absent)} such blocks) never came: a group of it is "
+                        f"not whole; see the log of the {node.service}"
+                    )
+
+        def again() -> tuple[asyncio.Future[Outcome], ...]:
+            nonlocal is_lost
+            is_lost = True
+            blocks[:] = [self._block() if block.done() else block for block in blocks]
+            if node.state is NodeState.DONE:
+                self._start(node, run)
+            return tuple(blocks)
 
         self._start(node, run)
-        self._tasks.extend(blocks)
+        self._lineage.add(node, tuple(blocks), again)
         return CallFuture(nodes=(node,), outcomes=tuple(blocks), columns=frozenset(produces))
+
+    def _block(self) -> asyncio.Future[Outcome]:
+        """Rows of a generation that are still to come."""
+        block: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._tasks.append(block)
+        return block
 
     def defer(
         self,
@@ -279,7 +299,8 @@ class StepGraph:
 
     def newest(self, outcome: asyncio.Future[Outcome]) -> asyncio.Future[Outcome]:
         """The answer that takes the place of one that is lost: its call is made once more."""
-        return self._lineage.newest(outcome, self._start)
+        # A graph that has ended makes no more calls: who still reads is told that it is too late.
+        return outcome if self._has_ended else self._lineage.newest(outcome)
 
     def experience(self, part: CallFuture) -> ExperienceFuture:
         """The future of a node that produces columns."""
@@ -402,6 +423,7 @@ class StepGraph:
             await self._settle()
             raise
         finally:
+            self._has_ended = True
             tracing.end(self._span, self._failure)
         for node in self.nodes:
             # Cancelled before it could begin to wait.

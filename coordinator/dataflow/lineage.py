@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from rolemesh.coordinator.dataflow.futures import Node, NodeState, Outcome
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
@@ -13,9 +14,15 @@ LOSS_S = 6.0
 """When a call cannot read from a service, its loss is known after at most this long."""
 
 Answer = asyncio.Future[Outcome]
-Run = Callable[[], Awaitable[Outcome]]
-Start = Callable[[Node, Run], Answer]
-"""Makes a node's call, as a task of the step."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the step, and how its lost answers are asked for again."""
+
+    node: Node
+    answers: tuple[Answer, ...]
+    again: Callable[[], tuple[Answer, ...]]
 
 
 class Lineage:
@@ -32,7 +39,8 @@ class Lineage:
             replaceable: Services that may be replaced while the step goes on.
         """
         self._replaceable = replaceable
-        self._calls: dict[Answer, tuple[Node, Run]] = {}
+        self._calls: list[_Call] = []
+        self._call_of: dict[Answer, _Call] = {}
         self._lost: set[Answer] = set()
         """Answers whose experience is gone."""
         self._remade: dict[Answer, Answer] = {}
@@ -40,30 +48,46 @@ class Lineage:
         self._loss = asyncio.Event()
         """Set, and replaced by a new one, when a service is lost."""
 
-    def add(self, answer: Answer, node: Node, run: Run) -> None:
-        """Notes the call of an answer."""
-        self._calls[answer] = node, run
+    def add(
+        self, node: Node, answers: tuple[Answer, ...], again: Callable[[], tuple[Answer, ...]]
+    ) -> None:
+        """Notes the call of some answers.
+
+        Args:
+            node: Of the call.
+            answers: One, or one for each block.
+            again: Has lost answers come once more: gives as many, those that take their places.
+        """
+        call = _Call(node, answers, again)
+        self._calls.append(call)
+        self._call_of.update(dict.fromkeys(answers, call))
 
     def lost(self, service: str) -> None:
         """Told that a service is lost, with all experience that it held."""
-        self._lost.update(
-            answer
-            for answer, (node, _) in self._calls.items()
-            if node.service == service and node.state is NodeState.DONE
-        )
+        for call in self._calls:
+            answered = {answer for answer in call.answers if answer.done()}
+            if call.node.service != service or not answered:
+                continue
+            self._lost |= answered
+            if call.node.state is NodeState.RUNNING:
+                # The next process makes the call from its start, with the blocks that were there.
+                self._remake(call)
         self._loss.set()
         self._loss = asyncio.Event()
 
-    def newest(self, answer: Answer, start: Start) -> Answer:
+    def newest(self, answer: Answer) -> Answer:
         """The answer that takes the place of one that is lost; else the same."""
         (current,) = self.current((answer,))
-        if current not in self._lost:
-            return current
-        node, run = self._calls[current]
-        again = start(node, run)
-        self.add(again, node, run)
-        self._remade[current] = again
-        return again
+        if current in self._lost:
+            self._remake(self._call_of[current])
+            (current,) = self.current((current,))
+        return current
+
+    def _remake(self, call: _Call) -> None:
+        before, call.answers = call.answers, call.again()
+        for old, new in zip(before, call.answers, strict=True):
+            if new is not old:
+                self._remade[old], self._call_of[new] = new, call
 
     def current(self, answers: Iterable[Answer]) -> list[Answer]:
         """The answers that count by now, lost or not."""
@@ -82,7 +106,7 @@ class Lineage:
         is_silence = isinstance(error, UnavailableError | DeadlineError)
         if not is_silence and error.reason != "EXPERIENCE_NOT_FOUND":
             return False
-        makers = {self._calls[answer][0].service for answer in read if answer in self._calls}
+        makers = {self._call_of[answer].node.service for answer in read if answer in self._call_of}
         if makers.isdisjoint(self._replaceable):
             return False
         with contextlib.suppress(TimeoutError):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from rolemesh.coordinator.dataflow.connection import RoleConnection, unbroken
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection, unbroken
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.channel import ChannelTraffic
-from rolemesh.rpc.errors import PreconditionError, RolemeshError, UnsupportedError
+from rolemesh.rpc.errors import (
+    PreconditionError,
+    RolemeshError,
+    UnavailableError,
+    UnsupportedError,
+)
 from rolemesh.rpc.result_call import ProgressCallback, ResultCall
+from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.together import together
 from rolemesh.v1 import operation_pb2, worker_pb2
 
@@ -33,6 +39,8 @@ class RunMesh:
         journal: Journal,
         observer: RunObserver,
         traffic: ChannelTraffic | None = None,
+        *,
+        is_reward_trained: bool = False,
     ) -> None:
         """Opens channels; nothing is sent yet.
 
@@ -42,6 +50,7 @@ class RunMesh:
             journal: Names what is asked of them.
             observer: Is told how far they are.
             traffic: Counters to add to; None makes fresh ones.
+            is_reward_trained: Whether the weights of the reward change, too.
         """
         self._journal = journal
         self.traffic = traffic or ChannelTraffic()
@@ -56,7 +65,7 @@ class RunMesh:
         self.replaceable: frozenset[str] = frozenset()
         """Services that may be replaced while a step goes on."""
         self._observer = observer
-        self._is_reward_trained = False
+        self._is_reward_trained = is_reward_trained
 
     @property
     def trained(self) -> list[RoleConnection]:
@@ -91,8 +100,6 @@ class RunMesh:
         Raises:
             RolemeshError: A service refuses or fails.
         """
-        reward = recipe.reward
-        self._is_reward_trained = reward is not None and reward.optimizer is not None
         sleepers = [
             [known for known in self.connections.values() if known.role in pool.roles]
             for pool in recipe.pools.values()
@@ -140,7 +147,15 @@ class RunMesh:
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
         self._observer.on_phase(service, "", 0, 0)
 
-    async def replace(self, service: str, address: str, recipe: Recipe, deadline_s: float) -> None:
+    async def replace(
+        self,
+        service: str,
+        address: str,
+        recipe: Recipe,
+        deadline_s: float,
+        step: int,
+        prepare: Callable[[RoleConnection, OnPhase], Awaitable[None]],
+    ) -> None:
         """Puts a new process in the place of one that is lost, and gives it the run.
 
         Args:
@@ -148,6 +163,10 @@ class RunMesh:
             address: "host:port" of the new process.
             recipe: Of the run.
             deadline_s: Longest wait for its first answer, in seconds.
+            step: Steps committed. Each replacement has a key of its own: a service of others may
+                still be the process that knows the key of its first Initialize.
+            prepare: Gives the process what the lost one had beside its models, before the calls
+                that wait for it go on.
 
         Raises:
             RunError: It does not answer in time, or cannot stand in for the role.
@@ -157,7 +176,8 @@ class RunMesh:
         try:
             await new.wait_healthy(deadline_s)
             await new.learn_capabilities()
-            await self._load(new, recipe)
+            await self._load(new, recipe, self._journal.next_key(step, f"{service}.replace"))
+            await prepare(new, self._observer.on_phase)
         except BaseException:
             await new.close()
             raise
@@ -178,12 +198,18 @@ class RunMesh:
         Raises:
             RolemeshError: A service refuses or fails.
         """
-        await together(self._load(self.connections[service], recipe) for service in services)
+        await together(
+            self._load(self.connections[service], recipe, self._initialize_key(service))
+            for service in services
+        )
 
     async def _initialize(self, connection: RoleConnection, recipe: Recipe) -> None:
         # Before its second epoch no service can hold the run.
         if self._journal.epoch == 1 or not await self._attach(connection, recipe):
-            await self._load(connection, recipe)
+            await self._load(connection, recipe, self._initialize_key(connection.service))
+
+    def _initialize_key(self, service: str) -> operation_pb2.OperationKey:
+        return self._journal.next_key(0, f"{service}.initialize")
 
     async def _attach(self, connection: RoleConnection, recipe: Recipe) -> bool:
         """Goes on with a service that holds the run; False where it has to be initialised."""
@@ -204,9 +230,10 @@ class RunMesh:
             return False
         return True
 
-    async def _load(self, connection: RoleConnection, recipe: Recipe) -> None:
+    async def _load(
+        self, connection: RoleConnection, recipe: Recipe, key: operation_pb2.OperationKey
+    ) -> None:
         service = connection.service
-        key = self._journal.next_key(0, f"{service}.initialize")
         spec = recipe.sent_section(connection.role).model_dump(mode="json")
         result = await self._taken(
             connection,
@@ -242,11 +269,40 @@ class RunMesh:
     async def release(self, through_step: int) -> None:
         """Drops the experience of this step and earlier ones, wherever it is held."""
         run_id, epoch = self._journal.run_id, self._journal.epoch
-        await together(
-            connection.client.release(run_id, epoch, through_step=through_step)
-            for connection in self.connections.values()
-            if connection.serves("rolemesh.v1.ExperienceService") and connection.is_present
+        await self.unless_lost(
+            lambda client: client.release(run_id, epoch, through_step=through_step),
+            (
+                connection
+                for connection in self.connections.values()
+                if connection.serves("rolemesh.v1.ExperienceService")
+            ),
         )
+
+    async def unless_lost(
+        self,
+        call: Callable[[ServiceClient], Awaitable[object]],
+        connections: Iterable[RoleConnection],
+    ) -> None:
+        """Has services let something go. One that is lost, and will be replaced, holds nothing.
+
+        Args:
+            call: Made of each.
+            connections: Of the services.
+
+        Raises:
+            RolemeshError: A service failed, or one that cannot be replaced is lost.
+        """
+
+        async def one(connection: RoleConnection) -> None:
+            if not connection.is_present:
+                return
+            try:
+                await call(connection.client)
+            except UnavailableError:
+                if connection.service not in self.replaceable:
+                    raise
+
+        await together(one(connection) for connection in connections)
 
     async def give_back(self, services: Iterable[str], timeout_s: float) -> None:
         """Lets services that outlive the run take part in another one.

@@ -104,6 +104,9 @@ class Sampler(Protocol):
     async def weights_brought(self) -> None:
         """Returns once all that was asked to be brought to samplers has arrived there."""
 
+    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """Gives the new process of a lost service the weights that the lost one had."""
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -121,7 +124,8 @@ class StepContext:
     on_phase: OnPhase
     """Is told how far calls are."""
     is_evaluation: bool = False
-    """Evaluation has nodes and operations of its own, so that training's stay the same."""
+    """Evaluation has nodes and operations of its own, so that training's stay the same, and its
+    updates compute losses alone."""
     may_drop: frozenset[str] = frozenset()
     """Roles that judge and may leave rows out of the step."""
     policy_updates: list[CallFuture] = field(default_factory=list)

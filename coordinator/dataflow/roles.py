@@ -65,8 +65,10 @@ class _TrainedRole(RoleHandle):
         pretraining: ExperienceFuture | None = None,
     ) -> UpdateFuture:
         algorithm = self.context.algorithm
-        self.context.trained_on.append(experience)
         reads = experience.select((*INPUT_COLUMNS, *loss.columns()))
+        if self.context.is_evaluation:
+            return self._compute_loss(reads, loss)
+        self.context.trained_on.append(experience)
         # The texts are rows of their own: the node waits for them, but does not join them.
         texts = () if pretraining is None else pretraining.parts
 
@@ -92,6 +94,22 @@ class _TrainedRole(RoleHandle):
             ).result(told)
 
         return UpdateFuture(self.node(NodeKind.UPDATE, "update", call, reads, after=texts))
+
+    def _compute_loss(self, reads: ExperienceFuture, loss: LossSpec) -> UpdateFuture:
+        """What an update of held-out rows is: its loss, and no change."""
+        part = self.node(
+            NodeKind.EVAL,
+            "compute_loss",
+            lambda key, ref, told: self.client.forward_backward(
+                key,
+                ref,
+                _part(loss),
+                rows_per_unit=self.context.algorithm.rows_per_unit,
+                without_gradients=True,
+            ).result(told),
+            reads,
+        )
+        return UpdateFuture(part)
 
     def _read(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
 from rolemesh.coordinator.dataflow.graph import OnBlock
@@ -159,6 +160,9 @@ class ActorSampler:
     async def weights_brought(self) -> None:
         """The actor brings them at the start of its generation."""
 
+    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """No other service has weights."""
+
 
 @dataclass(eq=False)
 class _Publication:
@@ -216,6 +220,8 @@ class RolloutSampler:
         self._publication: _Publication | None = None
         self._taken: _Publication | None = None
         self._takes: tuple[CallFuture, ...] = ()
+        self._keys: dict[str, operation_pb2.OperationKey] = {}
+        """Of the call in which each service takes, or took, the newest weights."""
         self._last_begun: tuple[CallFuture, ...] = ()
         self._begun: dict[tuple[int, PromptBatch], ExperienceFuture] = {}
         self.steps_ahead = spec.max_staleness if isinstance(spec, AsyncSamplerSpec) else 0
@@ -267,6 +273,24 @@ class RolloutSampler:
         published = () if self._publication is None else self._publication.part.outcomes
         taken = [outcome for part in self._takes for outcome in part.outcomes]
         await asyncio.gather(*published, *taken)
+
+    async def bring_again(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """Gives the new process of a lost service the weights that the lost one had.
+
+        A call that was still to bring them waits for the new process, and then does.
+        """
+        if new.service not in self._services or not self._takes or self._taken is None:
+            return
+        (take,) = self._takes[self._services.index(new.service)].outcomes
+        if not take.done() or take.cancelled() or take.exception() is not None:
+            return
+
+        def on_progress(progress: operation_pb2.Progress) -> None:
+            on_phase(new.service, "update_weights", progress.done, progress.total)
+
+        key, weights = self._keys[new.service], self._taken.refs[0]
+        result = await new.client.update_weights(key, weights).result(on_progress)
+        new.policy_version = result.policy_version
 
     def _bring_weights(
         self, context: StepContext, after: Sequence[CallFuture] = (), *, is_leased: bool = True
@@ -328,14 +352,17 @@ class RolloutSampler:
         is_leased: bool,
     ) -> CallFuture:
         calls = ServiceNodes(context, service)
-        return calls.node(
-            NodeKind.UPDATE,
-            "update_weights",
+
+        async def take(
+            key: operation_pb2.OperationKey,
+            _: experience_pb2.ExperienceRef,
+            on_progress: ProgressCallback,
+        ) -> rollout_pb2.UpdateWeightsResult:
+            self._keys[service] = key
             # The publication has its weights only when the node runs.
-            lambda key, _, told: calls.client.update_weights(key, publication.refs[0]).result(told),
-            after=after,
-            is_leased=is_leased,
-        )
+            return await calls.client.update_weights(key, publication.refs[0]).result(on_progress)
+
+        return calls.node(NodeKind.UPDATE, "update_weights", take, after=after, is_leased=is_leased)
 
 
 def make_sampler(recipe: Recipe) -> Sampler:

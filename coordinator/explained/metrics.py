@@ -177,8 +177,11 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
             "nll": "Mean over tokens of -log-prob of the given completion, nats (`sft`). exp of "
             "it is the perplexity.",
             "preference_accuracy": "Share of pairs whose chosen row has the greater reward, before "
-            "they are trained on.",
-            "preference_margin": "Mean over pairs of the chosen reward less the rejected one.",
+            "they are trained on; a tie counts as a half, which is what a guess would get. For "
+            "`kto` the share of judged rows whose reward is on their side of beta "
+            "`kl_reference_point`.",
+            "preference_margin": "Mean over pairs of the chosen reward less the rejected one; for "
+            "`kto`, `chosen_reward` - `rejected_reward`.",
             "chosen_reward": "Mean reward of chosen rows. For `dpo` and `kto` the reward is "
             "beta (log pi - log pi_ref), for a reward model its score.",
             "rejected_reward": "The same for rejected rows.",
@@ -197,7 +200,10 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
             "health/<rule>": "1 in a step that this rule struck.",
             "held_out/score": "Mean reward over the held-out prompts.",
             "held_out/standard_error": "Its standard error.",
-            "held_out/<metric>": "A metric of sampling or of rewards, over the held-out prompts.",
+            "held_out/loss": "The algorithm's loss over the held-out rows, of `sft`, `dpo`, `kto` "
+            "and `reward_model`. Lower is better.",
+            "held_out/<metric>": "A metric of sampling, of rewards or of that loss, over all "
+            "held-out prompts or rows together.",
         }
     ),
 }

@@ -81,6 +81,9 @@ class AlgorithmParts:
 class AlgorithmSection(Spec):
     """The base of every algorithm that is a function: how a step's rows become optimizer steps."""
 
+    least_prompts: ClassVar[int] = 1
+    """Fewest rows of the data that a step can be made of."""
+
     epochs: int = Field(default=1, ge=1)
     """Passes over a step's experience."""
     mini_batch_rows: int = Field(default=64, ge=1)
@@ -322,6 +325,9 @@ class DpoSpec(_PairedSpec):
 
 class KtoSpec(_PairedSpec):
     """Kahneman-Tversky optimisation on judged completions (arXiv 2402.01306)."""
+
+    least_prompts: ClassVar[int] = 2
+    """Each is compared with the completion of another one."""
 
     type: Literal["kto"] = "kto"
     advantages: KtoPointSpec = KtoPointSpec()

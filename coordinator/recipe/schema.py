@@ -12,7 +12,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec, SampledSpec
+from rolemesh.coordinator.recipe.algorithms import (
+    EXTERNAL,
+    AlgorithmSection,
+    AlgorithmSpec,
+    SampledSpec,
+)
 from rolemesh.coordinator.recipe.checkpoints import CheckpointSpec, EarlyStoppingSpec
 from rolemesh.coordinator.recipe.health import HealthSpec
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
@@ -39,12 +44,16 @@ ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
 
 
 class EvaluationSpec(Spec):
-    """Held-out evaluation before and after training, and in between."""
+    """Held-out evaluation before and after training, and in between.
+
+    Algorithms that sample answer held-out prompts, which the reward judges. Those that learn from
+    given rows compute their loss on held-out ones.
+    """
 
     every_steps: int = Field(default=0, ge=0)
     """Evaluate after every so many steps; 0 evaluates only before the first and after the last."""
     num_prompts: int = Field(default=128, ge=0)
-    """Held-out prompts; 0 switches evaluation off."""
+    """Held-out prompts, or held-out rows of given data; 0 switches evaluation off."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Completions a prompt: 1 takes the greedy one, more are drawn as in training."""
     pass_at: tuple[int, ...] = ()
@@ -293,6 +302,22 @@ class Recipe(Spec):
         )
 
     @model_validator(mode="after")
+    def _check_rows(self) -> Self:
+        if not isinstance(self.algorithm, AlgorithmSection):
+            return self
+        least = self.algorithm.least_prompts
+        for name, number in (
+            ("prompts_per_step", self.run.prompts_per_step),
+            ("evaluation.num_prompts", self.run.evaluation.num_prompts or least),
+        ):
+            if number < least:
+                raise ValueError(
+                    f"run.{name} is {number}, but algorithm {self.algorithm.type!r} needs {least} "
+                    "rows of data together: give more"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_dropping(self) -> Self:
         if self.may_drop and self.algorithm.type == "remax":
             raise ValueError(
@@ -437,6 +462,11 @@ class Recipe(Spec):
         """Names of the role's services."""
         spec = self.service(role)
         return service_names(role, max(spec.replicas, len(spec.addresses)))
+
+    def sleeps(self, service: str) -> bool:
+        """Whether a service leaves its devices to other roles of its pool."""
+        pools = self.pools.values()
+        return any(pool.lets_roles_sleep for pool in pools if role_of(service) in pool.roles)
 
     def address(self, service: str) -> str | None:
         """Where a service runs already; None: the coordinator starts it."""

@@ -79,7 +79,15 @@ class Attempt:
         self.early_end = EarlyEnd()
         """What ends the attempt from outside."""
         self.journal = Journal(parts.store, parts.run_id, epoch, parts.progress.lineage_of)
-        self.mesh = RunMesh(addresses, parts.services, self.journal, parts.observer, parts.traffic)
+        reward = parts.recipe.reward
+        self.mesh = RunMesh(
+            addresses,
+            parts.services,
+            self.journal,
+            parts.observer,
+            parts.traffic,
+            is_reward_trained=reward is not None and reward.optimizer is not None,
+        )
         is_external = parts.algorithm is None
         # A client that drives the services raises the epoch, so writes about the run carry none.
         self.epoch = parts.events.epoch = parts.writer.epoch = None if is_external else epoch
@@ -255,14 +263,18 @@ class Attempt:
             Folder of the checkpoint.
 
         Raises:
-            RunError: A trained role is gone, or has no cut of the step.
+            RunError: A service is gone, or a trained role has no cut of the step.
             RolemeshError: A trained role failed.
         """
         loop, progress = self.loop, self.parts.progress
         assert isinstance(loop, TrainingLoop)
         await self.mesh.meet(deadlines_s)
         if not await self.mesh.attach(self.parts.recipe):
-            raise RunError("a trained role does not hold the run any more")
+            raise RunError("a service does not hold the run any more")
+        # Then at most one role of a pool is awake at a time, as its lease expects.
+        for service in self.parts.services:
+            if self.parts.recipe.sleeps(service):
+                await self.mesh.sleep(service, progress.step)
         if progress.step not in await loop.cuts.known():
             raise RunError(f"a trained role has no cut of step {progress.step}")
         await loop.cuts.restore(progress.step)

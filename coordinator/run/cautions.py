@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.evaluation import can_evaluate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,24 @@ def cautions(recipe: Recipe, num_train: int | None, num_held_out: int | None) ->
                 f"give mini_batch_rows as a multiple of {group}",
             )
     evaluation = run.evaluation
-    if sampling is None and evaluation.num_prompts and "num_prompts" in evaluation.model_fields_set:
+    is_asked = evaluation.num_prompts > 0 and "num_prompts" in evaluation.model_fields_set
+    if is_asked and not can_evaluate(recipe, roles_in(recipe)):
         held_out = "held-out rows" if num_held_out is None else f"{num_held_out} held-out rows"
         yield Caution(
             f"run.evaluation.num_prompts is {evaluation.num_prompts}, but algorithm "
-            f"{section.type!r} samples no completion that a reward could judge: there is no "
+            f"{section.type!r} uses no reward that could judge completions: there is no "
             f"evaluation, and the {held_out} are not used",
             "set run.evaluation.num_prompts to 0, and lower held_out_size of the data to train on "
             "all rows",
         )
+    if sampling is None and evaluation.num_prompts:
+        for name in ("samples_per_prompt", "pass_at"):
+            if name in evaluation.model_fields_set:
+                yield Caution(
+                    f"run.evaluation.{name} is {getattr(evaluation, name)}, but algorithm "
+                    f"{section.type!r} samples no completion: the loss of given ones is computed",
+                    f"take run.evaluation.{name} out",
+                )
     if num_train is not None and run.prompts_per_step > num_train:
         yield Caution(
             f"run.prompts_per_step is {run.prompts_per_step}, but there are {num_train} training "

@@ -120,10 +120,9 @@ class Cuts:
 
     async def _drop(self, connections: Iterable[RoleConnection]) -> None:
         run_id, epoch = self._journal.run_id, self._journal.epoch
-        await together(
-            known.client.drop_cuts(run_id, epoch)
-            for known in connections
-            if known.serves(CUT_SERVICE)
+        await self._mesh.unless_lost(
+            lambda client: client.drop_cuts(run_id, epoch),
+            (known for known in connections if known.serves(CUT_SERVICE)),
         )
 
     async def _each(

@@ -1,31 +1,39 @@
-"""Held-out evaluation: completions, judged, without touching what training depends on."""
+"""Held-out evaluation, without touching what training depends on.
+
+Completions are sampled and judged, or, where an algorithm learns from given rows, its own loss is
+computed on held-out ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node
 from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardHandle, StepContext
-from rolemesh.coordinator.recipe.schema import EvaluationSpec
-from rolemesh.coordinator.run.metrics import combined_metrics
+from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
+from rolemesh.coordinator.recipe.schema import EvaluationSpec, Recipe
+from rolemesh.coordinator.run.metrics import combined_metrics, merged_metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The held-out score of one state of the policy."""
+    """What held-out rows say of one state of the weights."""
 
     step: int
     """Steps made before it."""
-    score: float
-    """Mean reward of the completions."""
-    standard_error: float
+    score: float | None = None
+    """Mean reward of the completions; None where a loss was computed."""
+    standard_error: float | None = None
     """Standard error of that mean."""
     num_prompts: int
+    """Held-out rows."""
     metrics: Mapping[str, float]
-    """Everything that sampler and judge reported, e.g. "accuracy/mean"."""
+    """Everything that services reported, e.g. "accuracy/mean" of a judge; or "loss" and, where rows
+    are compared or judged, "preference_accuracy"."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -44,11 +52,65 @@ class Evaluation:
 
     def scalars(self) -> dict[str, float]:
         """Returns them by name, for a step's record."""
-        return {
-            "held_out/score": self.score,
-            "held_out/standard_error": self.standard_error,
-            **{f"held_out/{name}": value for name, value in self.metrics.items()},
-        }
+        found = {f"held_out/{name}": value for name, value in self.metrics.items()}
+        if self.score is None or self.standard_error is None:
+            return found
+        score = {"held_out/score": self.score, "held_out/standard_error": self.standard_error}
+        return score | found
+
+    def told(self) -> str:
+        """A line for people."""
+        if self.score is not None:
+            return (
+                f"held-out score after {self.step} steps: {self.score:.3f} "
+                f"(standard error {self.standard_error:.3f}, {self.num_prompts} prompts)"
+            )
+        found = f"held-out loss after {self.step} steps: {self.metrics['loss']:.3f}"
+        if "preference_accuracy" in self.metrics:
+            found += f", accuracy {self.metrics['preference_accuracy']:.3f}"
+        return f"{found} ({self.num_prompts} rows)"
+
+
+def can_evaluate(recipe: Recipe, roles: Collection[str]) -> bool:
+    """Whether held-out rows say something: a loss on given rows, or a reward of completions.
+
+    Args:
+        recipe: The recipe.
+        roles: Roles that its algorithm uses.
+    """
+    if recipe.sampling is None:
+        return isinstance(recipe.algorithm, AlgorithmSection)
+    return {"actor", "reward"} <= set(roles)
+
+
+async def evaluate_loss(
+    context: StepContext, spec: EvaluationSpec, algorithm: Algorithm
+) -> Evaluation:
+    """Has the algorithm make a step of the first held-out rows, with losses in place of updates.
+
+    So they are read, scored and compared by the very calls that training makes. All rows are one
+    batch, whose means they are.
+
+    Args:
+        context: A context with is_evaluation set.
+        spec: How many rows; at least 1.
+        algorithm: Works on given data, and samples nothing.
+
+    Raises:
+        RunError: A call failed, or reports no loss.
+    """
+    async with context.dataflow:
+        start_step(
+            algorithm, PromptBatch(start=0, count=spec.num_prompts, is_held_out=True), context
+        )
+    metrics = merged_metrics(context.dataflow.nodes)
+    if "loss" not in metrics:
+        raise RunError(
+            f"the evaluation of {spec.num_prompts} held-out rows reports "
+            f"{', '.join(sorted(metrics)) or 'nothing'}, but not the loss: ForwardBackward must "
+            "report it"
+        )
+    return Evaluation(step=context.step, num_prompts=spec.num_prompts, metrics=metrics)
 
 
 async def evaluate(

@@ -38,11 +38,17 @@ async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> No
             f"`rolemesh train --resume {parts.directory}` goes on from what is left"
         )
         return
+    # Which role of a pool is awake is not known any more, so all of them take part.
+    services = [
+        service
+        for service in parts.services
+        if service in trained or (parts.recipe.sleeps(service) and service not in lost.names)
+    ]
     epoch = await parts.store.next_epoch(parts.run_id, led=attempt.journal.epoch)
-    saver = Attempt(replace(parts, services=trained), epoch, lost.addresses)
+    saver = Attempt(replace(parts, services=services), epoch, lost.addresses)
     try:
         async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
-            folder = await saver.save_last(dict.fromkeys(trained, MEET_AGAIN_DEADLINE_S))
+            folder = await saver.save_last(dict.fromkeys(services, MEET_AGAIN_DEADLINE_S))
         tell(f"step {step} was saved before the end: {folder}")
     except (RunError, RolemeshError, TimeoutError) as error:
         tell(f"step {step} could not be saved as a checkpoint: {error}")

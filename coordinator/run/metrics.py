@@ -205,7 +205,7 @@ def traffic_since(before: MethodTraffic, now: MethodTraffic) -> MethodTraffic:
 
 
 def _record_before(scalars: Mapping[str, float] | None) -> Sequence[Mapping[str, float]]:
-    """What the store's metrics say of step 0, where curves of the held-out score begin."""
+    """What the store's metrics say of step 0, where held-out curves begin."""
     return [] if scalars is None else [{"step": 0.0, **scalars}]
 
 

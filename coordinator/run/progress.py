@@ -19,7 +19,7 @@ RECORD_OPERATION = "step.record"
 """Journal entry with the whole record of a step that was committed before."""
 
 EVALUATION_OPERATION = "run.evaluate"
-"""Journal entry with a held-out score: before the first step, or after the newest one."""
+"""Journal entry with an evaluation: before the first step, or after the newest one."""
 
 ROLL_BACK_OPERATION = "run.roll_back"
 """Journal entry of a run that goes back to a step, to draw those after it anew."""
@@ -59,13 +59,15 @@ class RunProgress:
     unrecorded: dict[str, float] | None = None
     """Record of the newest step, without its evaluation, while it is not among `records`."""
     before: Evaluation | None = None
-    """Held-out score before the first step."""
+    """Evaluation before the first step."""
     after: Evaluation | None = None
-    """The newest held-out score after a step."""
+    """The newest evaluation after a step."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase, of this process."""
     epoch: int = 0
     """Newest epoch that is known to have spoken for the run; 0: none."""
+    has_begun: bool = False
+    """Whether the state before the first step is one that the run can go back to."""
     roll_backs: list[int] = field(default_factory=list)
     """Steps to which the run went back to draw those after them anew, in order."""
     skipped: SkippedStep | None = None
@@ -114,7 +116,7 @@ class RunProgress:
         self.unrecorded = None
 
     def evaluated(self, found: Evaluation) -> None:
-        """Takes a held-out score."""
+        """Takes an evaluation."""
         if found.step == 0:
             self.before = found
         else:
@@ -175,6 +177,7 @@ class RunProgress:
             actor_versions=[int(version) for version in marker["actor_versions"]],
             records=[by_step[made] for made in range(1, step + 1) if made in by_step],
             epoch=int(marker["epoch"]),
+            has_begun=True,
             # A run of an earlier version never went back.
             roll_backs=[int(to) for to in marker.get("roll_backs", ())],
         )
@@ -192,7 +195,7 @@ class RunProgress:
             result = entry.result
             if entry.operation == COMMIT_OPERATION and entry.step == 0:
                 # Also of an attempt that began anew.
-                progress = progress or cls()
+                progress = progress or cls(has_begun=True)
                 progress.rewind(0)
                 progress.actor_versions = [int(result["actor_version"])]
             elif progress is None:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
-from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.schedule import SyncSamplerSpec
+from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.coordinator.run.attempt import Attempt
 from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.run.recovery import RecoveryBudget, told_of
@@ -17,7 +18,8 @@ from rolemesh.coordinator.state.store import StateStoreError
 from rolemesh.rpc.errors import RolemeshError
 
 READ_ROLES = ("reference", "reward", "cost")
-"""Roles that keep nothing from call to call, unless they are trained."""
+"""Roles that keep nothing from call to call, unless they are trained. So do rollout services that
+sample the step which is made: what they have beside their models, the actor gives again."""
 
 StartAgain = Callable[[str], Awaitable[tuple[str, float]]]
 """Starts a service again where it is ours. Gives its address, and the longest wait for its first
@@ -92,7 +94,15 @@ class Replacements:
             await asyncio.sleep(pause_s)
             address, deadline_s = await self._start_again(service)
             self._starting.discard(service)
-            await mesh.replace(service, address, parts.recipe, deadline_s)
+            assert isinstance(attempt.loop, TrainingLoop)
+            await mesh.replace(
+                service,
+                address,
+                parts.recipe,
+                deadline_s,
+                attempt.loop.step,
+                attempt.loop.prepare,
+            )
             services = {name: known.facts() for name, known in mesh.connections.items()}
             recoveries = (await parts.store.get_run(parts.run_id)).recoveries + 1
             await parts.store.update_run(
@@ -119,16 +129,14 @@ def replaceable_services(attempt: Attempt) -> frozenset[str]:
     if not isinstance(attempt.loop, TrainingLoop):
         return frozenset()
     trained = {known.service for known in attempt.mesh.trained}
+    # What is sampled ahead belongs to several steps, each with a graph of its own.
+    is_sync = isinstance(attempt.parts.recipe.schedule.sampler, SyncSamplerSpec)
+    roles = (*READ_ROLES, "rollout") if is_sync else READ_ROLES
     return frozenset(
         service
         for service in attempt.mesh.connections
-        if role_of(service) in READ_ROLES
+        if role_of(service) in roles
         and service not in trained
-        and not _sleeps(attempt.parts.recipe, service)
+        # A pool keeps track of which role is awake; a new process would not be known to it.
+        and not attempt.parts.recipe.sleeps(service)
     )
-
-
-def _sleeps(recipe: Recipe, service: str) -> bool:
-    """Whether a service leaves its devices to others: only its pool knows who is awake."""
-    pools = recipe.pools.values()
-    return any(pool.lets_roles_sleep for pool in pools if role_of(service) in pool.roles)

@@ -1,4 +1,4 @@
-"""Loop of a run: held-out score, steps, cuts, checkpoints, held-out score, model folder."""
+"""Loop of a run: evaluation, steps, cuts, checkpoints, evaluation, model folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.algorithms.registry import Algorithm, start_step
+from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunError
 from rolemesh.coordinator.dataflow.futures import Node, NodeState
 from rolemesh.coordinator.dataflow.graph import StepGraph
@@ -26,7 +27,12 @@ from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.durable import DurableCheckpoints
 from rolemesh.coordinator.run.early_end import to_the_end
-from rolemesh.coordinator.run.evaluation import Evaluation, evaluate
+from rolemesh.coordinator.run.evaluation import (
+    Evaluation,
+    can_evaluate,
+    evaluate,
+    evaluate_loss,
+)
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.health import Health, is_refusal
 from rolemesh.coordinator.run.metrics import (
@@ -56,7 +62,7 @@ TRAIN_FACT = "data.train_prompts"
 """Name of a fact in the answer to Initialize of the role that reads the data."""
 
 HELD_OUT_FACT = "data.held_out_prompts"
-"""Name of a fact in the actor's answer to Initialize: the number of held-out prompts."""
+"""The same of the number of held-out prompts."""
 
 
 class TrainingLoop(RunLoop):
@@ -182,10 +188,13 @@ class TrainingLoop(RunLoop):
         progress, actor = self.progress, self._mesh.connections.get("actor")
         version = 0 if actor is None else actor.policy_version
         progress.actor_versions = [version]
-        # What an earlier run of this name may have left.
-        await self.cuts.drop_all()
+        if not progress.has_begun:
+            # What an earlier run of this name may have left. Later attempts need what this one has
+            # kept: what judges answer in the first step is not asked again.
+            await self.cuts.drop_all()
         await self.cuts.save(0)
         await self._journal.commit(0, {"actor_version": version})
+        progress.has_begun = True
         if progress.before is None and not self.wishes.is_stop_wanted:
             progress.before = await self._evaluate()
             if progress.before is not None:
@@ -227,11 +236,19 @@ class TrainingLoop(RunLoop):
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
 
+    async def prepare(self, new: RoleConnection, on_phase: OnPhase) -> None:
+        """Gives the new process of a lost service what the lost one had beside its models."""
+        await self._sampler.bring_again(new, on_phase)
+
     @property
     def _can_evaluate(self) -> bool:
-        """Whether there is a policy that samples, and a role that judges it."""
-        has_roles = {"actor", "reward"} <= self._mesh.connections.keys()
-        return has_roles and self._recipe.sampling is not None
+        return can_evaluate(self._recipe, self._mesh.connections)
+
+    @property
+    def _data_facts(self) -> Mapping[str, str]:
+        """Facts of the role that reads the data."""
+        role = "actor" if "actor" in self._mesh.connections else "reward"
+        return self._mesh.facts.get(role, {})
 
     @property
     def _is_made(self) -> bool:
@@ -249,7 +266,7 @@ class TrainingLoop(RunLoop):
                 )
             return
         wanted = self._recipe.run.evaluation.num_prompts
-        have = self._mesh.facts.get("actor", {}).get(HELD_OUT_FACT)
+        have = self._data_facts.get(HELD_OUT_FACT)
         if have is not None and wanted > int(have):
             raise RunError(
                 f"run.evaluation.num_prompts is {wanted}, but the data has {have} held-out "
@@ -258,9 +275,7 @@ class TrainingLoop(RunLoop):
 
     def _caution(self) -> None:
         """Tells of settings that seldom mean what they do."""
-        role = "actor" if "actor" in self._mesh.connections else "reward"
-        facts = self._mesh.facts.get(role, {})
-        sizes = (facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
+        sizes = (self._data_facts.get(name) for name in (TRAIN_FACT, HELD_OUT_FACT))
         train, held_out = (None if size is None else int(size) for size in sizes)
         for caution in cautions(self._recipe, train, held_out):
             self._observer.on_event(f"caution: {caution.text}; {caution.remedy}")
@@ -288,23 +303,23 @@ class TrainingLoop(RunLoop):
         )
 
     async def _evaluate(self) -> Evaluation | None:
-        """The held-out score of the current policy; None when evaluation is switched off."""
+        """What held-out rows say of the current weights; None when evaluation is switched off."""
         spec = self._recipe.run.evaluation
         if spec.num_prompts == 0 or not self._can_evaluate:
             return None
         with self._phase("evaluate", f"evaluation after step {self.step}"):
             context = self._context(self.step, is_evaluation=True)
             self.dataflow = context.dataflow
-            found, judged = await evaluate(context, spec)
+            if self._recipe.sampling is None:
+                found = await evaluate_loss(context, spec, self._algorithm)
+            else:
+                found, judged = await evaluate(context, spec)
+                await self._samples.take_held_out(self.step, judged)
             self._best.check(found)
-            await self._samples.take_held_out(self.step, judged)
             await self._mesh.release(self.step)
         await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
         self._events.evaluated(found.scalars())
-        self._observer.on_event(
-            f"held-out score after {self.step} steps: {found.score:.3f} "
-            f"(standard error {found.standard_error:.3f}, {spec.num_prompts} prompts)"
-        )
+        self._observer.on_event(found.told())
         return found
 
     async def _make_step(self, step: int) -> None:

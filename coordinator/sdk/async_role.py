@@ -219,14 +219,20 @@ class AsyncRole(WeightCalls):
         return Selection(kept, result.num_groups, Report.of(result.report))
 
     async def forward_backward(
-        self, experience: Experience, loss: Part, *, rows_per_unit: int = 0
+        self,
+        experience: Experience,
+        loss: Part,
+        *,
+        rows_per_unit: int = 0,
+        without_gradients: bool = False,
     ) -> Gradient:
-        """Adds gradients of a loss over a batch; changes no weight.
+        """Adds gradients of a loss over a batch, or computes it alone; changes no weight.
 
         Args:
             experience: The batch, with what the loss reads.
             loss: E.g. "sft", or {"type": "ppo_policy", "clip_low": 0.1}.
             rows_per_unit: Neighbouring rows that go through the model together, e.g. pairs: 2.
+            without_gradients: Adds no gradient: for the loss of held-out rows.
         """
         result = await self._call(
             self._client.forward_backward,
@@ -234,6 +240,7 @@ class AsyncRole(WeightCalls):
             experience.reference,
             _part(loss),
             rows_per_unit=rows_per_unit,
+            without_gradients=without_gradients,
         )
         return Gradient(Experience(result.outputs), Report.of(result.report))
 

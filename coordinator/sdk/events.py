@@ -64,7 +64,7 @@ class StepMade(Event):
 
 @dataclass(frozen=True, slots=True)
 class Evaluated(Event):
-    """The policy was evaluated on held-out prompts."""
+    """The weights were evaluated on held-out prompts or rows."""
 
     metrics: Mapping[str, float]
 

@@ -211,17 +211,25 @@ class Role:
         return self._loop.run(self._role.select_groups(experience, rule, max_groups=max_groups))
 
     def forward_backward(
-        self, experience: Experience, loss: Part, *, rows_per_unit: int = 0
+        self,
+        experience: Experience,
+        loss: Part,
+        *,
+        rows_per_unit: int = 0,
+        without_gradients: bool = False,
     ) -> Gradient:
-        """Adds gradients of a loss over a batch; changes no weight.
+        """Adds gradients of a loss over a batch, or computes it alone; changes no weight.
 
         Args:
             experience: The batch, with what the loss reads.
             loss: E.g. "sft", or {"type": "ppo_policy", "clip_low": 0.1}.
             rows_per_unit: Neighbouring rows that go through the model together, e.g. pairs: 2.
+            without_gradients: Adds no gradient: for the loss of held-out rows.
         """
         return self._loop.run(
-            self._role.forward_backward(experience, loss, rows_per_unit=rows_per_unit)
+            self._role.forward_backward(
+                experience, loss, rows_per_unit=rows_per_unit, without_gradients=without_gradients
+            )
         )
 
     def optim_step(

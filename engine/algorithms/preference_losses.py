@@ -96,7 +96,8 @@ class KtoLoss(SpecLoss[KtoLossSpec]):
 
     Averaged over the judged rows of the mini-batch; rows of preference 0 are left out. z_0 is the
     column kl_reference_point, which `algorithms.kto.reference_point` estimates once a batch; no
-    gradient goes through it, as in the paper.
+    gradient goes through it, as in the paper. preference_accuracy is the share of judged rows on
+    their side of it: h > z_0 of wanted ones, h < z_0 of unwanted ones.
     """
 
     def __call__(
@@ -118,11 +119,15 @@ class KtoLoss(SpecLoss[KtoLossSpec]):
         loss = (losses_J / scale.judged_divisor).sum()
         with torch.no_grad():
             rewards_J = spec.beta * ratios_J.double()
-            wanted, unwanted = rewards_J[is_wanted_J], rewards_J[~is_wanted_J]
+            wanted = rewards_J[is_wanted_J].sum() / max(scale.num_wanted, 1.0)
+            unwanted = rewards_J[~is_wanted_J].sum() / max(scale.num_unwanted, 1.0)
+            right = _num_right(signs_J * (ratios_J - points_J))
             metrics = {
                 "loss": loss,
-                "chosen_reward": wanted.sum() / max(scale.num_wanted, 1.0),
-                "rejected_reward": unwanted.sum() / max(scale.num_unwanted, 1.0),
+                "preference_accuracy": right / scale.judged_divisor,
+                "preference_margin": wanted - unwanted,
+                "chosen_reward": wanted,
+                "rejected_reward": unwanted,
                 "kl_reference_point": points_J.double().sum() / scale.judged_divisor,
             }
         return loss, to_numbers(metrics)
@@ -168,18 +173,26 @@ def _pair_metrics(
 ) -> dict[str, torch.Tensor]:
     """Means over the pairs of the mini-batch, from the rewards of both rows of each pair.
 
-    preference_accuracy is the share of pairs whose chosen row has the greater reward: equal
-    rewards, as before the first step, count as wrong.
+    preference_accuracy is the share of pairs whose chosen row has the greater reward.
     """
     with torch.no_grad():
         chosen_P, rejected_P = chosen_P.double(), rejected_P.double()
         sums = {
-            "preference_accuracy": (chosen_P > rejected_P).double().sum(),
+            "preference_accuracy": _num_right(chosen_P - rejected_P),
             "preference_margin": (chosen_P - rejected_P).sum(),
             "chosen_reward": chosen_P.sum(),
             "rejected_reward": rejected_P.sum(),
         }
         return {name: total / scale.pair_divisor for name, total in sums.items()}
+
+
+def _num_right(leads: torch.Tensor) -> torch.Tensor:
+    """How many leads are above 0; one that is exactly 0 is a tie and counts as a half.
+
+    A policy that is its own reference, as before the first step, tells nothing apart: it is right
+    as often as a guess.
+    """
+    return (leads.sign() + 1).sum(dtype=torch.float64) / 2
 
 
 def _given(name: str, output: torch.Tensor | None) -> torch.Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rolemesh.engine.layout.manifest import DtypeName
 from rolemesh.engine.layout.payload import aligned
@@ -63,7 +63,7 @@ class CutHeader(_Closed):
     """By group and name. What the optimizer does not keep yet is absent."""
     extra: dict[str, Any]
     """State of the caller."""
-    random_tensors: dict[str, str]
+    random_tensors: dict[str, Annotated[str, Field(pattern=r"^([0-9a-f]{2})+$")]]
     """Hexadecimal bytes of random states."""
     random: dict[str, Any]
 
@@ -150,7 +150,7 @@ def parsed(text: bytes | None) -> CutHeader | None:
         return None
     try:
         return CutHeader.model_validate(json.loads(text))
-    except (ValueError, ValidationError):
+    except (ValueError, RecursionError):  # also of pydantic
         return None
 
 

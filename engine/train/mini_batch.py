@@ -1,4 +1,4 @@
-"""Gradients of one mini-batch that may be spread over ranks."""
+"""Loss and gradients of one mini-batch that may be spread over ranks."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def accumulate(
     progress: Progress | None,
     rows_per_unit: int = 1,
     weight: float = 1.0,
+    trains: bool = True,
 ) -> tuple[dict[str, float], Experience]:
     """Adds the gradients of a loss over a mini-batch to those of the parameters.
 
@@ -52,6 +53,7 @@ def accumulate(
         progress: Called after each micro-batch.
         rows_per_unit: Neighbouring places that share a micro-batch; 1: each row for itself.
         weight: Of the gradients; metrics are not weighted.
+        trains: Whether there are gradients; without, the loss alone is computed.
 
     Returns:
         Metrics over the whole mini-batch, equal on all ranks; and on the last stage the column
@@ -98,12 +100,14 @@ def accumulate(
     rank_model.run(
         passes,
         close,
-        trains=True,
+        trains=trains,
         arguments=arguments,
-        done=scoring.RowProgress(progress, "forward_backward", passes, len(places)),
+        done=scoring.RowProgress(
+            progress, "forward_backward" if trains else "compute_loss", passes, len(places)
+        ),
     )
     metrics = _metrics_of_all(shares, mesh, device)
-    _check_finite(metrics)
+    _check_finite(metrics, trains=trains)
     return metrics, collector.in_batch_order()
 
 
@@ -143,10 +147,11 @@ def _metrics_of_all(
     return metrics
 
 
-def _check_finite(metrics: Mapping[str, float]) -> None:
+def _check_finite(metrics: Mapping[str, float], *, trains: bool) -> None:
     # After the pass: a rank that stopped within would leave the others waiting for it.
     if not math.isfinite(metrics["loss"]):
+        dropped = "gradients were dropped, weights not touched; " if trains else ""
         raise LossNotFiniteError(
-            f"loss is {metrics['loss']} (metrics {dict(metrics)}): gradients were dropped, weights "
-            "not touched; look for rewards, advantages or log-probs that are not finite"
+            f"loss is {metrics['loss']} (metrics {dict(metrics)}): {dropped}look for rewards, "
+            "advantages or log-probs that are not finite"
         )

@@ -166,6 +166,7 @@ class Trainer(ModelInTraining):
         progress: Progress | None = None,
         *,
         plan: UpdatePlan | None = None,
+        without_gradients: bool = False,
     ) -> dict[str, float]:
         """Adds the gradients of a loss over a mini-batch to those already accumulated.
 
@@ -175,16 +176,20 @@ class Trainer(ModelInTraining):
             progress: Called after each micro-batch.
             plan: Of one step, which says what part of the mini-batch `batch` is and which rows of
                 it this replica takes. None: `plan_mini_batch(batch)`.
+            without_gradients: Computes the loss alone; gradients stay as they are, whatever fails.
 
         Returns:
             The loss's metrics, "loss" among them, over the whole mini-batch.
 
         Raises:
-            LossNotFiniteError: The loss is NaN or infinite; all gradients were dropped.
+            LossNotFiniteError: The loss is NaN or infinite; all gradients were dropped, but for a
+                call without gradients.
             ColumnMissingError: The batch lacks a column.
             ValueError: Batch and plan do not fit together, on this rank or another one.
         """
-        metrics, _ = self.forward_backward_with_outputs(batch, loss_spec, progress, plan=plan)
+        metrics, _ = self.forward_backward_with_outputs(
+            batch, loss_spec, progress, plan=plan, without_gradients=without_gradients
+        )
         return metrics
 
     def forward_backward_with_outputs(
@@ -194,6 +199,7 @@ class Trainer(ModelInTraining):
         progress: Progress | None = None,
         *,
         plan: UpdatePlan | None = None,
+        without_gradients: bool = False,
     ) -> tuple[dict[str, float], Experience]:
         """As `forward_backward`; also returns the column logprobs or values of its forward.
 
@@ -219,9 +225,11 @@ class Trainer(ModelInTraining):
                 temperature,
                 progress,
                 rows_per_unit=checked.rows_per_unit,
+                trains=not without_gradients,
             )
         except BaseException:
-            self.drop_gradients()
+            if not without_gradients:
+                self.drop_gradients()
             raise
 
     def _accumulate(
@@ -234,6 +242,7 @@ class Trainer(ModelInTraining):
         *,
         rows_per_unit: int = 1,
         weight: float = 1.0,
+        trains: bool = True,
     ) -> tuple[dict[str, float], Experience]:
         metrics, outputs = accumulate(
             self.rank_model,
@@ -244,8 +253,9 @@ class Trainer(ModelInTraining):
             progress=progress,
             rows_per_unit=rows_per_unit,
             weight=weight,
+            trains=trains,
         )
-        self._has_gradient = True
+        self._has_gradient = self._has_gradient or trains
         return metrics, outputs
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:

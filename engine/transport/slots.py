@@ -154,12 +154,10 @@ class Slot:
             path.unlink(missing_ok=True)
             os.close(before)
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = _create_locked(path)
         except OSError as error:
             raise SlotRoomError(_no_room(owner, num_bytes, error)) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _reserve(descriptor, num_bytes, owner)
             _write_prologue(descriptor, owner)
             slot = Slot(path, descriptor, num_bytes)
@@ -239,9 +237,7 @@ def open_log(owner: SlotOwner, index: int) -> int:
     try:
         descriptor = _open_locked(path)
         if descriptor is None:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path, flags, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = _create_locked(path)
         if _run_of(descriptor) != owner.run_id:
             os.ftruncate(descriptor, 0)
             _write_prologue(descriptor, owner)
@@ -312,6 +308,19 @@ def _open_checked(path: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _create_locked(path: Path) -> int:
+    """A descriptor of a new file of this name, with its lock."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        # A process that makes room may look at the new file first: it lets the lock go at once,
+        # and may have removed the file.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
 
 
 def _open_locked(path: Path) -> int | None:

@@ -178,6 +178,7 @@ SCORE_FAULTS = [
 
 TRAINER_FAULTS = [
     ("steps_on_nothing", "trainer.no-gradient"),
+    ("learns_from_looking", "trainer.no-gradient"),
     ("any_loss", "trainer.loss-invalid"),
     ("moves_early", "trainer.steps"),
     ("never_moves", "trainer.steps"),

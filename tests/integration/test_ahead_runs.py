@@ -118,8 +118,10 @@ async def test_an_algorithm_trains_over_the_wire(name: str, tmp_path: Path) -> N
         assert summary.state is RunState.SUCCEEDED
         trained = "reward" if name == "reward_model" else "actor"
         assert mesh.roles[trained].weight == 2 * STRIDE
-    samples = "actor" in roles and "reward" in roles
-    assert (summary.held_out_after is not None) == samples
+    assert summary.held_out_after is not None
+    is_judged = {"actor", "reward"} <= set(roles)
+    assert (summary.held_out_after.score is not None) == is_judged
+    assert ("loss" in summary.held_out_after.metrics) != is_judged
     saved = json.loads((tmp_path / "checkpoints/step-00000002/COMMITTED").read_text())["roles"]
     assert set(saved) == {trained} | ({"critic"} & set(roles))
     assert json.loads((tmp_path / "model/weight.json").read_text())["weight"] == 2 * STRIDE

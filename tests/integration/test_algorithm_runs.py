@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_core import FakeCore
 from support.fake_in_process import InProcessRun, run_jumping
 from support.fake_recipes import TRAINED_REWARD, fake_recipe, split_pools
 
@@ -251,6 +252,68 @@ def test_the_placement_changes_no_call(name: str) -> None:
         apart = strip(asked(case.recipe(sampler=blocks, pools=split_pools(case.roles))))
         assert together == apart
         assert len(together) > len(shared)
+
+
+EVALUATED = ("sft", "dpo", "kto", "reward_model")
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_held_out_rows_go_through_the_step_that_trains_without_an_update(name: str) -> None:
+    case = CASES[name]
+    plain = made(case.recipe())
+    run = made(case.recipe(evaluation={"num_prompts": 5, "every_steps": 1}))
+    (trained,) = {call.role for call in run.mesh.calls if call.method == "Update"}
+    order = [
+        f"{trained}.ForwardBackward" if method.endswith(".Update") else method
+        for method in case.order
+    ]
+    for step in (0, 1, 2):
+        calls = [
+            call
+            for call in run.mesh.calls
+            if call.step == step and call.key[3].startswith("evaluate.")
+        ]
+        assert [call.name for call in calls] == order
+        read, *_, loss = (call.request for call in calls)
+        assert (read.rows.split, read.rows.start, read.rows.count) == (2, 0, 5)  # type: ignore[attr-defined]
+        assert loss.rows_per_unit == case.rows_per_unit  # type: ignore[attr-defined]
+        assert loss.experience.num_rows == 5 * case.rows_per_unit  # type: ignore[attr-defined]
+        assert case.reads[f"{trained}.Update"] <= columns_of(loss)
+    # Training is what it was: the same rows, the same weights.
+    assert run.mesh.roles[trained].weight == plain.mesh.roles[trained].weight
+
+    def trained_on(mesh: Any) -> list[Any]:
+        updates = mesh.of(f"{trained}.Update")
+        return [mesh.values(call.request.experience, "prompt_ids") for call in updates]
+
+    assert trained_on(run.mesh) == trained_on(plain.mesh)
+    # The fake's loss is 1 less its weight: before the first step its weight is 0.
+    before, after = run.loop.progress.before, run.loop.progress.after
+    assert before is not None
+    assert after is not None
+    # What its estimator reports besides.
+    others = {"held_out/kl/mean": 0.25} if name == "kto" else {}
+    assert before.scalars() == {
+        "held_out/loss": 1.0, "held_out/preference_accuracy": 0.5, **others,
+    }  # fmt: skip
+    assert after.metrics["loss"] == 1.0 - run.mesh.roles[trained].weight != 1.0
+
+
+@pytest.mark.parametrize(
+    "run", [{"prompts_per_step": 1}, {"evaluation": {"num_prompts": 1}}], ids=str
+)
+def test_kto_needs_two_rows_together(run: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"run\.\w.* is 1, but algorithm 'kto' needs 2 rows"):
+        CASES["kto"].recipe(**run)
+    CASES["dpo"].recipe(**run)
+    CASES["kto"].recipe(evaluation={"num_prompts": 0})
+
+
+def test_an_evaluation_without_a_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = FakeCore.report
+    monkeypatch.setattr(FakeCore, "report", lambda fake, rows, **metrics: report(fake, rows))
+    with pytest.raises(RunError, match="reports nothing, but not the loss: ForwardBackward must"):
+        made(CASES["sft"].recipe(evaluation={"num_prompts": 2}))
 
 
 def test_a_mini_batch_that_cuts_groups_keeps_no_units() -> None:

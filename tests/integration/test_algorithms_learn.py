@@ -30,10 +30,10 @@ from support.learning_tasks import (
     pairs,
     prompt_text,
     sampled_recipe,
+    word_logprobs,
     write_task,
 )
-from support.tiny_models import END, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from support.tiny_models import tiny_tokenizer
 
 from rolemesh.coordinator.algorithms.registry import ALGORITHMS
 from rolemesh.engine.experience import Column, Experience
@@ -209,18 +209,6 @@ async def learn_given(
         task, algorithm, data, seed=seed, steps=STEPS, rows_per_step=len(rows) // STEPS
     )
     return await learn(recipe, services, tmp_path / "run")
-
-
-@torch.no_grad()
-def word_logprobs(folder: Path, rows: list[tuple[str, str]]) -> torch.Tensor:
-    """Log-prob of each word and its end after its prompt, by transformers alone: float32 [rows]."""
-    tokenizer = tiny_tokenizer(VOCAB_SIZE)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    texts = [prompt_text(prompt) + word + END for prompt, word in rows]
-    tokens = torch.tensor(tokenizer(texts)["input_ids"])
-    logprobs = model(tokens).logits[:, :-1].log_softmax(-1)
-    of_tokens = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
-    return torch.as_tensor(of_tokens[:, -(WORD_LENGTH + 1) :].sum(-1))
 
 
 @pytest.mark.parametrize("name", PREFERENCE)

@@ -269,3 +269,24 @@ async def test_a_resumption_with_more_steps_gives_its_services_a_longer_schedule
     assert summary.steps == 6
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert config["actor"]["optimizer"]["schedule"]["optimizer_steps"] is None
+
+
+async def test_the_least_held_out_loss_of_given_data_may_be_the_best(tmp_path: Path) -> None:
+    losses = (2.0, 1.5, 1.0, 1.2, 1.1, 0.9)
+    wanted = fake_recipe(
+        roles=("actor",),
+        algorithm={"type": "sft"},
+        steps=5,
+        evaluation={"num_prompts": 4, "every_steps": 1},
+        checkpoint={"every_steps": 0, "keep_best": {"metric": "held_out/loss", "mode": "min"}},
+        early_stopping={"patience": 2},
+    )
+    async with fake_mesh(("actor",), has_cuts=True) as mesh:
+        mesh.reported = lambda name, key: (
+            {"loss": losses[key.step]} if name == "actor.ForwardBackward" else {}
+        )
+        summary = await make_run(mesh, tmp_path, wanted, MemoryStateStore()).execute()
+    assert summary.best is not None
+    assert (summary.best.held_out.step, summary.best.held_out.value) == (2, 1.0)
+    assert (summary.state, summary.steps) == (RunState.SUCCEEDED, 4)
+    assert kept(tmp_path) == [2, 4]

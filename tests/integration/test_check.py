@@ -177,6 +177,16 @@ LONG = '{"prompt": "%s", "answer": "1"}\n'
                 "to 2 at most",
             ),
             (
+                # Nothing is sampled: the loss of held-out rows is computed, and needs as many.
+                {
+                    "algorithm": {"type": "sft"},
+                    "run.evaluation.num_prompts": 3,
+                    "actor.data.columns": {"completion": "answer"},
+                },
+                *("evaluation", "FAIL", "num_prompts is 3, but 2 prompts are held out"),
+                "to 2 at most",
+            ),
+            (
                 {"reward.source": "python:rewards.py:broken"},
                 "reward",
                 "FAIL",

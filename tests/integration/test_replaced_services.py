@@ -40,10 +40,11 @@ def run_of(mesh: FakeMesh, directory: Path, *, restart: Any = None, **settings: 
 
 def answered(mesh: FakeMesh, step: int) -> Counter[str]:
     """Calls of training in a step that were answered, by name."""
+    others = ("evaluate.", "reference.replace", "reward.replace")
     return Counter(
         call.name
         for call in mesh.calls
-        if call.step == step and call.state == "done" and not call.key[3].startswith("evaluate.")
+        if call.step == step and call.state == "done" and not call.key[3].startswith(others)
     )
 
 
@@ -153,6 +154,69 @@ async def test_a_service_that_cannot_be_replaced_is_a_failure_of_the_run(tmp_pat
         with pytest.raises((RunError, LaunchError), match="reward ended while starting"):
             await kill_during(run, mesh, "reward", "ComputeReward", "reward", 2)
     assert mesh.restarted == ["reward"] * 3
+
+
+async def test_a_service_that_ends_before_it_releases_a_step_is_replaced(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        gate = mesh.roles["actor"].gates["SaveCut 2"] = asyncio.Event()
+        task = asyncio.create_task(run_of(mesh, tmp_path).execute())
+        await until(lambda: any(c.method == "SaveCut" and c.step == 2 for c in mesh.calls))
+        # The watcher alone can tell of it: the service belongs to others.
+        await mesh.roles["reward"].stop()
+        gate.set()
+        check_goes_on(mesh, await task, "reward")
+
+
+async def test_a_service_that_ends_during_the_export_is_left_alone(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        gate = mesh.roles["actor"].gates["Export"] = asyncio.Event()
+        run = run_of(mesh, tmp_path)
+        task = asyncio.create_task(run.execute())
+        await until(lambda: "actor.Export" in mesh.running)
+        await mesh.roles["reward"].stop()
+        gate.set()
+        summary = await task
+    assert (summary.state, summary.recoveries) == (RunState.SUCCEEDED, ())
+    assert {call.key[1] for call in mesh.calls} == {1}
+
+
+async def test_each_replacement_has_a_key_of_its_own(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+
+        async def restart(service: str) -> str:
+            # The process of others still lives; it only refuses to go on.
+            mesh.restarted.append(service)
+            return mesh.roles[service].address
+
+        run = run_of(mesh, tmp_path, restart=restart)
+        gate = mesh.roles["reward"].gates["ComputeReward 2"] = asyncio.Event()
+        task = asyncio.create_task(run.execute())
+        for number in (1, 2):
+            await until(lambda: "reward.ComputeReward" in mesh.running)
+            run.service_lost("reward", "reward is broken: work failed")
+            await until(lambda count=number: count < len(initialized(mesh)))  # type: ignore[misc]
+            await until(lambda: run._attempt.mesh.connections["reward"].is_present)  # type: ignore[union-attr]
+            await asyncio.sleep(0.05)
+        gate.set()
+        await task
+        keys = initialized(mesh)
+    assert len(keys) == len(set(keys)) == 3
+
+
+async def test_the_first_step_that_is_made_again_finds_what_was_kept_of_it(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = run_of(mesh, tmp_path)
+        await kill_during(run, mesh, "actor", "Update", "actor", 1)
+        done = [entry for entry in mesh.log if entry.startswith("reward.")]
+    # It drops what it kept before the run and after it, and not between.
+    drops = [at for at, entry in enumerate(done) if entry == "reward.DropCuts"]
+    rewards = [at for at, entry in enumerate(done) if entry == "reward.ComputeReward ends"]
+    assert len(rewards) >= STEPS + 1
+    assert [drops[0] < rewards[0], rewards[-1] < drops[1], len(drops)] == [True, True, 2]
+
+
+def initialized(mesh: FakeMesh) -> list[tuple[Any, ...]]:
+    return [call.key for call in mesh.calls if call.name == "reward.Initialize"]
 
 
 def learnt(directory: Path) -> list[dict[str, float]]:

@@ -173,12 +173,15 @@ async def test_data_of_the_caller_trains_and_is_selected(mesh: AsyncMesh) -> Non
             }
         )
     )
+    alone = await actor.forward_backward(texts, "sft", without_gradients=True)
+    with pytest.raises(PreconditionError, match="no gradient was accumulated"):
+        await actor.optim_step()
     losses = []
     for _ in range(4):
         gradient = await actor.forward_backward(texts, "sft")
         losses.append(gradient.report.metrics["loss"])
         await actor.optim_step()
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] == pytest.approx(alone.report.metrics["loss"])
     auxiliary = [Auxiliary(experience=texts, loss="sft", weight=0.5)]
     assert (await actor.update(texts, "sft", auxiliary=auxiliary)).policy_version == 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -133,6 +134,25 @@ def test_a_cut_before_the_first_step_brings_back_an_optimizer_without_state(
     assert trainer.policy_version == 0
     assert trainer.optimizer_state("exp_avg") == {}
     assert held(trainer, slots, train(trainer, job, 1)) == first
+    slots.close()
+
+
+def test_a_cut_whose_random_state_is_damaged_is_refused_before_anything_changes(
+    jobs: dict[str, Job], directory: Path
+) -> None:
+    job = jobs["policy"]
+    trainer = new_policy(job.folder)
+    slots = slots_of(trainer, directory)
+    trainer.save_cut(slots, 0, {}, silent)
+    slot = slots.slot_of(0)
+    assert slot is not None
+    header = json.loads(slot.header() or b"")
+    header["random_tensors"] = dict.fromkeys(header["random_tensors"], "no hex")
+    slot.finish(json.dumps(header).encode())
+    changed = held(trainer, slots, train(trainer, job, 1))
+    with pytest.raises(CutNotFoundError, match="no whole cut of step 0"):
+        trainer.restore_cut(slots, 0)
+    assert held(trainer, slots, {}).weights == changed.weights
     slots.close()
 
 

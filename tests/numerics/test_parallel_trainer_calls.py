@@ -111,6 +111,8 @@ class Accumulated:
     outputs: Experience
     gradients: dict[str, torch.Tensor]
     shape: Any
+    alone: dict[str, float]
+    """Metrics of the same loss without gradients."""
 
 
 def accumulate(at: RankContext, job: Job, holds_all: bool) -> Accumulated:
@@ -120,14 +122,16 @@ def accumulate(at: RankContext, job: Job, holds_all: bool) -> Accumulated:
         steps = record_gradients(trainer)
         lengths = job.batch["tokens"].lengths().tolist()
         part = balanced_partition(lengths, mesh.dp.size)[mesh.dp.index]
-        if holds_all:
-            metrics, outputs = trainer.forward_backward_with_outputs(job.batch, job.loss)
-        else:
+        held, plan = job.batch, None
+        if not holds_all:
             held = job.batch.select(torch.tensor(part))
             plan = UpdatePlan.of_mini_batch(lengths, part)
-            metrics, outputs = trainer.forward_backward_with_outputs(held, job.loss, plan=plan)
+        alone = trainer.forward_backward(held, job.loss, plan=plan, without_gradients=True)
+        with pytest.raises(NoGradientError):
+            trainer.optim_step()
+        metrics, outputs = trainer.forward_backward_with_outputs(held, job.loss, plan=plan)
         trainer.optim_step()
-        return Accumulated(metrics, outputs, steps[0], trainer.model.shape)
+        return Accumulated(metrics, outputs, steps[0], trainer.model.shape, alone)
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(dp=4), FSDP2, ALL_AXES], ids=str)
@@ -139,6 +143,7 @@ def test_a_rank_that_holds_only_its_rows_does_the_same_bit_by_bit(
     own_rows = rank_pool.run(accumulate, layout.world_size, job, False)
     for left, right in zip(all_rows, own_rows, strict=True):
         assert left.metrics == right.metrics
+        assert left.alone == right.alone == pytest.approx(left.metrics, rel=1e-5, abs=1e-6)
         assert left.gradients.keys() == right.gradients.keys()
         assert all(
             torch.equal(left.gradients[name], right.gradients[name]) for name in left.gradients

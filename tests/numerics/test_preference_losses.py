@@ -324,12 +324,54 @@ def test_metrics_of_pairs_are_means_over_the_pairs() -> None:
     assert metrics["preference_accuracy"] == pytest.approx(right / len(rewards))
 
 
-def test_dpo_of_an_untrained_policy_is_log_two_and_no_pair_counts_as_right() -> None:
+def test_dpo_of_an_untrained_policy_is_log_two_and_as_right_as_a_guess() -> None:
     batch = make_batch()
     batch.columns["new"] = batch.columns["reference_logprobs"]
     loss, _, metrics = run(batch, DpoLossSpec(), torch.float64, WHOLE)
     assert loss == pytest.approx(math.log(2))
-    assert metrics["preference_accuracy"] == 0
+    assert metrics["preference_accuracy"] == 0.5
+    assert metrics["preference_margin"] == 0
+
+
+@pytest.mark.parametrize("is_reward_model", [False, True])
+def test_one_tie_among_pairs_is_half_right(is_reward_model: bool) -> None:
+    batch = make_batch()
+    (tied_chosen, tied_rejected), *others = pairs_of(batch)
+    if is_reward_model:
+        spec: AnySpec = BradleyTerryLossSpec()
+        scores = batch.row_columns["scores"]
+        scores[tied_chosen] = scores[tied_rejected]
+        margins = [scores[chosen] - scores[rejected] for chosen, rejected in others]
+    else:
+        spec, new = DpoLossSpec(), batch.columns["new"]
+        for row in (tied_chosen, tied_rejected):
+            new[row] = batch.columns["reference_logprobs"][row]
+        margins = [ratio(batch, one, new) - ratio(batch, other, new) for one, other in others]
+    assert all(margins)
+    _, _, metrics = run(batch, spec, torch.float64, WHOLE)
+    right = sum(margin > 0 for margin in margins) + 0.5
+    assert metrics["preference_accuracy"] == pytest.approx(right / (len(others) + 1))
+
+
+@pytest.mark.parametrize("tied", [None, 0, 2])
+def test_kto_compares_each_judged_row_with_the_reference_point(tied: int | None) -> None:
+    batch = make_batch()
+    new, point = batch.columns["new"], 0.3
+    if tied is not None:
+        # Exactly at the point: such a row is right half of the time.
+        batch.row_columns["kl_reference_point"] = [0.0] * len(PAIR_IDS)
+        new[tied], point = batch.columns["reference_logprobs"][tied], 0.0
+    _, _, metrics = run(batch, SPECS["kto"], torch.float64, WHOLE)
+    judged = [(row, sign) for row, sign in enumerate(PREFERENCE) if sign]
+    leads = [sign * (ratio(batch, row, new) - point) for row, sign in judged]
+    right = math.fsum(1.0 if lead > 0 else 0.5 if lead == 0 else 0.0 for lead in leads)
+    assert metrics["preference_accuracy"] == pytest.approx(right / len(judged))
+    means = [
+        math.fsum(0.5 * ratio(batch, row, new) for row, sign in judged if sign == wanted)
+        / sum(sign == wanted for _, sign in judged)
+        for wanted in (1, -1)
+    ]
+    assert metrics["preference_margin"] == pytest.approx(means[0] - means[1])
 
 
 # --- pairs ----------------------------------------------------------------------------------

@@ -272,6 +272,46 @@ def test_training_raises_the_likelihood_of_rewarded_tokens(
     assert float((after.values - before.values)[mask].mean()) > 1.0
 
 
+def test_a_loss_without_gradients_is_that_of_training_and_changes_nothing(folder: Path) -> None:
+    trainer, other = (_trainer(folder, micro_batch_tokens=20) for _ in range(2))
+    batch = _batch(trainer)
+    before = _weights(trainer)
+    found, outputs = trainer.forward_backward_with_outputs(
+        batch, POLICY_LOSS, without_gradients=True
+    )
+    expected, scored = other.forward_backward_with_outputs(batch, POLICY_LOSS)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(outputs["logprobs"].values, scored["logprobs"].values)
+    assert _gradients(trainer) == {}
+    assert _relative_distance(_weights(trainer), before) == 0
+    with pytest.raises(NoGradientError):
+        trainer.optim_step()
+    assert trainer.policy_version == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loss_without_gradients_leaves_those_that_are_there(folder: Path, fails: bool) -> None:
+    trainer = _trainer(folder)
+    batch = _batch(trainer)
+    trainer.forward_backward(batch, POLICY_LOSS)
+    before = {name: gradient.clone() for name, gradient in _gradients(trainer).items()}
+    assert before
+    if fails:
+        advantages = batch["advantages"]
+        nan = Column(
+            ColumnKind.COMPLETION, torch.full_like(advantages.values, math.nan), advantages.offsets
+        )
+        with pytest.raises(LossNotFiniteError, match=r"loss is nan .*\): look for"):
+            trainer.forward_backward(
+                batch | Experience({"advantages": nan}), POLICY_LOSS, without_gradients=True
+            )
+    else:
+        trainer.forward_backward(batch, POLICY_LOSS, without_gradients=True)
+    assert _relative_distance(_gradients(trainer), before) == 0
+    trainer.optim_step()
+    assert trainer.policy_version == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_drops_gradients_and_moves_no_weight(
     folder: Path, bad: float

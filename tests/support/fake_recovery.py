@@ -80,6 +80,7 @@ class FakeRecovery(FakeCore):
 
     async def DropCuts(self, request: Any, context: Any) -> Any:
         self._cuts.clear()
+        self.mesh.log.append(f"{self.service}.DropCuts")
         return cuts_pb2.DropCutsResponse()
 
     async def LoadCheckpoint(self, request: Any, context: Any) -> AsyncIterator[Any]:

@@ -141,6 +141,20 @@ class FakeTraining(FakeCore):
         ):
             yield response
 
+    async def ForwardBackward(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        def work() -> Message:
+            # A run asks for gradients with its updates alone.
+            assert request.without_gradients
+            loss = 1.0 - self.weight
+            return trainer_pb2.ForwardBackwardResult(
+                report=self.report(request.experience.num_rows, loss=loss, preference_accuracy=0.5)
+            )
+
+        async for response in self.keyed(
+            "ForwardBackward", request, context, trainer_pb2.ForwardBackwardResponse, work
+        ):
+            yield response
+
     def _written(
         self, directory: str, *, replaces: bool, cut: int | None = None
     ) -> weights_pb2.CheckpointResult:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from support.learning_runs import write_rows
-from support.tiny_models import tiny_tokenizer, write_tiny_llama
+from support.tiny_models import END, tiny_tokenizer, write_tiny_llama
+from transformers import AutoModelForCausalLM
 
 LETTERS = string.ascii_uppercase
 LIKED = LETTERS[:13]
@@ -67,6 +69,18 @@ def prompt_text(prompt: str) -> str:
     )
     assert isinstance(text, str)
     return text
+
+
+@torch.no_grad()
+def word_logprobs(folder: Path, rows: list[tuple[str, str]]) -> torch.Tensor:
+    """Log-prob of each word and its end after its prompt, by transformers alone: float32 [rows]."""
+    tokenizer = tiny_tokenizer(VOCAB_SIZE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [prompt_text(prompt) + word + END for prompt, word in rows]
+    tokens = torch.tensor(tokenizer(texts)["input_ids"])
+    logprobs = model(tokens).logits[:, :-1].log_softmax(-1)
+    of_tokens = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
+    return torch.as_tensor(of_tokens[:, -(WORD_LENGTH + 1) :].sum(-1))
 
 
 def model_of(folder: Path) -> dict[str, Any]:

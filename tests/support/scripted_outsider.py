@@ -209,9 +209,11 @@ class ScriptedOutsider(OutsiderCore):
 
         async def work() -> Any:
             batch = await self._pull(request.experience, ["returns"])
-            self._gradient = float(batch["returns"].values.mean())
+            mean = float(batch["returns"].values.mean())
+            if not request.without_gradients or self.has("learns_from_looking"):
+                self._gradient = mean
             self._weight += self.has("moves_early")
-            loss = float("nan") if self.has("nan_metric") else self._gradient
+            loss = float("nan") if self.has("nan_metric") else mean
             report = experience_pb2.CallReport(metrics={"loss": loss})
             return trainer_pb2.ForwardBackwardResult(report=report)
 

@@ -146,7 +146,7 @@ class StepMade(Answer):
 
 
 class Evaluated(Answer):
-    """A score of held-out prompts."""
+    """What held-out prompts or rows say of the weights."""
 
     metrics: dict[str, Number]
     """Its metrics."""

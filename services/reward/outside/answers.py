@@ -178,6 +178,8 @@ class AnswerLog:
         with self._lock:
             if self._descriptor is None or record.step != self._step:
                 return
+            if record.key in self._records:
+                return  # a late answer to a call that was ended: the first one counts
             if self._end + len(frame) - self._begin > MAX_LOG_BYTES:
                 self._tell(
                     f"the answers of step {record.step} take more than {MAX_LOG_BYTES} bytes"

@@ -57,21 +57,22 @@ async def write_cut(
     def hold() -> HeldCut:
         return role.trainer.hold_cut(role.cut_slots(owner), key.step)
 
-    held = await call.compute(hold)
+    # Before the slot is held: where there is no thread, no reader would ever let it go.
+    thread = ComputeThread("checkpoint")
     others = None
     if runtime.face is not None:
         others = functools.partial(_ask_others, runtime.face, key, asyncio.get_running_loop())
 
-    def write() -> None:
+    def write(held: HeldCut) -> None:
         if runtime.is_face:
             held.write(directory, others, call.progress)
         else:
             held.write_part(directory, call.progress)
 
-    thread = ComputeThread("checkpoint")
     try:
+        held = await call.compute(hold)
         with call.phase("write"):
-            await thread.run(write)
+            await thread.run(write, held)
     finally:
         thread.close(0.0)
     return held.state.policy_version

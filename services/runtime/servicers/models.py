@@ -108,6 +108,7 @@ class TrainerServicer(EstimateServicer):
                 loss,
                 call.progress,
                 plan=plan,
+                without_gradients=request.without_gradients,
             )
             return trainer_pb2.ForwardBackwardResult(
                 report=call.report(metrics, batch.num_tokens if share.counts else 0),

@@ -283,10 +283,15 @@ class ServiceClient:
         loss: trainer_pb2.AlgorithmPart,
         *,
         rows_per_unit: int = 0,
+        without_gradients: bool = False,
     ) -> ResultCall[trainer_pb2.ForwardBackwardResult]:
-        """Adds gradients of a loss; changes no weight."""
+        """Adds gradients of a loss, or computes it alone; changes no weight."""
         request = trainer_pb2.ForwardBackwardRequest(
-            key=key, experience=experience, loss=loss, rows_per_unit=rows_per_unit
+            key=key,
+            experience=experience,
+            loss=loss,
+            rows_per_unit=rows_per_unit,
+            without_gradients=without_gradients,
         )
         return self._followed(self._trainer.ForwardBackward, request)
 

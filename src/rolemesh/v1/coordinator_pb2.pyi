@@ -646,7 +646,7 @@ Global___StepMade: _TypeAlias = StepMade  # noqa: Y015
 
 @_typing.final
 class Evaluated(_message.Message):
-    """A score of held-out prompts."""
+    """What held-out prompts or rows say of the weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -239,7 +239,7 @@ Global___SelectGroupsResult: _TypeAlias = SelectGroupsResult  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardRequest(_message.Message):
-    """Asks for gradients."""
+    """Asks for gradients, or for the loss alone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,10 +247,13 @@ class ForwardBackwardRequest(_message.Message):
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     ROWS_PER_UNIT_FIELD_NUMBER: _builtins.int
+    WITHOUT_GRADIENTS_FIELD_NUMBER: _builtins.int
     rows_per_unit: _builtins.int
     """Neighbouring rows that go to the same rank and the same forward pass, for
     the members of a group or the two of a pair; 0 or 1: each row for itself.
     """
+    without_gradients: _builtins.bool
+    """Whether the loss and its metrics are computed and no gradient is."""
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -270,10 +273,11 @@ class ForwardBackwardRequest(_message.Message):
         experience: _experience_pb2.ExperienceRef | None = ...,
         loss: Global___AlgorithmPart | None = ...,
         rows_per_unit: _builtins.int = ...,
+        without_gradients: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss", "rows_per_unit", b"rows_per_unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "key", b"key", "loss", b"loss", "rows_per_unit", b"rows_per_unit", "without_gradients", b"without_gradients"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,7 +112,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForwardBackward(self, request, context):
-        """Accumulates gradients of a loss over a batch, without changing weights.
+        """Accumulates gradients of a loss over a batch, without changing weights. With
+        `without_gradients` it computes the loss alone, e.g. of held-out rows: no
+        gradient is added, and those that were accumulated before stay.
 
         Keyed by `key`: a repeat returns the first answer and adds nothing.
         Stream order: any number of progress messages, then one result.
@@ -120,7 +122,8 @@ class TrainerServiceServicer(object):
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
         INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-        FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
+        FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
+        dropped, but for a call without gradients.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,9 @@ class TrainerServiceStub:
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     ForwardBackward: _grpc.UnaryStreamMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
-    """Accumulates gradients of a loss over a batch, without changing weights.
+    """Accumulates gradients of a loss over a batch, without changing weights. With
+    `without_gradients` it computes the loss alone, e.g. of held-out rows: no
+    gradient is added, and those that were accumulated before stay.
 
     Keyed by `key`: a repeat returns the first answer and adds nothing.
     Stream order: any number of progress messages, then one result.
@@ -78,7 +80,8 @@ class TrainerServiceStub:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-      FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
+      FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
+        dropped, but for a call without gradients.
     """
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]
     """Applies the accumulated gradients: clip, step, raise policy_version by one.
@@ -140,7 +143,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     ForwardBackward: _aio.UnaryStreamMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
-    """Accumulates gradients of a loss over a batch, without changing weights.
+    """Accumulates gradients of a loss over a batch, without changing weights. With
+    `without_gradients` it computes the loss alone, e.g. of held-out rows: no
+    gradient is added, and those that were accumulated before stay.
 
     Keyed by `key`: a repeat returns the first answer and adds nothing.
     Stream order: any number of progress messages, then one result.
@@ -148,7 +153,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-      FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
+      FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
+        dropped, but for a call without gradients.
     """
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]  # type: ignore[assignment]
     """Applies the accumulated gradients: clip, step, raise policy_version by one.
@@ -225,7 +231,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ForwardBackwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ForwardBackwardResponse], _abc.AsyncIterator[_trainer_pb2.ForwardBackwardResponse]]:
-        """Accumulates gradients of a loss over a batch, without changing weights.
+        """Accumulates gradients of a loss over a batch, without changing weights. With
+        `without_gradients` it computes the loss alone, e.g. of held-out rows: no
+        gradient is added, and those that were accumulated before stay.
 
         Keyed by `key`: a repeat returns the first answer and adds nothing.
         Stream order: any number of progress messages, then one result.
@@ -233,7 +241,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
-          FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
+          FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
+            dropped, but for a call without gradients.
         """
 
     @_abc_1.abstractmethod

@@ -17,7 +17,7 @@ from support.dashboard_pages import (
 )
 from support.page_server import PageServer
 
-from rolemesh.coordinator.state.store import RunStream
+from rolemesh.coordinator.state.store import RunRecord, RunStream
 from rolemesh.v1 import coordinator_pb2
 
 HOSTILE = (
@@ -67,6 +67,42 @@ def test_curves_agree_with_the_metrics_file(opened: Any, server: PageServer) -> 
             assert shown[""] == [record["step"] for record in has]
             # The same float64 through JSON: not a digit is lost.
             assert shown[label] == [record[name] for record in has]
+
+
+LOSSES = [
+    {"step": 0.0, "held_out/loss": 0.75, "held_out/preference_accuracy": 0.5},
+    {"step": 1.0, "loss": 0.5, "preference_accuracy": 0.5},
+    {"step": 2.0, "loss": 0.25, "preference_accuracy": 1.0,
+     "held_out/loss": 0.375, "held_out/preference_accuracy": 0.75},
+]  # fmt: skip
+
+
+def test_a_run_without_a_score_shows_its_held_out_loss_from_the_start(
+    opened: Any, server: PageServer, tmp_path: Path
+) -> None:
+    record = RunRecord(
+        run_id="dpo",
+        name="dpo",
+        num_steps=2,
+        step=2,
+        directory=str(tmp_path),
+        created_at=1.0,
+        updated_at=2.0,
+    )
+    server.call(server.store.create_run(record))
+    for metrics in LOSSES:
+        server.call(server.store.append_metrics("dpo", metrics))
+    # It has metrics alone: what else the page asks for is not found.
+    page = opened("dpo", is_quiet=False)
+    tiles = page.locator("#numbers .tile")
+    expect(tiles.filter(has_text="Held-out loss").locator("b")).to_have_text("0.375")
+    expect(tiles.filter(has_text="Held-out accuracy").locator("b")).to_have_text(re.compile("75"))
+    expect(page.locator('figure[data-chart="Held-out score"]')).to_have_count(0)
+    for title, metric in {"Loss": "loss", "Pairs told apart": "preference_accuracy"}.items():
+        shown = plotted(page, title)
+        assert shown[""] == [0.0, 1.0, 2.0]
+        held_out = [value for value in shown["held out"] if not math.isnan(value)]
+        assert held_out == [LOSSES[0][f"held_out/{metric}"], LOSSES[2][f"held_out/{metric}"]]
 
 
 def test_other_metrics_are_shown_on_request(opened: Any, server: PageServer) -> None:

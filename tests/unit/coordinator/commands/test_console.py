@@ -110,15 +110,22 @@ def test_a_line_tells_the_curve_of_each_kind_of_training(
     assert f"step 1 {shown} tok/s 9 |" in stream.getvalue()
 
 
-def test_headings_stand_above_the_values_of_every_step() -> None:
+@pytest.mark.parametrize(
+    ("curve", "word", "held_out"),
+    [("reward/mean", "reward", "held_out/score"), ("nll", "nll", "held_out/loss")],
+)
+def test_headings_stand_above_the_values_of_every_step(
+    curve: str, word: str, held_out: str
+) -> None:
     out = io.StringIO()
     console = LiveConsole(Console(file=out, width=200))
-    record = {"step": 1, "time/step": 1.0, "tokens_per_second": 9.0, "nll": 2.5}
+    record = {"step": 1, "time/step": 1.0, "tokens_per_second": 9.0, curve: 2.5}
     console.on_step(record)
-    console.on_step({**record, "held_out/score": 0.5})
+    console.on_step({**record, held_out: 0.5})
     console.close()
     heading, first, second = out.getvalue().splitlines()[:3]
-    for name, values in (("nll", ("2.500", "2.500")), ("held out", ("-", "0.500"))):
+    assert heading.count("held out") == 1
+    for name, values in ((word, ("2.500", "2.500")), ("held out", ("-", "0.500"))):
         end = heading.index(name) + len(name)
         assert (first[:end].split()[-1], second[:end].split()[-1]) == values
 
@@ -253,6 +260,34 @@ def test_summary_tells_before_after_files_and_curves(tmp_path: Path) -> None:
         f"--logdir {tmp_path / 'tensorboard'}",
     ):
         assert expected in text
+
+
+def test_summary_tells_losses_before_and_after_where_there_is_no_score(tmp_path: Path) -> None:
+    def loss(step: int, value: float) -> Evaluation:
+        metrics = {"loss": value, "preference_accuracy": 1 - value / 2, "chosen_reward": 7.0}
+        return Evaluation(step=step, num_prompts=32, metrics=metrics)
+
+    nothing = {"mean_reward_first_steps": None, "mean_reward_last_steps": None}
+    stream = io.StringIO()
+    found = summary(
+        tmp_path, held_out_before=loss(0, 0.75), held_out_after=loss(4, 0.25), **nothing
+    )
+    print_summary(Console(file=stream, width=200), found)
+    rows = [
+        [cell.strip() for cell in line.split("\u2502")[1:-1]]
+        for line in stream.getvalue().splitlines()
+        if "held-out" in line
+    ]
+    assert rows == [
+        ["held-out loss (32 rows)", "0.750", "0.250"],
+        ["held-out accuracy", "0.625", "0.875"],
+    ]
+    # Nothing in the table has one.
+    assert "standard error" not in stream.getvalue()
+    assert json.loads(json.dumps(found.to_dict()))["held_out"]["after"] == {
+        "step": 4, "score": None, "standard_error": None, "num_prompts": 32,
+        "metrics": {"loss": 0.25, "preference_accuracy": 0.875, "chosen_reward": 7.0},
+    }  # fmt: skip
 
 
 def test_summary_of_a_run_that_ended_early_has_no_empty_promises(tmp_path: Path) -> None:

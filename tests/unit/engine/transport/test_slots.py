@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,26 @@ def test_a_slot_that_was_removed_by_hand_is_noticed(owner: SlotOwner) -> None:
     assert not slot.is_named
     slot.close()
     assert Slot.open(owner, 0) is None
+
+
+@pytest.mark.parametrize("make", [lambda owner: Slot.create(owner, 0, SLOT_BYTES).close(),
+                                  lambda owner: os.close(open_log(owner, 0))])  # fmt: skip
+def test_a_new_file_that_another_run_removes_to_make_room_is_made_again(
+    make: Callable[[SlotOwner], None], owner: SlotOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = fcntl.flock, []
+
+    def flock(descriptor: int, operation: int) -> None:
+        # Between the making of a file and its lock.
+        if not removed:
+            removed.extend(owner.directory.iterdir())
+            for path in removed:
+                path.unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    make(owner)
+    assert list(owner.directory.iterdir()) == removed != []
 
 
 def test_links_and_other_files_are_not_taken_for_slots(owner: SlotOwner) -> None:

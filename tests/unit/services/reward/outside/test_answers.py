@@ -106,6 +106,24 @@ async def test_a_failure_that_ends_the_run_is_asked_again_when_it_goes_on(logs):
     assert (await get(logs.call(), [b"a"], None, FailSpec())).rewards == [2.0]
 
 
+async def test_a_late_answer_to_a_call_that_was_ended_does_not_replace_the_one_that_counts(logs):
+    log, free = logs.open(), asyncio.Event()
+
+    async def late():
+        await free.wait()
+        return Judgement(rewards=[0.2])
+
+    ended = Answers(log, 1, CALL)
+    asked = asyncio.create_task(ended.get(ended.key_of("judge", [b"a"]), 1, DROP, late))
+    await asyncio.sleep(0)
+    assert (await get(Answers(log, 1, CALL), [b"a"], Judgement(rewards=[0.1]))).rewards == [0.1]
+    free.set()
+    await asked
+    assert (await get(Answers(log, 1, CALL), [b"a"], None)).rewards == [0.1]
+    log.close()
+    assert (await get(logs.call(), [b"a"], None)).rewards == [0.1]
+
+
 async def test_equal_requests_of_a_call_have_an_answer_each(logs):
     first = logs.call()
     for reward in (1.0, 2.0, 3.0):
