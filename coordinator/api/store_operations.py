@@ -140,7 +140,9 @@ class StoreOperations:
     async def resume_run(self, run_id: str, overrides: Sequence[str] = ()) -> coordinator_pb2.Run:
         """Cancels the wish to pause; starts a run that failed or was stopped from where it is."""
         record = await self._record(run_id)
-        if record.state is RunState.SUCCEEDED:
+        # Early stopping leaves steps, which other settings may make.
+        has_steps_left = record.step < record.num_steps and len(overrides) > 0
+        if record.state is RunState.SUCCEEDED and not has_steps_left:
             raise _ended(record)
         _check_size("", overrides)
         if record.state.is_final or overrides:

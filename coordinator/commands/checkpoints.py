@@ -14,7 +14,12 @@ from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.options import Json
 from rolemesh.coordinator.run import folder as run_files
-from rolemesh.coordinator.run.kept_checkpoints import KeptCheckpoint, kept_checkpoints, prune
+from rolemesh.coordinator.run.kept_checkpoints import (
+    KeptCheckpoint,
+    best_kept,
+    kept_checkpoints,
+    prune,
+)
 from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.run.session import living_coordinator
 
@@ -29,7 +34,7 @@ def checkpoints(
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option("--prune", metavar="N", help="Remove all but the newest N checkpoints."),
+        typer.Option("--prune", metavar="N", help="Remove all but the best and the newest N."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -45,11 +50,11 @@ def checkpoints(
                     "--prune: the run goes on and keeps run.checkpoint.keep checkpoints itself: "
                     "wait until it has ended"
                 )
-            for step in prune(folder, keep):
+            for step in prune(folder, keep, best_kept(directory)):
                 _tell(as_json, step)
+        known = list(kept_checkpoints(folder, verify=verify, best=best_kept(directory)))
     except ValueError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
-    known = list(kept_checkpoints(folder, verify=verify))
     if as_json:
         for one in known:
             JsonConsole().write("checkpoint", one.to_dict())
@@ -77,6 +82,6 @@ def _print(known: list[KeptCheckpoint]) -> None:
             ", ".join(one.roles),
             f"{one.num_bytes / 2**30:.2f}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.committed_at)),
-            state,
+            f"{state}, best" if one.is_best else state,
         )
     Console().print(table if known else "no checkpoint is complete yet")

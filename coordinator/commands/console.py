@@ -367,6 +367,14 @@ def print_summary(console: Console, summary: RunSummary) -> None:
             console.print("+- is one standard error.", style="dim")
     else:
         console.print(_headline(summary), style="bold")
+    if summary.early_stop:
+        console.print(summary.early_stop, highlight=False, soft_wrap=True)
+    if summary.best:
+        held_out = summary.best.held_out
+        console.print(
+            f"best checkpoint: step {held_out.step}, {summary.best.metric} {held_out.value:.4g}",
+            highlight=False,
+        )
     if summary.recoveries:
         spent_s = sum(one.seconds for one in summary.recoveries)
         console.print(f"recovered {len(summary.recoveries)} times, in {spent_s:.0f} s")

@@ -147,7 +147,7 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
         {
             "loss": "The loss that was minimised, mean over the optimizer steps.",
             "grad_norm": "L2 norm of the gradient before clipping, mean over optimizer steps.",
-            "learning_rate": "Mean learning rate of the optimizer steps.",
+            "learning_rate": "Mean learning rate of the optimizer steps, by warm-up and schedule.",
             "optimizer_steps": "Optimizer steps of the update.",
             "policy_loss": "The loss without entropy bonus and KL.",
             "kl_loss": "The KL to the reference in the loss, before `kl_in_loss` weighs it.",

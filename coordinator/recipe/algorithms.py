@@ -96,6 +96,14 @@ class AlgorithmSection(Spec):
         return 1
 
     @property
+    def rows_per_prompt(self) -> int | None:
+        """Rows that a step trains on for each of its prompts, where none is left out.
+
+        None: the section does not say.
+        """
+        return 1
+
+    @property
     def parts(self) -> AlgorithmParts:
         """The numeric parts that the section gives."""
         return AlgorithmParts(dict(self))
@@ -115,6 +123,11 @@ class SampledSpec(AlgorithmSection):
         """The completions of a prompt, where mini-batches hold whole groups."""
         group = self.sampling.samples_per_prompt
         return group if self.mini_batch_rows % group == 0 else 1
+
+    @property
+    def rows_per_prompt(self) -> int | None:
+        """The completions of a prompt."""
+        return self.sampling.samples_per_prompt
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -158,6 +171,11 @@ class _PairedSpec(AlgorithmSection):
 
     @property
     def rows_per_unit(self) -> int:
+        """The two rows of a pair."""
+        return 2
+
+    @property
+    def rows_per_prompt(self) -> int | None:
         """The two rows of a pair."""
         return 2
 
@@ -375,6 +393,11 @@ class CustomSpec(SampledSpec):
     def rows_per_unit(self) -> int:
         """What `unit_rows` says."""
         return super().rows_per_unit if self.unit_rows is None else self.unit_rows
+
+    @property
+    def rows_per_prompt(self) -> int | None:
+        """None: the function may train on what it likes, as often as it likes."""
+        return None
 
     @model_validator(mode="after")
     def _check_units(self) -> Self:

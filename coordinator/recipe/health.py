@@ -134,12 +134,17 @@ class MismatchSpec(_Rule):
 class RewardFallSpec(_Rule):
     """Strikes when the mean reward falls."""
 
-    bounds = ("fall",)
+    bounds = ("fall", "below", "of_best")
     fall: float | None = Field(default=None, gt=0)
     """Standard deviations of the mean reward (reward/mean) over the steps before, by which it lies
     below their mean. null: off."""
     over: int = Field(default=20, ge=2, le=1000)
-    """Steps before with which it is compared; the rule waits until there are so many."""
+    """Steps before with which fall compares; it waits until there are so many."""
+    below: float | None = None
+    """Mean reward of a step (reward/mean) that is too low. null: off."""
+    of_best: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the greatest mean reward of a step before, of which less is too low; looked at where
+    that one is above 0. null: off."""
 
 
 class HealthSpec(Spec):

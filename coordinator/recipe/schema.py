@@ -18,8 +18,10 @@ from rolemesh.coordinator.recipe.algorithms import (
     AlgorithmSpec,
     SampledSpec,
 )
+from rolemesh.coordinator.recipe.checkpoints import CheckpointSpec, EarlyStoppingSpec
 from rolemesh.coordinator.recipe.health import HealthSpec
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
+from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.engine.layout.ranks import TrainLayout
@@ -68,15 +70,6 @@ class EvaluationSpec(Spec):
         return self
 
 
-class CheckpointSpec(Spec):
-    """When checkpoints are written."""
-
-    every_steps: int = Field(default=20, ge=0)
-    """Write one after every so many steps; 0 writes only the last one."""
-    keep: int = Field(default=2, ge=2)
-    """Newest checkpoints kept: two at least, so that one is left if the other is damaged."""
-
-
 class RecoverySpec(Spec):
     """How a run goes on after a process or a connection has failed."""
 
@@ -106,6 +99,8 @@ class RunSpec(Spec):
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
+    early_stopping: EarlyStoppingSpec | None = None
+    """Ends the run when evaluations do not get better; None: it makes all steps."""
     recovery: RecoverySpec = RecoverySpec()
     health: HealthSpec = HealthSpec()
     samples: int = Field(default=4, ge=0, le=64)
@@ -120,6 +115,24 @@ class RunSpec(Spec):
                 f"health.{skipping[0]}.do is 'skip', which takes the cut of the step before, but "
                 "recovery.cuts is false: set it to true, or do to 'stop' or 'roll_back'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        best, evaluation = self.checkpoint.keep_best, self.evaluation
+        if self.early_stopping is not None and best is None:
+            raise ValueError(
+                f"early_stopping.patience is {self.early_stopping.patience}, but "
+                "checkpoint.keep_best, which names the metric that it looks at, is not given: give "
+                "checkpoint.keep_best, e.g. {metric: held_out/score, mode: max}"
+            )
+        for name in ("num_prompts", "every_steps"):
+            if best is not None and getattr(evaluation, name) == 0:
+                raise ValueError(
+                    f"checkpoint.keep_best.metric is {best.metric!r}, but evaluation.{name} is 0, "
+                    "so that no evaluations are made whose best could be kept: give at least 1, or "
+                    "leave checkpoint.keep_best out"
+                )
         return self
 
 
@@ -242,6 +255,15 @@ class Recipe(Spec):
         if self.rollout is not None:
             return self.rollout.rollout
         return None if self.actor is None else self.actor.rollout
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.run.checkpoint.keep_best is not None and self.algorithm.type == EXTERNAL:
+            raise ValueError(
+                "run.checkpoint.keep_best is given, but a client makes the steps of algorithm "
+                f"{EXTERNAL!r}, and its checkpoints: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
@@ -411,6 +433,22 @@ class Recipe(Spec):
                 f"section {role}: add one"
             )
         return section
+
+    def sent_section(self, role: str) -> RoleSpec:
+        """The role's section as its services get it: its schedule says how long it is.
+
+        Raises:
+            ValueError: There is no section, or the length is not known.
+        """
+        run = self.run
+        updates = planned_updates(self.algorithm, run.prompts_per_step)
+        return with_length(role, self.section(role), updates, run.steps)
+
+    @model_validator(mode="after")
+    def _check_schedules(self) -> Self:
+        for role in self.roles:
+            self.sent_section(role)
+        return self
 
     def layout(self, role: str) -> TrainLayout:
         """How the role's model is spread over the ranks of each of its services."""

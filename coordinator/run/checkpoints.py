@@ -8,7 +8,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Checkpoints:
     """Checkpoints of a run: DIR/checkpoints/step-N/<role>, and the marker beside the roles.
 
     Invariant: a folder with the marker is complete for every role. A folder without it is a failed
-    attempt, which must not be loaded. The newest `keep` complete ones are kept.
+    attempt, which must not be loaded. The newest `keep` complete ones are kept, and the best one.
     """
 
     def __init__(
@@ -48,13 +48,26 @@ class Checkpoints:
         pools: Pools,
         *,
         keep: int,
+        best: Callable[[Collection[int]], int | None],
         on_phase: OnPhase,
     ) -> None:
+        """Prepares.
+
+        Args:
+            directory: Folder of all checkpoints of the run.
+            trained: The roles that have a part in one.
+            journal: Names what is asked of them.
+            pools: Where they stand.
+            keep: How many of the newest are kept.
+            best: Says which of some steps is kept, too; None: no other.
+            on_phase: Is told how far the roles are.
+        """
         self.directory = directory
         self._trained = trained
         self._journal = journal
         self._pools = pools
         self._keep = keep
+        self._best = best
         self._on_phase = on_phase
 
     def folder(self, step: int) -> Path:
@@ -137,7 +150,8 @@ class Checkpoints:
         await to_the_end(
             asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
         )
-        await self._remove(self.committed()[: -self._keep])
+        there = self.committed()
+        await self._remove(outdated(there, self._keep, self._best(there)))
         return folder
 
     async def _save(
@@ -209,6 +223,17 @@ def committed_steps(directory: Path) -> list[int]:
     names = (_FOLDER.fullmatch(path.name) for path in directory.iterdir())
     steps = sorted(int(name[1]) for name in names if name)
     return [step for step in steps if (checkpoint_folder(directory, step) / COMMITTED).is_file()]
+
+
+def outdated(steps: Sequence[int], keep: int, best: int | None) -> list[int]:
+    """Checkpoints that are not kept.
+
+    Args:
+        steps: Of all, oldest first.
+        keep: How many of the newest stay, at least 1.
+        best: The step that stays whatever its age; None: no such.
+    """
+    return [step for step in steps[:-keep] if step != best]
 
 
 def remove_checkpoint(directory: Path, step: int) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
+from rolemesh.coordinator.run.best import BestOfRun
 from rolemesh.coordinator.run.records import end_run, planned_steps
+from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER
 from rolemesh.coordinator.run.summary import (
     Recovered,
     RunSummary,
@@ -60,7 +62,15 @@ class Conclusion:
         state, reason = summary.state, summary.failure
 
         async def write_record() -> None:
-            await end_run(parts.store, parts.run_id, state, reason, parts.events, attempt.epoch)
+            await end_run(
+                parts.store,
+                parts.run_id,
+                state,
+                reason,
+                parts.events,
+                attempt.epoch,
+                early_stop=summary.early_stop,
+            )
             for connection in mesh.connections.values():
                 await parts.store.remove_service(connection.role, connection.address)
 
@@ -91,8 +101,11 @@ class Conclusion:
     ) -> RunSummary:
         parts = self._parts
         recipe, progress = parts.recipe, parts.progress
+        best, early_stop = BestOfRun(recipe.run, progress), ""
         if failure is None:
-            is_done = progress.step == recipe.run.steps
+            if progress.step < recipe.run.steps:
+                early_stop = best.early_stop()
+            is_done = progress.step == recipe.run.steps or bool(early_stop)
             state = RunState.SUCCEEDED if is_done else RunState.STOPPED
         elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
             state = RunState.STOPPED
@@ -112,6 +125,8 @@ class Conclusion:
             num_steps=planned_steps(recipe),
             held_out_before=progress.before,
             held_out_after=progress.after if is_after else None,
+            best=best.saved(parts.directory / CHECKPOINTS_FOLDER),
+            early_stop=early_stop,
             mean_reward_first_steps=first,
             mean_reward_last_steps=last,
             tokens=int(sum(record["tokens"] for record in progress.records)),

@@ -39,6 +39,7 @@ class DurableCheckpoints:
         events: EventLog,
         *,
         every: int,
+        best: Callable[[], int | None],
         phase: Callable[[str, str], AbstractContextManager[None]],
     ) -> None:
         """Prepares.
@@ -50,6 +51,7 @@ class DurableCheckpoints:
             observer: Is told of a checkpoint that is left out.
             events: Get those that are whole.
             every: Steps from one checkpoint to the next; 0: none is due before the end.
+            best: Says which step is the best so far, which is always due; None: no step is.
             phase: Counts time that the run waits, by its name and what the run does.
         """
         self._checkpoints = checkpoints
@@ -58,6 +60,7 @@ class DurableCheckpoints:
         self._observer = observer
         self._events = events
         self._every = every
+        self._best = best
         self._phase = phase
         self._writing: dict[int, asyncio.Task[None]] = {}
         """By step, oldest first. What has ended stays until it was waited for, for its error."""
@@ -83,7 +86,7 @@ class DurableCheckpoints:
             RolemeshError: A role failed.
         """
         step = self._progress.step
-        if not self._every or not step or step % self._every:
+        if not self._is_due(step):
             return
         if self._cuts.is_on:
             self._begin(step)
@@ -100,11 +103,12 @@ class DurableCheckpoints:
             RolemeshError: A role failed.
         """
         newest, there = self._progress.step, set(self._checkpoints.committed())
-        if not self._cuts.is_on or not self._every or not newest:
+        if not self._cuts.is_on or not newest:
             return await self.save_due()
         left = await self._cuts.known() - there
-        owed = [step for step in sorted(left) if 0 < step <= newest and step % self._every == 0]
-        if not owed and newest - newest % self._every > max(there, default=0):
+        owed = [step for step in sorted(left) if step <= newest and self._is_due(step)]
+        last_due = newest - newest % self._every if self._every else 0
+        if not owed and last_due > max(there, default=0):
             owed = [newest]
         for step in owed:
             self._begin(step)
@@ -151,6 +155,10 @@ class DurableCheckpoints:
         """Removes checkpoints of later steps: they belong to a lineage that has ended."""
         await self.give_up()
         await self._checkpoints.remove_after(step)
+
+    def _is_due(self, step: int) -> bool:
+        is_turn = self._every > 0 and step > 0 and step % self._every == 0
+        return is_turn or step == self._best()
 
     def _begin(self, step: int) -> None:
         before = set(self._writing.values())

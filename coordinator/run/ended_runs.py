@@ -116,6 +116,7 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
         state=state,
         step=status.step,
         algorithm=str(config["algorithm"]["type"]),
+        activity=status.activity,
         failure=status.failure,
         metrics=status.metrics,
         recoveries=status.recoveries,
@@ -137,6 +138,8 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     events = EventLog(store, run_id)
     events.step = status.step
     events.note(f"read from {directory}")
+    if status.activity:
+        events.note(status.activity)
     events.state(_STATES[state], status.failure)
     await events.flush()
     return run_id

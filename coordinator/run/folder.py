@@ -63,7 +63,7 @@ class RunStatus:
     recoveries: int = 0
     """How often it recovered from a failure; of a run that has ended, in its last process."""
     activity: str = ""
-    """What it does; only while the run goes on."""
+    """What it does, or why it ended before its last step without a failure."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -168,7 +168,8 @@ def _read_status(directory: Path) -> RunStatus:
     if summary.is_file():
         told = json.loads(summary.read_text())
         state, failure, step = told["state"], told["failure"], told["steps"]
-        recoveries = len(told.get("recoveries", ()))
+        # A run of an earlier version could not stop early.
+        recoveries, activity = len(told.get("recoveries", ())), told.get("early_stop", "")
     elif coordinator is not None:
         address, run_id = str(coordinator["address"]), str(coordinator["run_id"])
         run, services = asyncio.run(_ask(address, run_id, _token(directory)))
@@ -270,6 +271,8 @@ def print_status(console: Console, known: Sequence[RunStatus]) -> None:
     for one in known:
         if one.state == "recovering":
             console.print(Text(f"{one.directory}  {one.activity}", style="yellow"), soft_wrap=True)
+        elif one.state == "succeeded" and one.activity:
+            console.print(Text(f"{one.directory}  {one.activity}"), soft_wrap=True)
         for role, doing in sorted(one.services.items()):
             console.print(Text(f"{one.directory}  {role:<12}{doing}"), soft_wrap=True)
         if one.failure:

@@ -100,7 +100,10 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
             _add_service(found, recipe, service, parameters, is_trained=service in trained)
     saved = SAVED_BYTES * sum(parameters[role] for role in trained if role in own_services)
     found.checkpoint = saved
-    found.checkpoints_kept = min(_num_checkpoints(recipe), recipe.run.checkpoint.keep + 1)
+    num_best = 0 if recipe.run.checkpoint.keep_best is None else 1
+    # One more while it is written.
+    most_kept = recipe.run.checkpoint.keep + num_best + 1
+    found.checkpoints_kept = min(_num_checkpoints(recipe), most_kept)
     found.cuts = _CUTS * saved if recipe.run.recovery.cuts else 0
     exported = "actor" if "actor" in own_services else "reward"
     found.export = EXPORTED_BYTES * parameters.get(exported, 0)
@@ -108,9 +111,13 @@ def footprint_of(recipe: Recipe, own_services: Mapping[str, str | None]) -> Foot
 
 
 def _num_checkpoints(recipe: Recipe) -> int:
-    """Checkpoints that a run writes, the one after the last step among them."""
+    """Checkpoints that a run writes at most, the one after the last step among them."""
     every, steps = recipe.run.checkpoint.every_steps, recipe.run.steps
-    return -(-steps // every) if every else 1
+    due = {steps, *(range(every, steps, every) if every else ())}
+    if recipe.run.checkpoint.keep_best is not None:
+        # Each evaluation may be the best one.
+        due.update(range(0, steps, recipe.run.evaluation.every_steps))
+    return len(due - {0})
 
 
 def _add_service(

@@ -124,17 +124,26 @@ def _length(rule: LengthSpec, record: Record, before: Sequence[Record], _: Colle
 def _reward(
     rule: RewardFallSpec, record: Record, before: Sequence[Record], _: Collection[str]
 ) -> str:
-    assert rule.fall is not None
-    rewards = [one[_REWARD] for one in before if _REWARD in one][-rule.over :]
-    if len(rewards) < rule.over or _REWARD not in record:
+    if _REWARD not in record:
+        return ""
+    reward, rewards = record[_REWARD], [one[_REWARD] for one in before if _REWARD in one]
+    if rule.below is not None and reward < rule.below:
+        return f"{_REWARD} is {reward:.4g}, below {rule.below:g}"
+    best = max(rewards, default=0.0)
+    if rule.of_best is not None and best > 0 and reward < rule.of_best * best:
+        return f"{_REWARD} is {reward:.4g}, below {rule.of_best:g} of the best, {best:.4g}"
+    return "" if rule.fall is None else _fall(rule.fall, reward, rewards[-rule.over :], rule.over)
+
+
+def _fall(fall: float, reward: float, rewards: Sequence[float], over: int) -> str:
+    if len(rewards) < over:
         return ""
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
-    fall = mean - record[_REWARD]
-    if fall <= rule.fall * deviation or fall <= 0:
+    if mean - reward <= max(0.0, fall * deviation):
         return ""
     return (
-        f"{_REWARD} is {record[_REWARD]:.4g}, more than {rule.fall:g} standard deviations of "
-        f"{deviation:.4g} below the {mean:.4g} of {rule.over} steps before"
+        f"{_REWARD} is {reward:.4g}, more than {fall:g} standard deviations of {deviation:.4g} "
+        f"below the {mean:.4g} of {over} steps before"
     )
 
 

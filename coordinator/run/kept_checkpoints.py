@@ -12,13 +12,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rolemesh.coordinator.recipe.checkpoints import BestSpec
+from rolemesh.coordinator.run.best import best_step
 from rolemesh.coordinator.run.checkpoints import (
     COMMITTED,
     checkpoint_folder,
     committed_steps,
+    outdated,
     read_marker,
     remove_checkpoint,
 )
+from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER, CONFIG_FILE, read_records
 
 _MANIFEST = "manifest.json"
 _BLOCK_BYTES = 4 * 2**20
@@ -35,6 +41,8 @@ class KeptCheckpoint:
     committed_at: float
     """Unix time, seconds."""
     roles: tuple[str, ...]
+    is_best: bool = False
+    """Whether it is the best one by the run's held-out metric."""
     damage: str | None = None
     """What is wrong with it, for people; empty: nothing; None: it was not looked at."""
 
@@ -43,12 +51,39 @@ class KeptCheckpoint:
         return {**asdict(self), "roles": list(self.roles)}
 
 
-def kept_checkpoints(directory: Path, *, verify: bool) -> Iterator[KeptCheckpoint]:
+def best_kept(run: Path) -> int | None:
+    """The step of the best checkpoint; None where the run keeps none as that.
+
+    Args:
+        run: Folder of the run.
+
+    Raises:
+        ValueError: Its recipe cannot be read.
+    """
+    try:
+        values = yaml.safe_load((run / CONFIG_FILE).read_text())
+        given = values["run"]["checkpoint"].get("keep_best")
+        spec = None if given is None else BestSpec.model_validate(given)
+    except FileNotFoundError:
+        return None
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{run / CONFIG_FILE} does not say which checkpoint is the best one ({error}): it was "
+            "changed, or the disk was full"
+        ) from error
+    found = best_step(spec, read_records(run), committed_steps(run / CHECKPOINTS_FOLDER))
+    return None if found is None else found.step
+
+
+def kept_checkpoints(
+    directory: Path, *, verify: bool, best: int | None = None
+) -> Iterator[KeptCheckpoint]:
     """The complete checkpoints under a folder, oldest first.
 
     Args:
         directory: Folder checkpoints of a run.
         verify: Whether to read every byte and compare its hash.
+        best: Step of the best one, see `best_kept`.
     """
     for step in committed_steps(directory):
         folder = checkpoint_folder(directory, step)
@@ -65,6 +100,7 @@ def kept_checkpoints(directory: Path, *, verify: bool) -> Iterator[KeptCheckpoin
             num_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
             committed_at=(folder / COMMITTED).stat().st_mtime,
             roles=roles,
+            is_best=step == best,
             damage=damage,
         )
 
@@ -100,19 +136,20 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def prune(directory: Path, keep: int) -> list[int]:
-    """Removes all but the newest checkpoints; returns the steps that are gone.
+def prune(directory: Path, keep: int, best: int | None = None) -> list[int]:
+    """Removes all but the newest checkpoints and the best one; returns the steps that are gone.
 
     Args:
         directory: Folder checkpoints of a run that does not go on.
-        keep: How many stay, at least 1.
+        keep: How many of the newest stay, at least 1.
+        best: Step of the best one, see `best_kept`.
 
     Raises:
         ValueError: keep is less.
     """
     if keep < 1:
         raise ValueError(f"--prune is {keep}: keep 1 checkpoint at least, or remove the folder")
-    gone = committed_steps(directory)[:-keep]
+    gone = outdated(committed_steps(directory), keep, best)
     for step in gone:
         remove_checkpoint(directory, step)
     return gone

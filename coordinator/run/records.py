@@ -145,10 +145,21 @@ async def end_run(
     failure: str,
     events: EventLog,
     epoch: int | None,
+    *,
+    early_stop: str = "",
 ) -> None:
     """Writes how a run ended: first the record, then the last event.
 
     A reader that gets the event of the end therefore finds the end in the record, too.
+
+    Args:
+        store: Of the run.
+        run_id: Its id.
+        state: How it ended.
+        failure: Why it failed; empty otherwise.
+        events: Get the end.
+        epoch: Of the run, under which it is written; None where a client holds the newest.
+        early_stop: Why it made fewer steps than planned, though it did not fail.
     """
     shown = {
         RunState.SUCCEEDED: coordinator_pb2.RUN_STATE_SUCCEEDED,
@@ -157,7 +168,7 @@ async def end_run(
     }[state]
     # Earlier notes must come before the event of the end.
     await events.flush()
-    await store.update_run(run_id, epoch=epoch, state=state, failure=failure, activity="")
+    await store.update_run(run_id, epoch=epoch, state=state, failure=failure, activity=early_stop)
     events.state(shown, failure)
     await events.flush()
 

@@ -29,6 +29,7 @@ _CHANGEABLE = (
     "run.steps",
     "run.evaluation",
     "run.checkpoint",
+    "run.early_stopping",
     "run.recovery",
     "run.health",
     "run.samples",
@@ -48,8 +49,11 @@ _CHANGEABLE = (
     "reward.layout",
     "cost.layout",
     "actor.optimizer.learning_rate",
+    "actor.optimizer.schedule",
     "critic.optimizer.learning_rate",
+    "critic.optimizer.schedule",
     "reward.optimizer.learning_rate",
+    "reward.optimizer.schedule",
 )
 """Fields that may differ from those that a run began with: how long it goes on, where and on how
 many ranks it computes, how fast it learns. Any other field says what is learnt from what, and with
@@ -144,7 +148,7 @@ async def reached(store: StateStore, run_id: str, directory: Path) -> tuple[RunP
     for step in reversed(steps):
         try:
             marker = read_marker(directory / CHECKPOINTS_FOLDER, step)
-            progress = RunProgress.of_marker(marker, _records(directory))
+            progress = RunProgress.of_marker(marker, read_records(directory))
         except (OSError, ValueError, KeyError, TypeError):
             # It is looked at once more, and told of, when the roles are to load it.
             continue
@@ -155,7 +159,8 @@ async def reached(store: StateStore, run_id: str, directory: Path) -> tuple[RunP
     return of_journal or RunProgress(), "its recipe: it has made no step"
 
 
-def _records(directory: Path) -> list[dict[str, float]]:
+def read_records(directory: Path) -> list[dict[str, float]]:
+    """Records of the steps of the run in a folder, as far as its file has them."""
     path, records = directory / METRICS_FILE, []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolemesh.coordinator.run.best import BestCheckpoint
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import RunState
@@ -64,6 +65,10 @@ class RunSummary:
     """Steps planned."""
     held_out_before: Evaluation | None
     held_out_after: Evaluation | None
+    best: BestCheckpoint | None = None
+    """None where run.checkpoint.keep_best is not given, or no evaluated step was saved."""
+    early_stop: str = ""
+    """Why the run made fewer steps than planned; empty where run.early_stopping did not end it."""
     mean_reward_first_steps: float | None
     """Mean over the first three steps, or over the first half of fewer than six."""
     mean_reward_last_steps: float | None
@@ -98,6 +103,8 @@ class RunSummary:
                 "before": before.to_dict() if before else None,
                 "after": after.to_dict() if after else None,
             },
+            "best": self.best.to_dict() if self.best else None,
+            "early_stop": self.early_stop,
             "reward": {
                 "mean_first_steps": self.mean_reward_first_steps,
                 "mean_last_steps": self.mean_reward_last_steps,

@@ -21,6 +21,7 @@ from rolemesh.coordinator.dataflow.role_calls import StepContext
 from rolemesh.coordinator.dataflow.samplers import make_sampler
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.best import BestOfRun
 from rolemesh.coordinator.run.cautions import cautions
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
@@ -111,12 +112,14 @@ class TrainingLoop(RunLoop):
         self._traffic_before = MethodTraffic()
         """Of the coordinator, when the newest step began."""
         self.cuts = Cuts(mesh, journal, self._pools, observer, is_wanted=recipe.run.recovery.cuts)
+        self._best = BestOfRun(recipe.run, self.progress)
         self.checkpoints = Checkpoints(
             directory / "checkpoints",
             lambda: mesh.trained,
             journal,
             self._pools,
             keep=recipe.run.checkpoint.keep,
+            best=self._best.step,
             on_phase=observer.on_phase,
         )
         rules, progress = recipe.run.health, self.progress
@@ -127,6 +130,7 @@ class TrainingLoop(RunLoop):
             observer,
             events,
             every=recipe.run.checkpoint.every_steps,
+            best=self._best.step,
             phase=self._phase,
         )
         self._health = Health(
@@ -150,6 +154,9 @@ class TrainingLoop(RunLoop):
                 await self.durable.save_now()
         finally:
             await self.durable.give_up()
+        reason = self._best.early_stop()
+        if reason and self.step < self._recipe.run.steps:
+            self._observer.on_event(reason)
         await self._export()
         await self.cuts.drop_all()
 
@@ -161,7 +168,7 @@ class TrainingLoop(RunLoop):
             # It may have ended between a step and its checkpoint, too.
             await self.durable.save_owed()
             await self._heed_wishes()
-            while self.step < self._recipe.run.steps and not self.wishes.is_stop_wanted:
+            while not (self._is_made or self.wishes.is_stop_wanted):
                 await self._make_step(self.step + 1)
                 await self.durable.save_due()
                 await self._heed_wishes()
@@ -204,8 +211,7 @@ class TrainingLoop(RunLoop):
         await self.wishes.read()
         if self.wishes.take_checkpoints():
             await self.durable.save_now(is_wished=True)
-        is_last = self.step == self._recipe.run.steps
-        if is_last or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
+        if self._is_made or not self.wishes.is_pause_wanted or self.wishes.is_stop_wanted:
             return
         paused = f"paused after step {self.step}"
         with self._phase("paused", paused):
@@ -244,8 +250,20 @@ class TrainingLoop(RunLoop):
         role = "actor" if "actor" in self._mesh.connections else "reward"
         return self._mesh.facts.get(role, {})
 
+    @property
+    def _is_made(self) -> bool:
+        """Whether no step is left to make."""
+        return self.step == self._recipe.run.steps or bool(self._best.early_stop())
+
     def _check_held_out(self) -> None:
         if not self._can_evaluate:
+            best = self._recipe.run.checkpoint.keep_best
+            if best is not None:
+                raise RunError(
+                    f"run.checkpoint.keep_best.metric is {best.metric!r}, but algorithm "
+                    f"{self._recipe.algorithm.type!r} is not evaluated: leave "
+                    "run.checkpoint.keep_best and run.early_stopping out"
+                )
             return
         wanted = self._recipe.run.evaluation.num_prompts
         have = self._data_facts.get(HELD_OUT_FACT)
@@ -297,6 +315,7 @@ class TrainingLoop(RunLoop):
             else:
                 found, judged = await evaluate(context, spec)
                 await self._samples.take_held_out(self.step, judged)
+            self._best.check(found)
             await self._mesh.release(self.step)
         await self._journal.note(self.step, EVALUATION_OPERATION, found.to_dict())
         self._events.evaluated(found.scalars())

@@ -22,6 +22,7 @@ from rolemesh.coordinator.dataflow.errors import (
 )
 from rolemesh.coordinator.dataflow.observer import RECOVERING, QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
+from rolemesh.coordinator.recipe.rates import schedule_length
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.attempt import Attempt, RunParts
 from rolemesh.coordinator.run.conclusion import Conclusion
@@ -213,6 +214,12 @@ class TrainingRun:
                 f"the recipe has a section {role}, which algorithm {self.recipe.algorithm.type!r} "
                 "does not use"
             )
+        for role in roles_in(self.recipe):
+            length = schedule_length(self.recipe.sent_section(role))
+            if length is not None:
+                self._observer.on_event(
+                    f"the learning rate of the {role} falls until its optimizer step {length}"
+                )
         parts = RunParts(
             recipe=self.recipe,
             run_id=self.run_id,

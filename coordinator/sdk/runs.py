@@ -63,7 +63,7 @@ class Run:
     """Of the newest step."""
     algorithm: str
     activity: str
-    """What it does right now."""
+    """What it does right now; of a run that early stopping ended, why."""
     recoveries: int
     """How often it had to recover from a failure."""
 

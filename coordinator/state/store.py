@@ -150,7 +150,7 @@ class RunRecord:
     algorithm: str = ""
     """Type of its algorithm."""
     activity: str = ""
-    """What it does right now, e.g. "step 3"."""
+    """What it does right now, e.g. "step 3"; of a run that early stopping ended, why."""
     services: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Role, address and policy_version by name of the service, once all are initialised. The
     version is that of the initialisation."""

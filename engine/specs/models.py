@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, RankOrder, TrainLayout
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.rates import ConstantRateSpec, DecaySpec, RateScheduleSpec
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -37,12 +38,15 @@ class ModelSpec(Spec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW with warm-up and gradient clipping."""
+    """AdamW with a schedule of the learning rate and gradient clipping."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up, from which a schedule falls."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
+    schedule: RateScheduleSpec = ConstantRateSpec()
+    """How the learning rate falls after the warm-up: constant, linear or cosine. What counts are
+    optimizer steps whose effect is in the weights."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and of the second moment of AdamW."""
     eps: float = Field(default=1e-8, gt=0)
@@ -54,6 +58,24 @@ class OptimizerSpec(Spec):
     offload: bool = False
     """Keep the optimizer's moments in pinned host memory between steps. On a CPU device they are
     there anyway."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        schedule = self.schedule
+        if not isinstance(schedule, DecaySpec):
+            return self
+        if schedule.min_learning_rate >= self.learning_rate:
+            raise ValueError(
+                f"schedule.min_learning_rate is {schedule.min_learning_rate:g}, but learning_rate, "
+                f"from which it falls, is {self.learning_rate:g}: give less"
+            )
+        if schedule.optimizer_steps is not None and schedule.optimizer_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule.optimizer_steps is {schedule.optimizer_steps} and warmup_steps is "
+                f"{self.warmup_steps}, so that nothing is left of the decay: give fewer "
+                "warmup_steps, or a longer schedule"
+            )
+        return self
 
 
 class LayoutSpec(Spec):

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, clipping by the global norm, and a refusal of what is not finite."""
+"""AdamW with a scheduled rate, clipping by the global norm, and a refusal of what is not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rolemesh.engine.parallel.data_parallel import buckets
-from rolemesh.engine.specs import OptimizerSpec
+from rolemesh.engine.specs import DecaySpec, OptimizerSpec
 from rolemesh.engine.train.gradients import Gradients
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -38,6 +38,30 @@ def warmed_up(peak: float, step: int, warmup_steps: int) -> float:
     return peak * min(1.0, (step + 1) / warmup_steps) if warmup_steps else peak
 
 
+def scheduled_rate(spec: OptimizerSpec, step: int) -> float:
+    """Learning rate of an optimizer step, counted from 0, by warm-up and schedule.
+
+    After the warm-up it equals transformers' get_scheduler ("linear" and "cosine", with a minimum
+    their "polynomial" of power 1 and "cosine_with_min_lr"): the first step of the decay is at the
+    peak, the last one of T a part 1 / (T - warmup_steps) before the minimum. Steps beyond T are at
+    the minimum. The warm-up is one step ahead of theirs, see `warmed_up`.
+
+    Raises:
+        ValueError: The schedule does not say how long it is.
+    """
+    peak, schedule = spec.learning_rate, spec.schedule
+    if step < spec.warmup_steps or not isinstance(schedule, DecaySpec):
+        return warmed_up(peak, step, spec.warmup_steps)
+    if schedule.optimizer_steps is None:
+        raise ValueError(
+            f"optimizer.schedule.type is {schedule.type!r}, but optimizer.schedule.optimizer_steps "
+            "is not given, and there is no recipe that says how many a run makes: give it"
+        )
+    share = (step - spec.warmup_steps) / (schedule.optimizer_steps - spec.warmup_steps)
+    low = schedule.min_learning_rate
+    return low + (peak - low) * schedule.left(min(1.0, share))
+
+
 class Optimizer:
     """AdamW over this rank's part of float32 parameters. Owned by the rank's compute thread.
 
@@ -47,6 +71,8 @@ class Optimizer:
     """
 
     def __init__(self, spec: OptimizerSpec, gradients: Gradients) -> None:
+        # A schedule without its length is refused here, and not at the first step.
+        scheduled_rate(spec, spec.warmup_steps)
         self.spec = spec
         self.num_steps = 0
         self._gradients = gradients
@@ -61,7 +87,7 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """Rate of the next step by the schedule."""
-        return warmed_up(self.spec.learning_rate, self.num_steps, self.spec.warmup_steps)
+        return scheduled_rate(self.spec, self.num_steps)
 
     @property
     def is_offloaded(self) -> bool:

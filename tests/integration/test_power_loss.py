@@ -75,7 +75,13 @@ def checkpoints(directory: Path) -> Checkpoints:
     journal = Journal(MemoryStateStore(), "run-1", epoch=1)
     pools: Any = Pools()
     return Checkpoints(
-        directory, lambda: roles, journal, pools, keep=KEEP, on_phase=lambda *told: None
+        directory,
+        lambda: roles,
+        journal,
+        pools,
+        keep=KEEP,
+        best=lambda steps: None,
+        on_phase=lambda *told: None,
     )
 
 

@@ -78,7 +78,7 @@ class Run(Answer):
     algorithm: str
     """Type of its algorithm, e.g. "ppo"; "external" when a client drives it."""
     activity: str
-    """What it does right now, e.g. "step 3"."""
+    """What it does right now, e.g. "step 3"; of a run that early stopping ended, why."""
     recoveries: Int64
     """How often it had to recover from a failure."""
 

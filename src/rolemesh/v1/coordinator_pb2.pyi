@@ -63,7 +63,7 @@ class _RunStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunState.Val
     RUN_STATE_STOPPING: _RunState.ValueType  # 3
     """Ends after the step in progress."""
     RUN_STATE_SUCCEEDED: _RunState.ValueType  # 4
-    """All steps were made."""
+    """All steps were made, or early stopping has ended it."""
     RUN_STATE_STOPPED: _RunState.ValueType  # 5
     """Ended early by wish."""
     RUN_STATE_FAILED: _RunState.ValueType  # 6
@@ -89,7 +89,7 @@ RUN_STATE_RUNNING: RunState.ValueType  # 2
 RUN_STATE_STOPPING: RunState.ValueType  # 3
 """Ends after the step in progress."""
 RUN_STATE_SUCCEEDED: RunState.ValueType  # 4
-"""All steps were made."""
+"""All steps were made, or early stopping has ended it."""
 RUN_STATE_STOPPED: RunState.ValueType  # 5
 """Ended early by wish."""
 RUN_STATE_FAILED: RunState.ValueType  # 6
@@ -1597,7 +1597,9 @@ class Run(_message.Message):
     algorithm: _builtins.str
     """Type of its algorithm, e.g. "ppo"; "external" when a client drives it."""
     activity: _builtins.str
-    """What it does right now, e.g. "step 3" or "checkpoint of step 3"."""
+    """What it does right now, e.g. "step 3" or "checkpoint of step 3"; of a run that
+    early stopping has ended, why.
+    """
     recoveries: _builtins.int
     """How often it had to recover from a failure, the one that it recovers from now
     included.

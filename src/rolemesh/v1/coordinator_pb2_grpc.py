@@ -201,7 +201,8 @@ class CoordinatorServiceServicer(object):
         was started again goes on, returns it as it is now.
         Errors:
         NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
-        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded: nothing of it is left to make.
+        FAILED_PRECONDITION (RUN_ENDED): the run has succeeded: nothing of it is left to make,
+        or early stopping has ended it, and no override says otherwise.
         FAILED_PRECONDITION (RUN_NOT_ENDED): there are overrides, and the run goes on.
         FAILED_PRECONDITION (RESUME_UNAVAILABLE): the run has ended, and this coordinator does not
         start runs, or not those of that folder; `rolemesh train --resume` does.

@@ -331,6 +331,13 @@ async def test_a_run_that_has_ended_is_started_again_by_who_starts_runs(
     with pytest.raises(PreconditionError) as over:
         await hub.resume_run("made")
     assert over.value.reason == "RUN_ENDED"
+    # Early stopping has ended it, and other settings make the steps that are left.
+    made = await store.get_run("made")
+    await store.update_run("made", num_steps=made.step + 1)
+    with pytest.raises(PreconditionError):
+        await hub.resume_run("made")
+    await hub.resume_run("made", ["run.early_stopping.patience=9"])
+    assert asked[-1] == ("made", ("run.early_stopping.patience=9",))
     with pytest.raises(InvalidRequestError) as large:
         await hub.resume_run("live", ["x" * 2**21])
     assert large.value.reason == "RECIPE_INVALID"

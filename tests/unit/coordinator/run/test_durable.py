@@ -49,6 +49,9 @@ class Kept:
     async def save(self, step: int) -> None:
         self.saved.append(step)
 
+    async def known(self) -> set[int]:
+        return set(self.saved[-2:])
+
 
 @contextlib.contextmanager
 def no_phase(name: str, activity: str) -> Iterator[None]:
@@ -56,9 +59,9 @@ def no_phase(name: str, activity: str) -> Iterator[None]:
 
 
 class Scene:
-    """A run that saves every step, and has made three."""
+    """A run that saves every step, unless it is told otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1, best: int | None = None) -> None:
         self.checkpoints: Any = HeldCheckpoints()
         self.cuts: Any = Kept()
         self.progress = RunProgress()
@@ -68,7 +71,8 @@ class Scene:
             self.progress,
             Recorder(),
             EventLog(MemoryStateStore(), "run"),
-            every=1,
+            every=every,
+            best=lambda: best,
             phase=no_phase,
         )
 
@@ -111,3 +115,23 @@ async def test_a_run_that_goes_back_gives_up_what_is_written_before_it_removes()
     # Nothing is waited for any more.
     await scene.make(3)
     assert scene.cuts.saved == [1, 2, 3]
+
+
+async def test_the_best_step_is_due_whatever_its_turn() -> None:
+    scene = Scene(every=0, best=2)
+    scene.checkpoints.may_go_on.set()
+    for step in (1, 2, 3):
+        await scene.make(step)
+    assert scene.checkpoints.begun == [2]
+
+
+async def test_the_checkpoint_of_the_best_step_is_owed_by_the_next_attempt() -> None:
+    scene = Scene(every=0, best=2)
+    for step in (1, 2):
+        await scene.make(step)
+    await scene.durable.give_up()
+    scene.checkpoints.may_go_on.set()
+    await scene.durable.save_owed()
+    await asyncio.sleep(0)
+    assert scene.checkpoints.begun == [2, 2]
+    assert scene.checkpoints.committed() == [2]

@@ -78,6 +78,19 @@ def test_as_many_checkpoints_are_counted_as_lie_there_at_most(
     assert footprint_of(recipe, SERVICES).checkpoints_kept == number
 
 
+@pytest.mark.parametrize(("evaluated", "number"), [(1, 4), (2, 2), (4, 1)])
+def test_the_best_checkpoint_is_counted_beside_the_others(
+    evaluated: int, number: int, model: Path
+) -> None:
+    recipe = ppo(
+        model,
+        steps=4,
+        evaluation={"every_steps": evaluated},
+        checkpoint={"every_steps": 0, "keep": 2, "keep_best": {}},
+    )
+    assert footprint_of(recipe, SERVICES).checkpoints_kept == number
+
+
 def test_services_that_run_elsewhere_take_no_memory_here(model: Path) -> None:
     found = footprint_of(ppo(model), {**SERVICES, "actor": "10.0.0.7:50051"})
     assert set(found.memory) == {"critic", "reference", "reward"}

@@ -88,6 +88,28 @@ def test_a_fall_of_the_reward_is_measured_by_the_steps_before() -> None:
     assert len(struck(again, each("reward/mean", *before, -3.0, -3.0))) == 1
 
 
+def test_a_reward_may_have_a_bound_of_its_own() -> None:
+    health = {"reward": {"below": -0.5, "steps": 2}}
+    assert struck(health, each("reward/mean", 1.0, -0.5, -0.6)) == []
+    assert struck(health, each("reward/mean", 1.0, -0.6)) == []
+    (text,) = struck(health, each("reward/mean", -0.7, -0.6))
+    assert text == "reward/mean is -0.6, below -0.5, 2 steps in a row"
+
+
+def test_a_reward_may_be_measured_by_the_best_before() -> None:
+    health = {"reward": {"of_best": 0.5}}
+    assert struck(health, each("reward/mean", 0.8, 0.1)) != []
+    assert struck(health, each("reward/mean", 0.2, 0.8, 0.4)) == []
+    (text,) = struck(health, each("reward/mean", 0.2, 0.8, 0.6, 0.39))
+    assert text == "reward/mean is 0.39, below 0.5 of the best, 0.8"
+    # No share of what is not above 0 can be kept.
+    assert struck(health, each("reward/mean", -1.0, -9.0)) == []
+    assert struck(health, each("reward/mean", 0.0, -9.0)) == []
+    undone = each("reward/mean", 8.0, 1.0, 0.9)
+    undone[0]["health/skipped"] = 1.0
+    assert struck(health, undone) == []
+
+
 def test_a_step_that_was_undone_is_no_measure_for_others() -> None:
     records = each(LENGTH, 10, 1000, 30)
     records[1]["health/skipped"] = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rolemesh.coordinator.run.checkpoints import COMMITTED, checkpoint_folder, committed_steps
-from rolemesh.coordinator.run.kept_checkpoints import kept_checkpoints, prune
+from rolemesh.coordinator.run.kept_checkpoints import best_kept, kept_checkpoints, prune
 
 
 def write_checkpoint(directory: Path, step: int) -> Path:
@@ -77,5 +77,27 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     assert prune(tmp_path, 2) == [2]
     assert committed_steps(tmp_path) == [4, 6]
     assert not checkpoint_folder(tmp_path, 2).exists()
+    assert prune(tmp_path, 1, best=4) == []
+    assert committed_steps(tmp_path) == [4, 6]
     with pytest.raises(ValueError, match="keep 1 checkpoint at least"):
         prune(tmp_path, 0)
+
+
+def test_the_best_is_of_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    for step in (2, 4):
+        write_checkpoint(tmp_path / "checkpoints", step)
+    # A folder without a recipe keeps none as the best.
+    assert best_kept(tmp_path) is None
+    scores = {1: 0.9, 2: 0.3, 4: 0.2}
+    lines = [json.dumps({"step": step, "held_out/score": score}) for step, score in scores.items()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "held']))
+    config = tmp_path / "config.yaml"
+    for keep_best, best in (("null", None), ("{mode: max}", 2), ("{mode: min}", 4)):
+        config.write_text(f"run: {{checkpoint: {{keep_best: {keep_best}}}}}\n")
+        assert best_kept(tmp_path) == best
+    # A run of an earlier version.
+    config.write_text("run: {checkpoint: {keep: 2}}\n")
+    assert best_kept(tmp_path) is None
+    config.write_text("run: {checkpoint: {keep_best: {mode: most}}}\n")
+    with pytest.raises(ValueError, match="does not say which checkpoint is the best one"):
+        best_kept(tmp_path)

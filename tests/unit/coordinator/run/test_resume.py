@@ -51,12 +51,17 @@ def test_how_long_where_and_how_fast_a_run_goes_on_may_change() -> None:
     wanted = changed(
         run__steps=9,
         run__checkpoint__every_steps=3,
+        run__evaluation__every_steps=2,
+        run__checkpoint__keep_best={"mode": "min"},
+        run__early_stopping={"patience": 3},
         actor__optimizer__learning_rate=1e-6,
+        actor__optimizer__schedule={"type": "cosine"},
         critic__train={"dp": 2},
         services={"actor": {"address": "10.0.0.1:50051"}},
     )
     told = check_changes(fake_recipe(), wanted)
     assert "run.steps was 4, is 9" in told
+    assert "actor.optimizer.schedule.type was 'constant', is 'cosine'" in told
     assert any(line.startswith("critic.train.dp was 1, is 2") for line in told)
     assert any(line.startswith("services") for line in told)
 
