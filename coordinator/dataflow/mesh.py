@@ -188,7 +188,7 @@ class RunMesh:
     async def _attach(self, connection: RoleConnection, recipe: Recipe) -> bool:
         """Goes on with a service that holds the run; False where it has to be initialised."""
         key = self._journal.next_key(0, f"{connection.service}.attach")
-        spec = recipe.section(connection.role).model_dump(mode="json")
+        spec = recipe.loaded_section(connection.role).model_dump(mode="json")
         try:
             await self._taken(
                 connection,
@@ -207,7 +207,7 @@ class RunMesh:
     async def _load(self, connection: RoleConnection, recipe: Recipe) -> None:
         service = connection.service
         key = self._journal.next_key(0, f"{service}.initialize")
-        spec = recipe.section(connection.role).model_dump(mode="json")
+        spec = recipe.loaded_section(connection.role).model_dump(mode="json")
         result = await self._taken(
             connection,
             key,

@@ -7,12 +7,18 @@ receives with the class that validated the recipe. Loading, overrides and sugges
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rolemesh.coordinator.recipe.algorithms import EXTERNAL, AlgorithmSpec, SampledSpec
+from rolemesh.coordinator.recipe.algorithms import (
+    EXTERNAL,
+    AlgorithmSection,
+    AlgorithmSpec,
+    SampledSpec,
+)
 from rolemesh.coordinator.recipe.health import HealthSpec
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.schedule import AsyncSamplerSpec, OneStepAheadSpec, ScheduleSpec
@@ -22,6 +28,7 @@ from rolemesh.engine.specs import (
     ActorSpec,
     CostSpec,
     CriticSpec,
+    OwnFunctionSpec,
     ReferenceSpec,
     RewardSpec,
     RoleSpec,
@@ -386,6 +393,23 @@ class Recipe(Spec):
                 f"section {role}: add one"
             )
         return section
+
+    def loaded_section(self, role: str) -> RoleSpec:
+        """The section that the role's services are initialised with.
+
+        The actor loads the user's functions that the section algorithm names, and no others later.
+        """
+        section = self.section(role)
+        if isinstance(section, ActorSpec):
+            return section.model_copy(update={"own_functions": self.own_functions()})
+        return section
+
+    def own_functions(self) -> Mapping[str, OwnFunctionSpec]:
+        """The user's functions that the actor loads, by the field that names each."""
+        named = {} if self.actor is None else self.actor.own_functions
+        if isinstance(self.algorithm, AlgorithmSection):
+            return {**named, **self.algorithm.own_functions}
+        return named
 
     def layout(self, role: str) -> TrainLayout:
         """How the role's model is spread over the ranks of each of its services."""

@@ -52,6 +52,7 @@ class TrainerServiceStub:
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     SelectGroups: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SelectGroupsRequest, _trainer_pb2.SelectGroupsResponse]
@@ -77,6 +78,7 @@ class TrainerServiceStub:
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
     """
@@ -122,6 +124,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     SelectGroups: _aio.UnaryStreamMultiCallable[_trainer_pb2.SelectGroupsRequest, _trainer_pb2.SelectGroupsResponse]  # type: ignore[assignment]
@@ -147,6 +150,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
     """
@@ -195,6 +199,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+          INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 
@@ -232,6 +237,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+          INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were dropped.
         """
