@@ -40,8 +40,15 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "Environments": ("rolemesh.engine.environments.base",),
     "Trackers": ("rolemesh.coordinator.trackers.tracker",),
     "Handles of an algorithm": ("rolemesh.coordinator.dataflow.roles",),
-    "Estimators": ("rolemesh.engine.algorithms.estimation",),
-    "Losses": ("rolemesh.engine.algorithms.losses",),
+    "Estimators": (
+        "rolemesh.engine.algorithms.estimation",
+        "rolemesh.engine.algorithms.own_estimators",
+    ),
+    "Losses": (
+        "rolemesh.engine.algorithms.losses",
+        "rolemesh.engine.algorithms.policy_losses",
+        "rolemesh.engine.algorithms.own_losses",
+    ),
     "Experience": ("rolemesh.engine.experience", "rolemesh.engine.specs.columns"),
     "Samplers": ("rolemesh.engine.rollout.base",),
     "Reward sources": ("rolemesh.engine.rewards.sources",),

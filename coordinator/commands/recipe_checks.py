@@ -174,6 +174,9 @@ def _preview_spec(
         "max_new_tokens": sampling.max_new_tokens if sampling else None,
         "rewards": rewards,
         "reward_timeout_s": max(1.0, timeout_s / 2 - _ANSWER_MARGIN_S),
+        "own_functions": {
+            field: one.model_dump(mode="json") for field, one in recipe.own_functions().items()
+        },
     }
 
 
@@ -186,14 +189,17 @@ def _told(
             yield _warn("data", f"not looked at: {told['text']}", INSTALL)
         case "error":
             address = services.get("actor")
+            what = "algorithm" if told["what"] == "functions" else "data"
             if address is None:
-                yield _fail("data", told["text"])
+                yield _fail(what, told["text"])
             else:
                 yield _warn(
-                    "data",
+                    what,
                     f"not looked at: {told['text']}",
                     f"the actor at {address} reads its own disk: run the check there",
                 )
+        case "functions":
+            yield _ok("algorithm", f"loaded {', '.join(told['names'])}")
         case "data":
             yield from _data(recipe, told)
         case "prompt":

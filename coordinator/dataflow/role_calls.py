@@ -22,7 +22,8 @@ from rolemesh.coordinator.dataflow.futures import (
 )
 from rolemesh.coordinator.dataflow.graph import OnBlock, StepGraph
 from rolemesh.coordinator.dataflow.journal import Journal
-from rolemesh.coordinator.recipe.algorithms import AlgorithmParts, AlgorithmSection
+from rolemesh.coordinator.recipe.algorithm_parts import AlgorithmParts
+from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient

@@ -17,7 +17,7 @@ from rolemesh.coordinator.dataflow.futures import (
     UpdateFuture,
 )
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, RoleHandle, StepContext
-from rolemesh.engine.specs import LossSpec, SftLossSpec
+from rolemesh.engine.specs import LossSpec, OwnFunctionSpec, SftLossSpec
 from rolemesh.engine.specs.columns import (
     DATA_COLUMNS,
     ENVIRONMENT_REWARDS,
@@ -241,7 +241,7 @@ class ActorHandle(_TrainedRole):
             ValueError: The recipe's estimator is another one.
         """
         spec = self.context.parts.advantages
-        if spec.type != estimator:
+        if spec.type != estimator and not isinstance(spec, OwnFunctionSpec):
             raise ValueError(
                 f"the algorithm asks for the estimator {estimator!r}, but algorithm.advantages.type"
                 f" is {spec.type!r}: correct the recipe or the algorithm"

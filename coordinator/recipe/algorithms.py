@@ -6,11 +6,20 @@ the name of a function in `coordinator/algorithms`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Generic, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rolemesh.coordinator.recipe.algorithm_parts import (
+    AlgorithmParts,
+    GaeOrOwnSpec,
+    GrpoOrOwnSpec,
+    PpoOrOwnLossSpec,
+    ReinforceOrPpoLossSpec,
+    ReinforcePlusPlusOrOwnSpec,
+    RlooOrOwnSpec,
+    long_forms,
+)
 from rolemesh.engine.specs import (
     BradleyTerryLossSpec,
     CispoPolicyLossSpec,
@@ -24,6 +33,7 @@ from rolemesh.engine.specs import (
     KtoPointSpec,
     LossSpec,
     OnlineDpoSpec,
+    OwnFunctionSpec,
     PolicyTermsSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
@@ -39,43 +49,6 @@ from rolemesh.engine.specs import (
     SftLossSpec,
     Spec,
 )
-
-T = TypeVar("T")
-
-
-class _Part(Generic[T]):
-    """A field of a section that holds a T, where the section has that field."""
-
-    def __set_name__(self, owner: type[AlgorithmParts], name: str) -> None:
-        self._name = name
-
-    def __get__(self, parts: AlgorithmParts, owner: type[AlgorithmParts]) -> T:
-        part = parts.fields.get(self._name)
-        if part is None:
-            raise ValueError(
-                f"algorithm.{self._name} is not given, but the algorithm asks for it: add it"
-            )
-        return cast(T, part)
-
-
-class AlgorithmParts:
-    """The parts that a step may ask of an algorithm's section, by the names of its fields.
-
-    No section has all of them. To read one that the recipe does not give raises ValueError.
-    """
-
-    sampling = _Part[SamplingSpec]()
-    advantages = _Part[EstimatorSpec]()
-    policy_loss = _Part[LossSpec]()
-    value_loss = _Part[LossSpec]()
-    reward_loss = _Part[LossSpec]()
-    selection = _Part[SelectionSpec]()
-    max_rounds = _Part[int]()
-    pretraining_weight = _Part[float]()
-
-    def __init__(self, fields: Mapping[str, object]) -> None:
-        """Takes the fields of a section by name."""
-        self.fields = fields
 
 
 class AlgorithmSection(Spec):
@@ -107,6 +80,20 @@ class AlgorithmSection(Spec):
     def parts(self) -> AlgorithmParts:
         """The numeric parts that the section gives."""
         return AlgorithmParts(dict(self))
+
+    @property
+    def own_functions(self) -> dict[str, OwnFunctionSpec]:
+        """Functions of the user among the parts, by the field of the recipe that names each."""
+        return {
+            f"algorithm.{name}": OwnFunctionSpec(function=part.function, config=part.config)
+            for name, part in self
+            if isinstance(part, OwnFunctionSpec)
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_short(cls, data: Any) -> Any:
+        return long_forms(cls, data)
 
 
 class SampledSpec(AlgorithmSection):
@@ -193,8 +180,10 @@ class PpoSpec(SampledSpec):
     """Proximal policy optimisation with a critic (arXiv 1707.06347)."""
 
     type: Literal["ppo"] = "ppo"
-    advantages: GaeSpec = GaeSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+    advantages: GaeOrOwnSpec = GaeSpec()
+    """The estimator of advantages."""
+    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec()
+    """The loss of the policy."""
     value_loss: PpoValueLossSpec = PpoValueLossSpec()
 
 
@@ -203,7 +192,8 @@ class SafeRlhfAlgorithmSpec(SampledSpec):
 
     type: Literal["safe_rlhf"] = "safe_rlhf"
     advantages: SafeRlhfSpec = SafeRlhfSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec()
+    """The loss of the policy."""
     value_loss: PpoValueLossSpec = PpoValueLossSpec()
     pretraining_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss on pretraining texts (PTX); 0 reads none."""
@@ -213,8 +203,10 @@ class GrpoAlgorithmSpec(_GroupSpec):
     """Group-relative policy optimisation (arXiv 2402.03300)."""
 
     type: Literal["grpo"] = "grpo"
-    advantages: GrpoSpec = GrpoSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec(aggregation="seq_mean_token_mean")
+    advantages: GrpoOrOwnSpec = GrpoSpec()
+    """The estimator of advantages."""
+    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec(aggregation="seq_mean_token_mean")
+    """The loss of the policy."""
 
 
 class DrGrpoAlgorithmSpec(_GroupSpec):
@@ -222,7 +214,7 @@ class DrGrpoAlgorithmSpec(_GroupSpec):
 
     type: Literal["dr_grpo"] = "dr_grpo"
     advantages: DrGrpoSpec = DrGrpoSpec()
-    policy_loss: PpoPolicyLossSpec
+    policy_loss: PpoOrOwnLossSpec
     """With aggregation "seq_sum_norm" and norm_length, the constant that replaces lengths: the
     longest completion."""
 
@@ -233,8 +225,10 @@ class DapoSpec(_GroupSpec):
     chooses_prompts: ClassVar[bool] = True
 
     type: Literal["dapo"] = "dapo"
-    advantages: GrpoSpec = GrpoSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
+    advantages: GrpoOrOwnSpec = GrpoSpec()
+    """The estimator of advantages."""
+    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec(clip_low=0.2, clip_high=0.28)
+    """The loss of the policy."""
     selection: SelectionSpec = RewardSpreadSpec()
     """Which groups of completions a step keeps."""
     max_rounds: int = Field(default=10, ge=1)
@@ -245,7 +239,8 @@ class GspoAlgorithmSpec(_GroupSpec):
     """Group sequence policy optimisation (arXiv 2507.18071)."""
 
     type: Literal["gspo"] = "gspo"
-    advantages: GrpoSpec = GrpoSpec()
+    advantages: GrpoOrOwnSpec = GrpoSpec()
+    """The estimator of advantages."""
     policy_loss: GspoPolicyLossSpec = GspoPolicyLossSpec()
 
 
@@ -253,21 +248,17 @@ class CispoAlgorithmSpec(_GroupSpec):
     """Clipped importance weights instead of clipped updates (CISPO, arXiv 2506.13585)."""
 
     type: Literal["cispo"] = "cispo"
-    advantages: GrpoSpec = GrpoSpec()
+    advantages: GrpoOrOwnSpec = GrpoSpec()
+    """The estimator of advantages."""
     policy_loss: CispoPolicyLossSpec = CispoPolicyLossSpec()
-
-
-ReinforceOrPpoLossSpec = Annotated[
-    ReinforcePolicyLossSpec | PpoPolicyLossSpec, Field(discriminator="type")
-]
-"""The plain policy gradient of the paper, or the clipped loss in its place."""
 
 
 class RlooAlgorithmSpec(_GroupSpec):
     """REINFORCE with the other completions of a prompt as baseline (arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
-    advantages: RlooSpec = RlooSpec()
+    advantages: RlooOrOwnSpec = RlooSpec()
+    """The estimator of advantages."""
     policy_loss: ReinforceOrPpoLossSpec = ReinforcePolicyLossSpec()
     """The loss of the policy."""
 
@@ -276,8 +267,10 @@ class ReinforcePlusPlusAlgorithmSpec(SampledSpec):
     """REINFORCE++ (arXiv 2501.03262)."""
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    advantages: ReinforcePlusPlusSpec = ReinforcePlusPlusSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+    advantages: ReinforcePlusPlusOrOwnSpec = ReinforcePlusPlusSpec()
+    """The estimator of advantages."""
+    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec()
+    """The loss of the policy."""
 
 
 class ReinforcePlusPlusBaselineAlgorithmSpec(_GroupSpec):
@@ -285,7 +278,8 @@ class ReinforcePlusPlusBaselineAlgorithmSpec(_GroupSpec):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     advantages: ReinforcePlusPlusBaselineSpec = ReinforcePlusPlusBaselineSpec()
-    policy_loss: PpoPolicyLossSpec = PpoPolicyLossSpec()
+    policy_loss: PpoOrOwnLossSpec = PpoPolicyLossSpec()
+    """The loss of the policy."""
 
 
 class RemaxAlgorithmSpec(SampledSpec):

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs import OwnFunctionSpec
 
 _LONGEST_VALUE = 60
 _MOST_DESCRIBED = 50
@@ -60,7 +61,7 @@ def _describe_one(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str])
             tags = [tag.strip(" '") for tag in str(context["expected_tags"]).split(",")]
             near = difflib.get_close_matches(str(context["tag"]), tags, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            valid = f"valid types are {', '.join(tags)}{hint}"
+            valid = f"valid types are {', '.join(tags)}{hint}{_own_form(parent, where[-1])}"
             return f"{dotted}.type is {context['tag']!r}{source}: {valid}"
         case "union_tag_not_found":
             tags = sorted(_variants(_annotation(parent, where[-1])))
@@ -75,6 +76,14 @@ def _describe_one(problem: ErrorDetails, origins: Mapping[tuple[str, ...], str])
     reason = _reason(problem)
     meaning = _meaning(parent, where[-1]) if where else ""
     return f"{dotted} is {_shown(problem['input'])}{source}: {reason}{meaning}"
+
+
+def _own_form(parent: type[BaseModel], name: str) -> str:
+    """How a function of the user is named, where a field takes one."""
+    variant = _variants(_annotation(parent, name)).get("python")
+    if variant is None or not issubclass(variant, OwnFunctionSpec):
+        return ""
+    return "; a function of yours is python:path/to/file.py:name"
 
 
 _PLAIN = {

@@ -7,6 +7,7 @@ receives with the class that validated the recipe. Loading, overrides and sugges
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,6 +30,7 @@ from rolemesh.engine.specs import (
     ActorSpec,
     CostSpec,
     CriticSpec,
+    OwnFunctionSpec,
     ReferenceSpec,
     RewardSpec,
     RoleSpec,
@@ -435,20 +437,32 @@ class Recipe(Spec):
         return section
 
     def sent_section(self, role: str) -> RoleSpec:
-        """The role's section as its services get it: its schedule says how long it is.
+        """The role's section as its services get it.
+
+        Its schedule says how long it is, and the actor is told which of the user's functions it
+        loads: those that the section algorithm names, and no others later.
 
         Raises:
             ValueError: There is no section, or the length is not known.
         """
-        run = self.run
+        section, run = self.section(role), self.run
+        if isinstance(section, ActorSpec):
+            section = section.model_copy(update={"own_functions": self.own_functions()})
         updates = planned_updates(self.algorithm, run.prompts_per_step)
-        return with_length(role, self.section(role), updates, run.steps)
+        return with_length(role, section, updates, run.steps)
 
     @model_validator(mode="after")
     def _check_schedules(self) -> Self:
         for role in self.roles:
             self.sent_section(role)
         return self
+
+    def own_functions(self) -> Mapping[str, OwnFunctionSpec]:
+        """The user's functions that the actor loads, by the field that names each."""
+        named = {} if self.actor is None else self.actor.own_functions
+        if isinstance(self.algorithm, AlgorithmSection):
+            return {**named, **self.algorithm.own_functions}
+        return named
 
     def layout(self, role: str) -> TrainLayout:
         """How the role's model is spread over the ranks of each of its services."""

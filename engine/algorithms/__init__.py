@@ -8,6 +8,8 @@ from rolemesh.engine.algorithms import critic_advantages as critic_advantages
 from rolemesh.engine.algorithms import group_advantages as group_advantages
 from rolemesh.engine.algorithms import kto as kto
 from rolemesh.engine.algorithms import online_pairs as online_pairs
+from rolemesh.engine.algorithms import own_estimators as own_estimators
+from rolemesh.engine.algorithms import own_losses as own_losses
 from rolemesh.engine.algorithms import policy_losses as policy_losses
 from rolemesh.engine.algorithms import preference_losses as preference_losses
 from rolemesh.engine.algorithms import reinforce as reinforce

@@ -14,7 +14,13 @@ from rolemesh.engine.algorithms.judged import judged_rows, with_absent_rows
 from rolemesh.engine.algorithms.kl import KlController
 from rolemesh.engine.algorithms.lagrange import LagrangeMultiplier
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs import EstimatorPartSpec, KlPenaltySpec, SafeRlhfSpec
+from rolemesh.engine.own_functions import OwnFunction, OwnFunctions
+from rolemesh.engine.specs import (
+    EstimatorPartSpec,
+    KlPenaltySpec,
+    OwnFunctionSpec,
+    SafeRlhfSpec,
+)
 
 KL_CONTROLLER = "kl_controller"
 """Key of the KL controller's state."""
@@ -88,6 +94,8 @@ class EstimatorInput:
     """Those of the spec. An estimator moves them once, after everything that may fail."""
     baseline: Experience | None
     """The batch to compare with, of the spec's baseline_columns; None where it has none."""
+    function: OwnFunction | None = None
+    """The user's; None exactly if the spec names none."""
 
 
 Estimator = Callable[[EstimatorInput, Any], tuple[Experience, dict[str, float]]]
@@ -115,6 +123,7 @@ def estimate_advantages(
     spec: EstimatorPartSpec,
     controllers: Controllers | None = None,
     baseline: Experience | None = None,
+    own_functions: OwnFunctions | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """Computes what an update needs from rewards, values and log-probs. No model takes part.
 
@@ -132,6 +141,7 @@ def estimate_advantages(
         controllers: Of this spec; None where it needs none.
         baseline: The batch to compare with, with `spec.baseline_columns()`; None exactly if there
             are none of these.
+        own_functions: Those of the user; None: there are none.
 
     Returns:
         The columns `spec.makes()`: completion columns are float32 and 0 at masked tokens; and
@@ -142,8 +152,9 @@ def estimate_advantages(
     Raises:
         ColumnMissingError: A column is missing; names it.
         ValueError: A number that counts is NaN or infinite (names column and row); no row is
-            judged; controllers or baseline do not fit the spec; or nothing is registered for the
-            spec.
+            judged; controllers or baseline do not fit the spec; nothing is registered for the
+            spec; or the user's function is not there, fails, or gives something else
+            (UserCodeError).
     """
     estimator = _ESTIMATORS.get(type(spec))
     if estimator is None:
@@ -152,16 +163,19 @@ def estimate_advantages(
     controllers = Controllers() if controllers is None else controllers
     controllers.check_fit(spec)
     check_baseline(spec, has_baseline=baseline is not None)
+    function = None
+    if isinstance(spec, OwnFunctionSpec):
+        function = (own_functions or OwnFunctions()).of(spec)
     rows_J = judged_rows(experience)
     if rows_J is None:
-        return estimator(EstimatorInput(experience, controllers, baseline), spec)
+        return estimator(EstimatorInput(experience, controllers, baseline, function), spec)
     if not len(rows_J):
         raise ValueError(
             f"is_judged is False in all {experience.num_rows} rows: no reward could be had, and "
             "nothing is left to learn from; look into the log of the reward service"
         )
     judged = experience.select(rows_J)
-    columns, metrics = estimator(EstimatorInput(judged, controllers, baseline), spec)
+    columns, metrics = estimator(EstimatorInput(judged, controllers, baseline, function), spec)
     return with_absent_rows(columns, rows_J, experience), metrics
 
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
 from rolemesh.engine.algorithms.aggregation import LossScale
 from rolemesh.engine.algorithms.ragged import completion_values, loss_mask_of
 from rolemesh.engine.experience import Experience
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.own_functions import OwnFunctions
+from rolemesh.engine.specs import OwnFunctionSpec, Spec
 from rolemesh.engine.specs.base import PartSpec
 
 __all__ = [
@@ -65,6 +66,8 @@ class Loss(Protocol):
     """The model output that it trains."""
     needs_entropy: bool
     """Whether it reads entropy."""
+    origin: str
+    """End of messages about its numbers, where the user's code made them; else empty."""
 
     def __call__(
         self, outputs: ModelOutputs, batch: Experience, scale: LossScale
@@ -87,6 +90,7 @@ class SpecLoss(ABC, Generic[S]):
 
     needs: Literal["logprobs", "values", "scores"] = "logprobs"
     needs_entropy = False
+    origin = ""
 
     def __init__(self, spec: S) -> None:
         self.spec = spec
@@ -114,11 +118,14 @@ def add_metrics(totals: dict[str, float], share: Mapping[str, float]) -> None:
             totals[name] += number
 
 
-_LOSSES: dict[type[Spec], Callable[[Any], Loss]] = {}
+_LOSSES: dict[type[Spec], Callable[..., Loss]] = {}
 
 
 def loss_for(spec_class: type[Spec]) -> Callable[[type], type]:
-    """Registers the decorated class as the loss of a spec; it is built with the spec alone."""
+    """Registers the decorated class as the loss of a spec; it is built with the spec alone.
+
+    That of an OwnFunctionSpec is built with the function besides.
+    """
 
     def register(loss_class: type) -> type:
         if spec_class in _LOSSES:
@@ -129,13 +136,23 @@ def loss_for(spec_class: type[Spec]) -> Callable[[type], type]:
     return register
 
 
-def make_loss(spec: Spec) -> Loss:
-    """Builds the loss of a spec; raises ValueError for a spec without one."""
+def make_loss(spec: Spec, own_functions: OwnFunctions | None = None) -> Loss:
+    """Builds the loss of a spec.
+
+    Args:
+        spec: The loss.
+        own_functions: Those of the user; None: there are none.
+
+    Raises:
+        ValueError: There is no loss for the spec, or no such function (UserCodeError).
+    """
     try:
         loss_class = _LOSSES[type(spec)]
     except KeyError:
         known = sorted(spec_class.__name__ for spec_class in _LOSSES)
         raise ValueError(f"no loss for {type(spec).__name__}: give one of {known}") from None
+    if isinstance(spec, OwnFunctionSpec):
+        return loss_class(spec, (own_functions or OwnFunctions()).of(spec))
     return loss_class(spec)
 
 

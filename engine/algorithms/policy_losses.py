@@ -9,6 +9,7 @@ Shape letters: N packed completion tokens of the micro-batch, M those of them wi
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,6 +38,14 @@ from rolemesh.engine.specs import (
 
 S = TypeVar("S", bound=PolicyTermsSpec)
 
+OWN_METRICS = frozenset(
+    {
+        *("loss", "policy_loss", "kl_loss", "entropy", "approx_kl", "ratio_mean", "ratio_max"),
+        *("sampler_logprob_diff_mean", "sampler_logprob_diff_max"),
+    }
+)
+"""Metrics of every policy loss, which no loss may give besides."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
@@ -52,7 +61,11 @@ class PolicyTokens:
     advantages_M: torch.Tensor
     """float."""
     counts_B: torch.Tensor
-    """int64, unmasked tokens of each row."""
+    """int64, unmasked tokens of each row; their sum is M, and tokens lie row by row."""
+    entropy_M: torch.Tensor
+    """float, entropy of the distribution of each token in nats, with gradient."""
+    columns: Mapping[str, torch.Tensor]
+    """Further columns [M] that the loss reads, without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,8 @@ class PolicyLoss(SpecLoss[S]):
     """
 
     needs_entropy = True
+    reads: tuple[str, ...] = ()
+    """Further columns that `token_losses` reads."""
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
@@ -99,6 +114,8 @@ class PolicyLoss(SpecLoss[S]):
             old_M=read.column("proximal_logprobs", like=logprobs_M) if is_decoupled else sampled_M,
             advantages_M=read.column("advantages", like=logprobs_M),
             counts_B=unmasked_per_row(*loss_mask_of(batch)).to(logprobs_M.device),
+            entropy_M=entropy_M,
+            columns={name: read.column(name, like=logprobs_M) for name in self.reads},
         )
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
         lost = self.token_losses(tokens)
@@ -150,7 +167,7 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""
         spec, advantages_M = self.spec, tokens.advantages_M
-        ratio_M = _bounded(tokens.logprobs_M - tokens.old_M).exp()
+        ratio_M = ratios(tokens.logprobs_M, tokens.old_M)
         clipped_M = ratio_M.clamp(1 - spec.clip_low, 1 + spec.clip_high)
         losses_M = torch.maximum(-ratio_M * advantages_M, -clipped_M * advantages_M)
         metrics = _clip_metrics(ratio_M, advantages_M, spec.clip_low, spec.clip_high)
@@ -206,7 +223,7 @@ class CispoPolicyLoss(PolicyLoss[CispoPolicyLossSpec]):
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""
         spec = self.spec
-        ratio_M = _bounded(tokens.logprobs_M - tokens.old_M).exp().detach()
+        ratio_M = ratios(tokens.logprobs_M, tokens.old_M).detach()
         lowest = 0.0 if spec.clip_low is None else 1 - spec.clip_low
         weight_M = ratio_M.clamp(lowest, 1 + spec.clip_high)
         losses_M = -weight_M * tokens.advantages_M * tokens.logprobs_M
@@ -234,6 +251,11 @@ class ReinforcePolicyLoss(PolicyLoss[ReinforcePolicyLossSpec]):
             weight_M, metrics = _importance(log_ratio_M, self.spec.importance_cap)
             losses_M = weight_M * losses_M
         return TokenLosses(losses_M, _bounded(log_ratio_M).exp(), metrics)
+
+
+def ratios(logprobs_M: torch.Tensor, old_M: torch.Tensor) -> torch.Tensor:
+    """exp(logprobs - old), floating [M] with gradient, held where exp overflows."""
+    return _bounded(logprobs_M - old_M).exp()
 
 
 def _bounded(log_ratio_M: torch.Tensor) -> torch.Tensor:

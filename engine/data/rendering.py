@@ -1,4 +1,4 @@
-"""Rendering of chat turns as tokens: prompts to sample from, given completions to train on."""
+"""Rendering of chat turns as tokens: prompts, given completions, turns between two answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import jinja2
 from rolemesh.engine.data.rows import Completion, DataInvalidError, Message, PromptRow
 
 _PROBE: Sequence[Message] = ({"role": "user", "content": "a"},)
-_PROBE_ANSWER = "b"
+_PROBE_ANSWER = "the answer 9b7e"
+"""A text that no template has by itself, and that none trims."""
 
 
 class ChatTokenizer(Protocol):
@@ -48,6 +49,7 @@ class Renderer:
         """Takes the tokenizer of the policy, with its chat template."""
         self._tokenizer = tokenizer
         self._closing: list[int] | None = None
+        """Tokens with which the template ends an answer; none if it has no special token there."""
 
     def prompt_text(self, row: PromptRow) -> str:
         """The prompt up to the place where the assistant continues; raises DataInvalidError."""
@@ -119,6 +121,51 @@ class Renderer:
             text = longer
         return CompletionTokens(tokens=tokens, loss_mask=mask)
 
+    def continuation(self, messages: Sequence[Message], *, end_token: int | None) -> list[int]:
+        r"""Tokens between a sampled answer and the next one, in which others say `messages`.
+
+        The template renders a dummy conversation: a user's turn, an answer, `messages`, and the
+        opening of the next answer. What stands behind the text of the dummy answer is what follows
+        the sampled one. What was sampled thus stays as it is, also where the template would render
+        an earlier answer otherwise (some leave out what was thought, or trim).
+
+        Example: with ChatML and a user's message "no", after an answer that its end token closed,
+        the tokens of "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n".
+
+        Args:
+            messages: What others say, at least one turn, with the keys that the template reads.
+            end_token: Token id that closed the answer, which the template's own end is left out
+                for; None if the answer is not closed, so that the template's end is written.
+
+        Raises:
+            DataInvalidError: The template refuses the turns, does not render answers as they are
+                given, or renders these turns otherwise where more turns stand before them.
+        """
+        answer = {"role": "assistant", "content": _PROBE_ANSWER}
+        earlier = [*_PROBE, {"role": "assistant", "content": "b"}]
+        row = PromptRow(messages=(), where="what the environment says")
+        text = self._behind_answer([*_PROBE, answer, *messages], row, answered=False)
+        longer = self._behind_answer([*earlier, *_PROBE, answer, *messages], row, answered=False)
+        if text is None or text != longer:
+            what = (
+                "does not contain the answer before it as it is given"
+                if text is None
+                else "depends on how many turns stand before it"
+            )
+            raise DataInvalidError(
+                f"{row.where}: its turns ({', '.join(turn['role'] for turn in messages)}) have no "
+                f"fixed text, since what the chat template makes of them {what}: let the "
+                "environment return text with the markers of a turn, or use a template that only "
+                "appends"
+            )
+        tokens, closing = self.tokens(text), self._template_end(row)
+        if end_token is None:
+            return tokens
+        if closing and tokens[: len(closing)] == closing:
+            return tokens[len(closing) :]
+        # Some models end an answer with the token that opens the turn of the next speaker.
+        return tokens[1:] if tokens[:1] == [end_token] else tokens
+
     def bare_text(self, row: PromptRow) -> list[int]:
         """Tokens of a text without a prompt, with the special tokens that the tokenizer adds.
 
@@ -144,29 +191,37 @@ class Renderer:
             ) from error
         return text
 
+    def _behind_answer(
+        self, turns: Sequence[Message], row: PromptRow, *, answered: bool
+    ) -> str | None:
+        """What the template puts behind the text of the probe's answer; None if it changes that."""
+        _, found, behind = self._rendered(turns, row, answered=answered).partition(_PROBE_ANSWER)
+        return behind if found else None
+
+    def _template_end(self, row: PromptRow) -> list[int]:
+        """Tokens that the template puts after an answer, to the first special one; else none."""
+        if self._closing is None:
+            probe = [*_PROBE, {"role": "assistant", "content": _PROBE_ANSWER}]
+            tail = self.tokens(self._behind_answer(probe, row, answered=True) or "")
+            end_at = self._first_special(tail)
+            self._closing = [] if end_at is None else tail[: end_at + 1]
+        return self._closing
+
     def _turn_end(self, row: PromptRow) -> list[int]:
         """Tokens that end the assistant's turn: the first ones that the template puts after it.
 
         If the template puts no special token there, it is the end token of the tokenizer.
         """
-        if self._closing is None:
-            probe = PromptRow(messages=_PROBE, where=row.where)
-            before = self._rendered(_PROBE, probe, answered=False) + _PROBE_ANSWER
-            answer = {"role": "assistant", "content": _PROBE_ANSWER}
-            whole = self._rendered([*_PROBE, answer], probe, answered=True)
-            tail = self.tokens(whole[len(before) :]) if whole.startswith(before) else []
-            end_at = self._first_special(tail)
-            end_token = getattr(self._tokenizer, "eos_token_id", None)
-            if end_at is not None:
-                self._closing = tail[: end_at + 1]
-            elif end_token is not None:
-                self._closing = [end_token]
-            else:
-                raise DataInvalidError(
-                    f"{row.where}: neither the chat template nor the tokenizer (eos_token) has a "
-                    "token that ends an answer: set eos_token in the model's tokenizer_config.json"
-                )
-        return self._closing
+        closing = self._template_end(row)
+        if closing:
+            return closing
+        end_token = getattr(self._tokenizer, "eos_token_id", None)
+        if end_token is None:
+            raise DataInvalidError(
+                f"{row.where}: neither the chat template nor the tokenizer (eos_token) has a "
+                "token that ends an answer: set eos_token in the model's tokenizer_config.json"
+            )
+        return [end_token]
 
     def _first_special(self, tokens: Sequence[int]) -> int | None:
         special = set(getattr(self._tokenizer, "all_special_ids", ()))

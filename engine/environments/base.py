@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from rolemesh.engine.data.prompts import Prompt
+
+TurnEnd = Literal["end_token", "stop_text", "length"]
+"""Why a turn of the policy ended: it drew an end token, it completed one of the environment's stop
+texts, or it was cut, by `max_turn_tokens` or by the budget of the whole completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +24,10 @@ class Observation:
     """Text that follows the turn unchanged, before the next turn; dropped when the episode ends.
     Markers of the chat template in it take effect, so it may open its own turn. Do not put in text
     of strangers without checking it."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """Chat turns of others in place of text, e.g. ({"role": "tool", "content": "84"},): role,
+    content, and other keys that the model's chat template reads. The template puts them behind the
+    turn, closes the turn first unless the policy did so itself, and opens the next one."""
     reward: float = 0.0
     """Finite reward of this turn; a trajectory gets the sum."""
     done: bool = False
@@ -26,10 +36,40 @@ class Observation:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"text of the observation is a {type(self.text).__name__}: give a str")
+        if self.messages:
+            _check_messages(self.messages)
+            if self.text:
+                raise ValueError(
+                    "the observation has text and messages: give one of them, since text follows "
+                    "the policy's turn and messages are turns of others"
+                )
         if not math.isfinite(self.reward):
             raise ValueError(
                 f"reward of the observation is {self.reward}: every reward must be finite"
             )
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(
+            f"messages of the observation is a {type(messages).__name__}: give a list of "
+            '{"role": ..., "content": ...}'
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise TypeError(
+                f"a message of the observation is {message!r:.200}: give "
+                '{"role": ..., "content": ...} with texts'
+            )
+        if message["role"] == "assistant":
+            raise ValueError(
+                "a message of the observation has the role 'assistant': only the policy speaks "
+                "as the assistant, give another role"
+            )
+        # Ranks that sample a row together tell it to each other.
+        json.dumps(dict(message))
 
 
 class EnvironmentFailedError(RuntimeError):
@@ -40,7 +80,8 @@ class Environment(ABC):
     """Talks to a policy, turn by turn. Each trajectory has its own instance.
 
     reset is called once, before the first turn. step is called after each turn, also after one that
-    was cut by length. Both should depend only on their arguments: a resumed run samples its step
+    was cut by length; a step with a second parameter named `end` is told why the turn ended (a
+    TurnEnd). Both should depend only on their arguments: a resumed run samples its step
     again, and gets the same trajectories only if the answers are the same. They run on the compute
     thread while decoding waits, so they should be quick. Their errors end the generation, since a
     failed judgement is not a reward of 0.

@@ -1,19 +1,27 @@
 """Episodes: a policy and an environment take turns until the environment, or the budget, ends it.
 
 Tokens in, tokens out: what was sampled is never encoded again. What the environment says is encoded
-alone, put behind the turn, and masked.
+alone (text as it is, messages as the chat template renders them), put behind the turn, and masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from rolemesh.engine.data.prompts import Prompt
-from rolemesh.engine.environments.base import Environment, EnvironmentFailedError, Observation
+from rolemesh.engine.data.rendering import ChatTokenizer, Renderer
+from rolemesh.engine.data.rows import DataInvalidError
+from rolemesh.engine.environments.base import (
+    Environment,
+    EnvironmentFailedError,
+    Observation,
+    TurnEnd,
+)
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
@@ -21,6 +29,7 @@ from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
+from rolemesh.engine.specs.environments import TurnLimits
 from rolemesh.engine.user_code import raised_at
 
 STOP_WINDOW_TOKENS = 8
@@ -31,16 +40,6 @@ _CPU = torch.device("cpu")
 _USER_ERRORS = (Exception, SystemExit)
 """What an environment, a user's code, may raise. SystemExit would end the service without a word.
 """
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def __call__(self, text: str, **kwargs: Any) -> Any:
-        """Encodes text."""
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """Text of tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,14 +97,20 @@ class _Running:
         """Tokens that the completion may still have."""
         return self.budget - len(self.episode.completion_tokens)
 
+    def step(self, text: str, end: TurnEnd) -> Any:
+        """Asks the environment, which is told why the turn ended if its step has an `end`."""
+        step: Callable[..., Any] = self.environment.step
+        return step(text, end=end) if "end" in inspect.signature(step).parameters else step(text)
+
 
 class EpisodeRunner:
     """Plays episodes over a rollout back end, all running ones turn by turn.
 
     The budget of a row, `sampling.max_new_tokens` and what the model's length leaves, counts all
     tokens of its completion, those of the environment included: it bounds what a trainer has to
-    hold. An observation is put in if a token can follow it; otherwise the episode ends as one that
-    was cut. What the environment says last is not put in, since nothing learns from it.
+    hold. A turn that it cuts is the last; one that `max_turn_tokens` cuts is not. An observation is
+    put in if a token can follow it; otherwise the episode ends as one that was cut. What the
+    environment says last is not put in, since nothing learns from it.
 
     Turn 0 of a row has the row's own seed, so that an environment of one turn changes no token;
     turn t after it has derive_seed(row seed, t).
@@ -121,7 +126,7 @@ class EpisodeRunner:
     def __init__(
         self,
         spec: EnvironmentSpec,
-        tokenizer: Tokenizer,
+        tokenizer: ChatTokenizer,
         max_model_len: int,
         *,
         group: RankGroup | None = None,
@@ -142,6 +147,8 @@ class EpisodeRunner:
         self._group = group if group is not None and group.size > 1 else None
         self._device = device
         self._spec = spec
+        self._turn_limit = spec.max_turn_tokens if isinstance(spec, TurnLimits) else None
+        self._renderer = Renderer(tokenizer)
         self._make = environment_maker(spec)
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -217,7 +224,7 @@ class EpisodeRunner:
             return text
 
         text = self._heard(one, reset)
-        if text and not self._put_in(one, text, version):
+        if text and not self._put_in(one, self._encoded(text), version):
             raise _failed(
                 one,
                 f"the text of reset leaves no room for a turn within {one.budget} tokens: raise "
@@ -232,43 +239,71 @@ class EpisodeRunner:
             row=one.request.row,
             prompt_tokens=[*one.prompt.tokens, *one.episode.completion_tokens],
             seed=derive_seed(seed, number) if number else seed,
-            max_new_tokens=one.room,
+            max_new_tokens=one.room
+            if self._turn_limit is None
+            else min(one.room, self._turn_limit),
             is_complete=self._stop_check(one.stop),
         )
 
     def _take(self, one: _Running, trajectory: RolloutTrajectory, version: int) -> bool:
         """Adds a turn and what the environment says to it; True when that was the last one."""
         episode, tokens = one.episode, list(trajectory.completion_tokens)
-        end = self.turn_end(tokens, one.stop)
-        is_cut = end is None and trajectory.finish_reason == "length"
-        tokens = tokens[:end]
+        cut_at = self.turn_end(tokens, one.stop)
+        end: TurnEnd = "length" if trajectory.finish_reason == "length" else "end_token"
+        if cut_at is not None:
+            end, tokens = "stop_text", tokens[:cut_at]
         episode.completion_tokens += tokens
         episode.loss_mask += [True] * len(tokens)
         episode.logprobs += trajectory.logprobs[: len(tokens)]
         episode.policy_versions += trajectory.policy_versions[: len(tokens)]
 
-        def step() -> tuple[str, float, bool]:
-            said = one.environment.step(self._text(tokens))
+        def step() -> tuple[str, list[dict[str, Any]], float, bool]:
+            said = one.step(self._text(tokens), end)
             if not isinstance(said, Observation):
                 raise TypeError(f"step gave a {type(said).__name__}: return an Observation")
-            return said.text, float(said.reward), bool(said.done)
+            messages = [dict(message) for message in said.messages]
+            return said.text, messages, float(said.reward), bool(said.done)
 
-        text, reward, is_done = self._heard(one, step)
+        text, messages, reward, is_done = self._heard(one, step)
         episode.num_turns += 1
         episode.reward += reward
-        if is_cut:
-            episode.finish_reason = "length"
-        if is_cut or is_done or episode.num_turns == self._spec.max_turns:
+        is_cut = end == "length"
+        # A turn that its own limit cut is answered; if there is no more room, that shows below.
+        is_over = is_cut and (self._turn_limit is None or len(tokens) < self._turn_limit)
+        if is_over or is_done or episode.num_turns == self._spec.max_turns:
+            episode.finish_reason = "length" if is_cut else "stop"
             return True
-        if not self._put_in(one, text, version):
+        closed_by = tokens[-1] if end == "end_token" else None
+        said = self._rendered(one, messages, closed_by) if messages else self._encoded(text)
+        if not self._put_in(one, said, version):
             episode.finish_reason = "length"
             return True
         return False
 
-    def _put_in(self, one: _Running, text: str, version: int) -> bool:
+    def _encoded(self, text: str) -> list[int]:
+        """The first tokens of a text of the environment, as many as one observation may have."""
+        return self._renderer.tokens(text)[: self._spec.max_observation_tokens] if text else []
+
+    def _rendered(
+        self, one: _Running, messages: Sequence[Mapping[str, Any]], closed_by: int | None
+    ) -> list[int]:
+        """Messages as the chat template continues the turn with them, their contents shortened."""
+        left, shown = self._spec.max_observation_tokens, []
+        for message in messages:
+            tokens = self._renderer.tokens(message["content"])
+            kept, content = tokens[:left], message["content"]
+            if len(kept) < len(tokens):
+                # The cut may go through a character.
+                content = self._tokenizer.decode(kept).rstrip("\N{REPLACEMENT CHARACTER}")
+            shown.append({**message, "content": content})
+            left -= len(kept)
+        try:
+            return self._renderer.continuation(shown, end_token=closed_by)
+        except DataInvalidError as error:
+            raise _failed(one, str(error)) from error
+
+    def _put_in(self, one: _Running, tokens: Sequence[int], version: int) -> bool:
         """Appends what the environment says, masked; False when no token could follow it."""
-        encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
-        tokens = encoded[: self._spec.max_observation_tokens]
         if len(tokens) >= one.room:
             return False
         episode = one.episode

@@ -40,6 +40,7 @@ from rolemesh.engine.specs.estimators import (
     KlPenaltySpec,
     OnlineDpoSpec,
     OverlongSpec,
+    PythonEstimatorSpec,
     ReinforcePlusPlusBaselineSpec,
     ReinforcePlusPlusSpec,
     RemaxSpec,
@@ -56,6 +57,7 @@ from rolemesh.engine.specs.losses import (
     PolicyTermsSpec,
     PpoPolicyLossSpec,
     PpoValueLossSpec,
+    PythonPolicyLossSpec,
     ReinforcePolicyLossSpec,
 )
 from rolemesh.engine.specs.models import (
@@ -81,6 +83,7 @@ from rolemesh.engine.specs.outside_rewards import (
     SlimeRewardSpec,
     outside_source,
 )
+from rolemesh.engine.specs.own_functions import OwnFunctionSpec, python_form
 from rolemesh.engine.specs.preferences import (
     BradleyTerryLossSpec,
     DpoLossSpec,
@@ -185,6 +188,7 @@ __all__ = [
     "OptimizerSpec",
     "OutsideRewardSpec",
     "OverlongSpec",
+    "OwnFunctionSpec",
     "OwnRewardSpec",
     "PairedSpec",
     "ParquetSpec",
@@ -194,6 +198,8 @@ __all__ = [
     "PpoValueLossSpec",
     "PythonCurriculumSpec",
     "PythonEnvironmentSpec",
+    "PythonEstimatorSpec",
+    "PythonPolicyLossSpec",
     "PythonRewardSpec",
     "RateScheduleSpec",
     "ReasoningGymEnvironmentSpec",
@@ -228,4 +234,5 @@ __all__ = [
     "may_drop_groups",
     "named_sources",
     "outside_source",
+    "python_form",
 ]

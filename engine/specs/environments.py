@@ -17,8 +17,12 @@ class TurnLimits(Spec):
 
     max_turns: int = Field(default=4, ge=1)
     """Turns of the policy, at most."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one turn of the policy, at most. A turn that is cut there is not the last: the
+    environment answers it. None: only the budget of the completion cuts a turn, and ends it."""
     max_observation_tokens: int = Field(default=64, ge=1)
-    """Tokens of one observation, at most; a longer one keeps its first."""
+    """Tokens of one observation, at most; a longer one keeps its first. Of messages, the tokens of
+    their contents; what the chat template puts around them comes on top."""
 
 
 class ReasoningGymEnvironmentSpec(Spec):

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import EstimatorPartSpec, Spec
 from rolemesh.engine.specs.columns import PAIR_COLUMNS
+from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import KtoPointSpec
 
 
@@ -252,6 +253,27 @@ class ReinforcePlusPlusBaselineSpec(GroupEstimatorSpec):
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
 
+class PythonEstimatorSpec(OwnFunctionSpec, GroupEstimatorSpec):
+    """An estimator of your own: a function that gives the advantages of a batch.
+
+    The punishment of long completions and the KL in the reward are taken off before it.
+    """
+
+    type: Literal["python"] = "python"
+    reads: tuple[str, ...] = ()
+    """Further columns that the function reads, e.g. values, costs, completion_text."""
+    makes_returns: bool = False
+    """Whether it also gives returns, which a critic learns."""
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of an estimator that compares rows, and those that it names."""
+        return (*super().columns(), *self.reads)
+
+    def makes(self) -> tuple[str, ...]:
+        """Advantages; returns if it says so."""
+        return (*super().makes(), *(("returns",) if self.makes_returns else ()))
+
+
 class OnlineDpoSpec(EstimatorPartSpec):
     """Pairs from sampled completions (online DPO, arXiv 2402.04792, algorithm 1).
 
@@ -280,6 +302,7 @@ EstimatorSpec = Annotated[
     | RemaxSpec
     | ReinforcePlusPlusSpec
     | ReinforcePlusPlusBaselineSpec
+    | PythonEstimatorSpec
     | OnlineDpoSpec
     | KtoPointSpec,
     Field(discriminator="type"),

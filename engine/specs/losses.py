@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rolemesh.engine.specs.base import PartSpec
 from rolemesh.engine.specs.columns import PROXIMAL_LOGPROBS
 from rolemesh.engine.specs.estimators import KlForm
+from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.preferences import (
     BradleyTerryLossSpec,
     DpoLossSpec,
@@ -136,6 +137,22 @@ class ReinforcePolicyLossSpec(PolicyTermsSpec):
     without a gradient of its own; None weighs all by 1, which only holds on-policy."""
 
 
+class PythonPolicyLossSpec(OwnFunctionSpec, PolicyTermsSpec):
+    """A policy loss of your own: a function that gives the loss of each token.
+
+    Entropy, KL to the reference and aggregation are added as for the losses here.
+    """
+
+    type: Literal["python"] = "python"
+    reads: tuple[str, ...] = ()
+    """Further columns of completion tokens that the function reads, e.g. values. With
+    proximal_logprobs the log-probs to compare with are those at the start of the update."""
+
+    def columns(self) -> tuple[str, ...]:
+        """Those of a policy loss, and those that it names."""
+        return (*super().columns(), *self.reads)
+
+
 class PpoValueLossSpec(AggregatedLossSpec):
     """Clipped squared error of values (PPO as in arXiv 2006.05990, section 3.1)."""
 
@@ -153,6 +170,7 @@ LossSpec = Annotated[
     | GspoPolicyLossSpec
     | CispoPolicyLossSpec
     | ReinforcePolicyLossSpec
+    | PythonPolicyLossSpec
     | PpoValueLossSpec
     | SftLossSpec
     | DpoLossSpec

@@ -5,13 +5,13 @@ A source may be written as one text (`outside_source`); the long form has every 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.own_functions import python_form
 
 FORMS = (
     "grpc://host:port, http://host/get_reward (OpenRLHF), http://host/verify (NeMo-Gym), "
@@ -285,8 +285,6 @@ AnyOutsideRewardSpec = (
 )
 """Every outside source; `RewardSourceSpec` has them beside ours."""
 
-_PYTHON = re.compile(r"python:(?P<function>.+:[A-Za-z_]\w*)")
-
 
 def outside_source(text: str) -> dict[str, Any]:
     """The long form of a source that is written as one text.
@@ -296,9 +294,9 @@ def outside_source(text: str) -> dict[str, Any]:
     Raises:
         ValueError: It is none of the forms.
     """
-    python = _PYTHON.fullmatch(text)
+    python = python_form(text)
     if python is not None:
-        return {"type": "python", "function": python["function"]}
+        return python
     scheme, _, rest = text.partition("://")
     if scheme in ("grpc", "grpcs") and rest:
         return {"type": "grpc", "urls": [text]}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.environments import EnvironmentSpec
 from rolemesh.engine.specs.models import GenerateSpec, LayoutSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
 
@@ -37,6 +39,9 @@ class ActorSpec(RoleSpec):
     """What the policy talks to while it samples; None: a completion is one turn."""
     pretraining_data: DataSpec | None = None
     """Rows that keep what pretraining taught, for a loss beside the main one."""
+    own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
+    """Functions of yours that losses and estimators may be, by names of your choice for messages:
+    for clients that make their own steps. A run adds those of its section algorithm."""
     train: LayoutSpec = LayoutSpec()
     """Layout of training and scoring."""
     generate: GenerateSpec = GenerateSpec()

@@ -25,6 +25,7 @@ from rolemesh.engine.parallel.agreement import gather_facts, prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs.columns import INPUT_COLUMNS
 from rolemesh.engine.train.optimizer import LossNotFiniteError
+from rolemesh.engine.user_code import UserCodeError
 
 
 def accumulate(
@@ -65,6 +66,7 @@ def accumulate(
         ColumnMissingError: The batch lacks a column.
         ValueError: The rows of this rank, or of another one, cannot be used, or the loss refuses
             a column.
+        UserCodeError: A function of the user failed, or gave what is no loss; on all ranks.
         PairIncompleteError: A pair's rows do not share a micro-batch.
     """
     mesh, device = rank_model.mesh, rank_model.device
@@ -84,12 +86,18 @@ def accumulate(
     passes = with_fillers(passes, part, max(number for number, _ in facts), device)
     scale = LossScale.total(LossScale(*counts) for _, counts in facts)
     shares: dict[str, float] = {}
+    failures: list[str] = []
     kind = ColumnKind.ROW if loss.needs == "scores" else ColumnKind.COMPLETION
     collector = scoring.Collector((loss.needs,), kind)
 
     def close(number: int, outputs: Any) -> torch.Tensor:
         trained, found = _found(loss, outputs)
-        share, metrics = loss(found, passes[number].part, scale)
+        try:
+            share, metrics = loss(found, passes[number].part, scale)
+        except UserCodeError as error:
+            # Told after the pass: a rank that stopped within would leave the others waiting.
+            failures.append(str(error))
+            share, metrics = 0.0 * trained.sum(), {"loss": math.nan}
         add_metrics(shares, metrics)
         collector.add(passes[number], {loss.needs: trained})
         return share if weight == 1.0 else weight * share
@@ -106,8 +114,8 @@ def accumulate(
             progress, "forward_backward" if trains else "compute_loss", passes, len(places)
         ),
     )
-    metrics = _metrics_of_all(shares, mesh, device)
-    _check_finite(metrics, trains=trains)
+    metrics = _metrics_of_all(shares, mesh, device, is_broken=bool(failures))
+    _check_finite(metrics, loss, failures, mesh, device, trains=trains)
     return metrics, collector.in_batch_order()
 
 
@@ -134,24 +142,38 @@ def _found(loss: Loss, outputs: Any) -> tuple[torch.Tensor, ModelOutputs]:
 
 
 def _metrics_of_all(
-    shares: dict[str, float], mesh: RankMesh, device: torch.device
+    shares: dict[str, float], mesh: RankMesh, device: torch.device, *, is_broken: bool
 ) -> dict[str, float]:
     """Metrics of the whole mini-batch, equal on all ranks.
 
-    A replica's share is known to all slices of its last stage; the first of them tells.
+    A replica's share is known to all slices of its last stage; the first of them tells, and each
+    whose loss failed (`is_broken`), so that it is NaN for all.
     """
-    told = shares if mesh.pp.is_last and mesh.tp.is_first else {}
+    told = shares if is_broken or (mesh.pp.is_last and mesh.tp.is_first) else {}
     metrics: dict[str, float] = {}
     for share in gather_facts(told, mesh.world, device):
         add_metrics(metrics, share)
     return metrics
 
 
-def _check_finite(metrics: Mapping[str, float], *, trains: bool) -> None:
+def _check_finite(
+    metrics: Mapping[str, float],
+    loss: Loss,
+    failures: Sequence[str],
+    mesh: RankMesh,
+    device: torch.device,
+    *,
+    trains: bool,
+) -> None:
     # After the pass: a rank that stopped within would leave the others waiting for it.
-    if not math.isfinite(metrics["loss"]):
-        dropped = "gradients were dropped, weights not touched; " if trains else ""
-        raise LossNotFiniteError(
-            f"loss is {metrics['loss']} (metrics {dict(metrics)}): {dropped}look for rewards, "
-            "advantages or log-probs that are not finite"
-        )
+    if math.isfinite(metrics["loss"]):
+        return
+    for rank, told in enumerate(gather_facts(list(failures[:1]), mesh.world, device)):
+        if told:
+            where = f"rank {rank}: " if mesh.world.size > 1 else ""
+            raise UserCodeError(f"{where}{told[0]}")
+    dropped = "gradients were dropped, weights not touched; " if trains else ""
+    raise LossNotFiniteError(
+        f"loss is {metrics['loss']} (metrics {dict(metrics)}): {dropped}look for rewards, "
+        f"advantages or log-probs that are not finite{loss.origin}"
+    )

@@ -16,6 +16,7 @@ from rolemesh.engine.models import scoring
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring import Progress
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
+from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.packing.batching import balanced_units
 from rolemesh.engine.parallel.agreement import prepare_together
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -59,6 +60,9 @@ class Trainer(ModelInTraining):
         metrics = trainer.update(batch, PpoPolicyLossSpec(), plan)
         trainer.policy_version  # raised by ceil(rows / 32)
     """
+
+    own_functions: OwnFunctions | None = None
+    """Functions of the user that losses may be; None: there are none."""
 
     @classmethod
     def policy(
@@ -360,7 +364,7 @@ class Trainer(ModelInTraining):
 
     def _loss_of(self, spec: LossSpec) -> tuple[Loss, float]:
         """A loss that this model can be trained on, and the temperature of its softmax."""
-        loss = make_loss(spec)
+        loss = make_loss(spec, self.own_functions)
         self._check_model(*_TRAINED_BY[loss.needs])
         return loss, spec.logprob_temperature
 

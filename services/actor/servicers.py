@@ -9,6 +9,7 @@ from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
+from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
@@ -63,7 +64,8 @@ class ActorRole(ModelRole, SamplingRole):
     def initialize(
         self, spec: ActorSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
     ) -> InitializeResult:
-        """Loads prompts, policy and sampler, in that order: what is wrong shows soonest."""
+        """Loads code, prompts, policy and sampler, in that order: what is wrong shows soonest."""
+        self.own_functions = OwnFunctions(spec.own_functions)
         progress("load prompts", 0, 3)
         self._source = PromptSource(
             spec.model,
@@ -77,6 +79,7 @@ class ActorRole(ModelRole, SamplingRole):
         progress("load policy", 1, 3)
         model = CausalLm(spec.model, device=rank_device(), mesh=mesh)
         result = self.train_with(model, spec.optimizer, run_seed)
+        self.trainer.own_functions = self.own_functions
         if spec.rollout is not None:
             progress(f"load {spec.rollout.type}", 2, 3)
             self._load_sampler(spec.rollout, model, mesh)

@@ -1,8 +1,9 @@
 """Looks at a recipe's data and rewards: python -m rolemesh.services.preview < SPEC.
 
 SPEC is a `PreviewSpec` in JSON. Prints one JSON object a line as soon as each is known: "data",
-"lengths", "prompt", "reward", and "error" for what a role would fail with at its start. Always ends
-with exit code 0 unless it cannot work at all: what is found is for the caller to judge.
+"lengths", "prompt", "reward", "functions", and "error" for what a role would fail with at its
+start. Always ends with exit code 0 unless it cannot work at all: what is found is for the caller to
+judge.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ SHOWN_CHARACTERS = 2000
 def main() -> int:
     """Reads the spec, looks, and prints."""
     try:
+        from rolemesh.engine.own_functions import OwnFunctions
+        from rolemesh.engine.user_code import UserCodeError
         from rolemesh.services.preview.looking import Preview, PreviewSpec
     except ModuleNotFoundError as error:
         _tell("error", what="packages", text=f"{error.name} is not installed here")
@@ -48,6 +51,13 @@ def main() -> int:
         return 0
     for found in asyncio.run(preview.rewards()):
         _tell("reward", **found)
+    if spec.own_functions:
+        try:
+            OwnFunctions(spec.own_functions)
+        except UserCodeError as error:
+            _tell("error", what="functions", text=str(error))
+        else:
+            _tell("functions", names=[one.function for one in spec.own_functions.values()])
     return 0
 
 

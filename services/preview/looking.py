@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import Field
 
 from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
@@ -12,6 +15,7 @@ from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.specs import (
     DataSpec,
     OutsideRewardSpec,
+    OwnFunctionSpec,
     PythonRewardSpec,
     Spec,
     WeightedRewardSpec,
@@ -53,6 +57,8 @@ class PreviewSpec(Spec):
     """Sources of reward and cost, each with a name."""
     reward_timeout_s: float = 3.0
     """Longest wait for an answer of a reward, in seconds."""
+    own_functions: Mapping[str, OwnFunctionSpec] = Field(default_factory=dict)
+    """Losses and estimators of the user, by the field of the recipe that names each."""
 
 
 class Preview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args
 
 import pytest
@@ -45,6 +46,9 @@ def default_part(name: str, field: str) -> list[str]:
     if info is None:
         return []
     part: Any = info.annotation if info.is_required() else info.default
+    if isinstance(part, UnionType):
+        # Ours stands before one of the user's.
+        part = get_args(part)[0]
     return [str(part.model_fields["type"].default if isinstance(part, type) else part.type)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,8 @@ from rolemesh.v1 import (
     worker_pb2_grpc,
 )
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "chat_environment.py"
+
 FAILS = """
 
 class Fails(Nods):
@@ -50,12 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def actor(folder: Path, name: str) -> AsyncIterator[tuple[MeshChannel, Runtime]]:
+async def actor(
+    folder: Path, environment: str | dict[str, Any]
+) -> AsyncIterator[tuple[MeshChannel, Runtime]]:
+    if isinstance(environment, str):
+        environment = {"environment": f"{folder / 'own.py'}:{environment}"}
     spec = {
         "model": {"path": str(folder / "model"), "compute_dtype": "float32"},
-        "rollout": {"type": "hf", "max_model_len": 96},
+        "rollout": {"type": "hf", "max_model_len": 256},
         "data": {"type": "jsonl", "path": str(folder / "rows.jsonl")},
-        "environment": {"type": "python", "environment": f"{folder / 'own.py'}:{name}"},
+        "environment": {"type": "python", **environment},
     }
     async with (
         serving(ActorRole()) as server,
@@ -80,12 +87,12 @@ async def last(call: Any) -> Any:
     return messages[-1].result
 
 
-def generate(channel: MeshChannel, block_rows: int = 0) -> Any:
+def generate(channel: MeshChannel, block_rows: int = 0, max_new_tokens: int = 48) -> Any:
     request = rollout_pb2.GenerateRequest(
         key=operation_key("generate", sequence=block_rows),
         prompts=rollout_pb2.PromptSlice(split=rollout_pb2.SPLIT_TRAIN, count=4),
         sampling=rollout_pb2.Sampling(
-            samples_per_prompt=2, temperature=1, top_p=1, top_k=-1, max_new_tokens=48
+            samples_per_prompt=2, temperature=1, top_p=1, top_k=-1, max_new_tokens=max_new_tokens
         ),
         block_rows=block_rows,
     )
@@ -123,6 +130,35 @@ async def test_rows_are_episodes_and_their_rewards_reach_the_reward_role(folder:
         assert mask[len(greeting)]
     sampled = batch["logprobs"].values[batch["loss_mask"].values].double().mean()
     assert result.report.metrics["sampler_logprob/mean"] == pytest.approx(float(sampled))
+
+
+async def test_the_chat_example_plays_over_a_model(folder: Path) -> None:
+    environment = {"environment": f"{EXAMPLE}:Guess", "max_turn_tokens": 6, "max_turns": 3}
+    async with actor(folder, environment) as (channel, runtime):
+        result = await last(generate(channel, max_new_tokens=180))
+        batch = await pulled(runtime, result.experience)
+    tokenizer = tiny_tokenizer()
+    opening = "\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    hints = ("More.", "Less.", "That is no number.", "You were cut off: answer with one number.")
+    said = {f"{opening[0]}{hint}{opening[1]}" for hint in hints}
+    num_cut = 0
+    for row, prompt_length in enumerate(batch["prompt_lengths"].values.tolist()):
+        one = batch.slice(row, row + 1)
+        tokens, own = one["tokens"].values[prompt_length:], one["loss_mask"].values
+        borders = [0, *(torch.nonzero(own[1:] != own[:-1]).flatten() + 1).tolist(), len(tokens)]
+        parts = [tokens[a:b] for a, b in itertools.pairwise(borders)]
+        turns, between = parts[0::2], parts[1::2]
+        assert 1 <= len(turns) <= 3
+        assert len(between) == len(turns) - 1
+        for turn, answer in zip(turns, between, strict=False):
+            is_closed = int(turn[-1]) == tokenizer.eos_token_id
+            assert is_closed or len(turn) == 6
+            end = "" if is_closed else "<|im_end|>"
+            assert tokenizer.decode(answer).removeprefix(end) in said
+            assert is_closed == (not tokenizer.decode(answer).startswith("<|im_end|>"))
+            assert is_closed or "You were cut off" in tokenizer.decode(answer)
+            num_cut += not is_closed
+    assert num_cut, "a random model is cut, mostly"
 
 
 async def test_an_environment_that_fails_is_told_to_the_caller(folder: Path) -> None:

@@ -16,6 +16,7 @@ from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_losses.py"
 REWARD = """
 def right(completions, answer, **kwargs):
     return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
@@ -105,6 +106,26 @@ def test_people_get_lines_and_no_run_is_made(recipe: dict[str, Any], tmp_path: P
     assert code == 0
     assert "OK    data           10 rows to train on, 2 held out" in output
     assert not (tmp_path / "runs").exists()
+
+
+def test_losses_and_estimators_of_the_user_are_loaded_and_tried(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    put(recipe, "algorithm.advantages", f"python:{EXAMPLE}:group_relative")
+    loss = {"type": "python", "function": f"{EXAMPLE}:clipped", "config": {"high": 0.3}}
+    put(recipe, "algorithm.policy_loss", loss)
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    assert code == 0
+    graph, functions = (text for _, text, _ in found(findings, "algorithm"))
+    assert "actor.compute_advantages -> actor.update" in graph
+    assert functions == f"loaded {EXAMPLE}:group_relative, {EXAMPLE}:clipped"
+    put(recipe, "algorithm.policy_loss.config", {"hihg": 0.3})
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    assert code == 1
+    (level, text, _) = found(findings, "algorithm")[1]
+    assert level == "FAIL"
+    assert text.startswith("algorithm.policy_loss.config is {'hihg': 0.3}, and ")
+    assert f"({EXAMPLE}:" in text
 
 
 def put(recipe: dict[str, Any], where: str, value: Any) -> None:

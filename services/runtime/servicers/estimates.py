@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, get_args
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -20,12 +20,19 @@ from rolemesh.engine.algorithms.estimation import (
     estimate_advantages,
 )
 from rolemesh.engine.algorithms.selection import select_groups
-from rolemesh.engine.specs import EstimatorPartSpec, EstimatorSpec, PartSpec, SelectionSpec
+from rolemesh.engine.specs import (
+    EstimatorPartSpec,
+    EstimatorSpec,
+    OwnFunctionSpec,
+    PartSpec,
+    SelectionSpec,
+)
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import names_of
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.servicers.model_role import ModelRole
+from rolemesh.services.runtime.servicers.worker import whole_numbers
 from rolemesh.v1 import experience_pb2, trainer_pb2, trainer_pb2_grpc
 
 
@@ -60,7 +67,12 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 controllers = Controllers.from_spec(spec)
                 controllers.load_state_dict(self._role.extra_state)
                 estimated, metrics = await call.compute(
-                    estimate_advantages, batch, spec, controllers, baseline
+                    estimate_advantages,
+                    batch,
+                    spec,
+                    controllers,
+                    baseline,
+                    self._role.own_functions,
                 )
                 result = experience_pb2.ExperienceResult(
                     report=call.report(metrics, batch["loss_mask"].values.numel()),
@@ -113,8 +125,22 @@ class EstimateServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def algorithm_part(spec: Any, part: trainer_pb2.AlgorithmPart) -> Any:
-    """The validated spec of an algorithm part; pydantic's ValidationError names the field."""
-    parameters = json_format.MessageToDict(part.parameters)
+    """The validated spec of an algorithm part; pydantic's ValidationError names the field.
+
+    Raises:
+        InvalidRequestError: SPEC_INVALID: there is no part of this name.
+    """
+    # The union and its discriminator.
+    members, *_ = get_args(spec)
+    known = {one.model_fields["type"].default: one for one in get_args(members)}
+    if part.type not in known:
+        own = any(issubclass(one, OwnFunctionSpec) for one in known.values())
+        raise InvalidRequestError(
+            f"type is {part.type!r}: valid are {', '.join(known)}"
+            + ("; python, with function 'path/to/file.py:name', is one of yours" if own else ""),
+            reason="SPEC_INVALID",
+        )
+    parameters = whole_numbers(json_format.MessageToDict(part.parameters))
     return TypeAdapter(spec).validate_python({**parameters, "type": part.type})
 
 

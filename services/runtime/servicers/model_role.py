@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OptimizerSpec
 from rolemesh.engine.train.cut_slots import CutSlots
 from rolemesh.engine.train.model_in_training import TrainedModel, kind_of
@@ -33,6 +34,8 @@ class ModelRole(Role):
         self.run_seed = 0
         self.extra_state: dict[str, Any] = {}
         """JSON-able state that is part of the checkpoint, e.g. the KL controller's."""
+        self.own_functions = OwnFunctions()
+        """Functions of the user that losses and estimators may be."""
         self.published = PublishedWeights()
         """The copy of the weights that others may fetch."""
         self._cut_slots: CutSlots | None = None
@@ -119,6 +122,7 @@ class ModelRole(Role):
         """Drops weights and optimizer state."""
         self._trainer = None
         self.extra_state = {}
+        self.own_functions = OwnFunctions()
         self.published.close()
         self.close_cut_slots()
 

@@ -86,6 +86,7 @@ class TrainerServiceServicer(object):
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
         INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+        INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -121,6 +122,7 @@ class TrainerServiceServicer(object):
         Errors:
         INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
         INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+        INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
         dropped, but for a call without gradients.

@@ -52,6 +52,7 @@ class TrainerServiceStub:
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     SelectGroups: _grpc.UnaryStreamMultiCallable[_trainer_pb2.SelectGroupsRequest, _trainer_pb2.SelectGroupsResponse]
@@ -79,6 +80,7 @@ class TrainerServiceStub:
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
         dropped, but for a call without gradients.
@@ -125,6 +127,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     SelectGroups: _aio.UnaryStreamMultiCallable[_trainer_pb2.SelectGroupsRequest, _trainer_pb2.SelectGroupsResponse]  # type: ignore[assignment]
@@ -152,6 +155,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors:
       INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
       INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+      INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
         dropped, but for a call without gradients.
@@ -201,6 +205,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (SPEC_INVALID): the estimator's parameters are wrong; names the field.
+          INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 
@@ -240,6 +245,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (COLUMN_MISSING): the experience lacks a column; names it.
           INVALID_ARGUMENT (SPEC_INVALID): unknown loss or wrong parameters; names the field.
+          INVALID_ARGUMENT (USER_CODE_INVALID): a function of the user was not named in Initialize, failed, or gave something else.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           FAILED_PRECONDITION (LOSS_NOT_FINITE): the loss is NaN or infinite; gradients were
             dropped, but for a call without gradients.

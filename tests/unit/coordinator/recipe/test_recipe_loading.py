@@ -13,7 +13,7 @@ from rolemesh.coordinator.recipe.algorithms import OnlineDpoAlgorithmSpec, PpoSp
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, Recipe, RedisStoreSpec
-from rolemesh.engine.specs import HfSpec, SamplingSpec, VllmSpec
+from rolemesh.engine.specs import HfSpec, PpoPolicyLossSpec, SamplingSpec, VllmSpec
 
 ROLES = "[actor, critic, reference, reward]"
 MODEL = {"path": "models/tiny"}
@@ -151,7 +151,26 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         (
             "algorithm.policy_loss.type=my_loss",
             "algorithm.policy_loss.type is 'my_loss' (--set algorithm.policy_loss.type=my_loss): "
-            "give ppo_policy",
+            "valid types are ppo_policy, python; a function of yours is "
+            "python:path/to/file.py:name",
+        ),
+        (
+            "algorithm.policy_loss=ppo",
+            "algorithm.policy_loss.type is 'ppo' (--set algorithm.policy_loss=ppo): "
+            "valid types are ppo_policy, python; a function of yours is "
+            "python:path/to/file.py:name",
+        ),
+        (
+            "algorithm.advantages=gea",
+            "algorithm.advantages.type is 'gea' (--set algorithm.advantages=gea): "
+            "valid types are gae, python; did you mean 'gae'?; a function of yours is "
+            "python:path/to/file.py:name",
+        ),
+        (
+            "algorithm.policy_loss={type: python, function: mine.py}",
+            "algorithm.policy_loss.function is 'mine.py' (--set algorithm.policy_loss={type: "
+            'python, function: mine.py}): this is not the form of it ("path/to/file.py:name" or '
+            '"module:name", as the actor\'s service finds it)',
         ),
         (
             "actor.model.compute_dtype=bfloat",
@@ -326,3 +345,39 @@ def test_two_temperatures_are_refused() -> None:
         PpoSpec.model_validate(
             {"sampling": {"temperature": 0.7}, "policy_loss": {"temperature": 1.0}}
         )
+
+
+def test_a_function_of_the_user_is_written_short_or_long(recipe_file: Path) -> None:
+    short = "algorithm.policy_loss=python:mine.py:f"
+    long = "algorithm.policy_loss={type: python, function: mine.py:f}"
+    one, other = (load_recipe([recipe_file], overrides=[each]) for each in (short, long))
+    assert one == other
+    assert load_recipe([recipe_file], overrides=["algorithm.policy_loss=ppo_policy"]) == (
+        load_recipe([recipe_file])
+    )
+    # What a recipe gives to the only loss of ours needs no type, as before.
+    clipped = load_recipe([recipe_file], overrides=["algorithm.policy_loss.clip_high=0.3"])
+    assert clipped.algorithm == PpoSpec(policy_loss=PpoPolicyLossSpec(clip_high=0.3))
+
+
+def test_the_actor_alone_is_given_the_functions_that_the_algorithm_names(
+    recipe_file: Path,
+) -> None:
+    recipe = load_recipe(
+        [recipe_file],
+        overrides=[
+            "algorithm.policy_loss={type: python, function: mine.py:f, config: {cap: 3}}",
+            "algorithm.advantages=python:mine.py:g",
+            "algorithm.sampling.temperature=0.5",
+            "actor.own_functions={mine: {function: other.py:h}}",
+        ],
+    )
+    loaded = recipe.sent_section("actor").model_dump(mode="json")["own_functions"]
+    assert loaded == {
+        "mine": {"function": "other.py:h", "config": {}},
+        "algorithm.advantages": {"function": "mine.py:g", "config": {}},
+        "algorithm.policy_loss": {"function": "mine.py:f", "config": {"cap": 3}},
+    }
+    assert recipe.sent_section("critic") == recipe.critic
+    # It is a policy loss like the others: log-probs are taken at the temperature of sampling.
+    assert recipe.algorithm.parts.policy_loss.logprob_temperature == 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -15,6 +16,7 @@ from rolemesh.engine.algorithms.estimation import (
 from rolemesh.engine.algorithms.losses import loss_for, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.payload import ColumnMissingError
+from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import (
     EstimatorPartSpec,
     EstimatorSpec,
@@ -23,8 +25,11 @@ from rolemesh.engine.specs import (
     KlPenaltySpec,
     LossSpec,
     OverlongSpec,
+    OwnFunctionSpec,
     PartSpec,
     PpoPolicyLossSpec,
+    PythonEstimatorSpec,
+    PythonPolicyLossSpec,
     SafeRlhfSpec,
 )
 
@@ -32,6 +37,20 @@ from rolemesh.engine.specs import (
 def members(union: Any) -> list[type[Any]]:
     """Classes of a union discriminated on `type`."""
     return list(get_args(get_args(union)[0]))
+
+
+EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "own_losses.py"
+OWN = {
+    PythonPolicyLossSpec: f"{EXAMPLE}:clipped",
+    PythonEstimatorSpec: f"{EXAMPLE}:group_relative",
+}
+"""Functions of the specs that name one."""
+LOADED = OwnFunctions({name: OwnFunctionSpec(function=name) for name in OWN.values()})
+
+
+def smallest(spec_class: type[Any]) -> Any:
+    name = OWN.get(spec_class)
+    return spec_class(function=name) if name else spec_class()
 
 
 ESTIMATORS = pytest.mark.parametrize(
@@ -62,16 +81,16 @@ def every_column() -> Experience:
 def estimate(spec: EstimatorPartSpec, experience: Experience) -> tuple[Experience, Any]:
     needed = spec.baseline_columns()
     baseline = every_column().slice(1, 3).require(needed) if needed else None
-    return estimate_advantages(experience, spec, Controllers.from_spec(spec), baseline)
+    return estimate_advantages(experience, spec, Controllers.from_spec(spec), baseline, LOADED)
 
 
 @ESTIMATORS
 def test_an_estimator_reads_and_makes_what_its_spec_says(
     spec_class: type[EstimatorPartSpec],
 ) -> None:
-    specs = [spec_class()]
+    specs = [smallest(spec_class)]
     if issubclass(spec_class, KlPenaltySpec):
-        specs.append(spec_class(kl_in_reward=FixedKlSpec()))
+        specs.append(specs[0].model_copy(update={"kl_in_reward": FixedKlSpec()}))
     for spec in specs:
         experience = every_column().require(spec.columns())
         result, metrics = estimate(spec, experience)
@@ -86,7 +105,7 @@ def test_an_estimator_reads_and_makes_what_its_spec_says(
 
 @ESTIMATORS
 def test_optional_columns_change_metrics_alone(spec_class: type[EstimatorPartSpec]) -> None:
-    spec = spec_class()
+    spec = smallest(spec_class)
     bare, fewer = estimate(spec, every_column().require(spec.columns()))
     names = dict.fromkeys((*spec.columns(), *spec.optional_columns()))
     rich, more = estimate(spec, every_column().require(names))
@@ -100,8 +119,8 @@ def test_optional_columns_change_metrics_alone(spec_class: type[EstimatorPartSpe
     "spec_class", members(LossSpec), ids=lambda spec_class: spec_class.__name__
 )
 def test_a_loss_of_a_recipe_can_be_made(spec_class: type[PartSpec]) -> None:
-    spec = spec_class()
-    loss = make_loss(spec)
+    spec = smallest(spec_class)
+    loss = make_loss(spec, LOADED)
     assert loss.columns == spec.columns()
     assert "loss_mask" in loss.columns
 
