@@ -92,7 +92,8 @@ class Conclusion:
         parts = self._parts
         recipe, progress = parts.recipe, parts.progress
         if failure is None:
-            is_done = progress.step == recipe.run.steps
+            # A client says that it is done by stopping the run.
+            is_done = parts.algorithm is not None and progress.step == recipe.run.steps
             state = RunState.SUCCEEDED if is_done else RunState.STOPPED
         elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
             state = RunState.STOPPED
@@ -114,7 +115,7 @@ class Conclusion:
             held_out_after=progress.after if is_after else None,
             mean_reward_first_steps=first,
             mean_reward_last_steps=last,
-            tokens=int(sum(record["tokens"] for record in progress.records)),
+            tokens=int(sum(record.get("tokens", 0) for record in progress.records)),
             seconds=time.monotonic() - self._started,
             seconds_by_phase=dict(progress.seconds),
             recoveries=tuple(recovered),

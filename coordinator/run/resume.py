@@ -126,13 +126,17 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-async def reached(store: StateStore, run_id: str, directory: Path) -> tuple[RunProgress, str]:
+async def reached(
+    store: StateStore, run_id: str, directory: Path, *, is_external: bool = False
+) -> tuple[RunProgress, str]:
     """What a run has reached, from the journal or, where the store has lost it, from a checkpoint.
 
     Args:
         store: Store of the run.
         run_id: Its id.
         directory: Its folder.
+        is_external: Whether a client makes its steps, which has no checkpoints here: what it logged
+            is then read from the file of metrics.
 
     Returns:
         The progress, and where it was read, for people.
@@ -152,6 +156,11 @@ async def reached(store: StateStore, run_id: str, directory: Path) -> tuple[RunP
             f"the checkpoint of step {step}, since the store has lost the run's journal (a Redis "
             "keeps it through a restart with `appendonly yes`)"
         )
+    if of_journal is None and is_external:
+        progress = RunProgress()
+        for record in _records(directory):
+            progress.logged(record)
+        return progress, f"its file of metrics: {progress.step} steps"
     return of_journal or RunProgress(), "its recipe: it has made no step"
 
 

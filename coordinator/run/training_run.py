@@ -249,7 +249,9 @@ class TrainingRun:
         """Fences off the coordinator before, and reads what that one has added until now."""
         # A store that has lost the run would begin anew, below the epoch that services know.
         epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
-        self.progress, _ = await reached(self._store, self.run_id, self.directory)
+        self.progress, _ = await reached(
+            self._store, self.run_id, self.directory, is_external=self._algorithm is None
+        )
         self.progress.epoch = epoch
 
     async def _open_writer(self) -> MetricsWriter:
