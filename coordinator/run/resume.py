@@ -102,9 +102,8 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
     Raises:
         ResumeError: Others differ; names each.
     """
-    before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (began_with, wanted))
-    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
-    told = {name: f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in changed}
+    changed = differences(*(one.model_dump(mode="json") for one in (began_with, wanted)))
+    told = {name: f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items()}
     refused = [told[name] for name in changed if not _is_changeable(name)]
     if refused:
         raise ResumeError(
@@ -112,6 +111,21 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
             f"learns: {'; '.join(refused)}. Give these their old values, or start another run"
         )
     return list(told.values())
+
+
+def differences(*recipes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The fields in which recipes differ, by name, each with its value in every recipe.
+
+    Args:
+        recipes: As plain JSON values. A field that a recipe lacks counts as None.
+    """
+    flat = [dict(_leaves(one)) for one in recipes]
+    found = {name: [one.get(name) for one in flat] for name in sorted(set().union(*flat))}
+    return {
+        name: values
+        for name, values in found.items()
+        if any(value != values[0] for value in values)
+    }
 
 
 def _is_changeable(name: str) -> bool:
