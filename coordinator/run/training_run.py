@@ -164,7 +164,7 @@ class TrainingRun:
         if self.wishes.is_stop_wanted or self._failure is not None:
             self.abort()
         else:
-            self.wishes.stop()
+            self.wishes.stop("; ask again to abort at once")
 
     def abort(self) -> None:
         """Ends the run at once; what was saved before stays."""
