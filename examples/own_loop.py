@@ -41,6 +41,8 @@ def train(mesh: Mesh, num_steps: int) -> list[float]:
         update = actor.optim_step()
 
         curve.append(float(rewards.mean()))
+        # Shown on the dashboard, and kept in the run's folder like the steps of any run.
+        mesh.log(mesh.step, {"reward/mean": curve[-1], **update.report.metrics}, batch)
         norm = update.report.metrics["grad_norm"]
         print(f"step {mesh.step}: reward {curve[-1]:.3f}, gradient {norm:.3f}")
         mesh.release()  # services hold experience until this call

@@ -191,6 +191,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """See coordinator.proto."""
         return await self._operations.attach_run(request.run_id)
 
+    @_answering
+    async def LogStep(
+        self, request: coordinator_pb2.LogStepRequest, context: _Context
+    ) -> coordinator_pb2.LogStepResponse:
+        """See coordinator.proto."""
+        run = await self._operations.log_step(
+            request.run_id,
+            request.fencing_epoch,
+            request.step,
+            dict(request.metrics),
+            list(request.samples),
+        )
+        return coordinator_pb2.LogStepResponse(run=run)
+
     async def WatchRun(
         self, request: coordinator_pb2.WatchRunRequest, context: _Context
     ) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from rolemesh.coordinator.api.device_history import DeviceHistory
+from rolemesh.coordinator.api.logged_steps import LoggedSteps
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
@@ -35,6 +36,7 @@ class RunHistory:
         self._store = store
         self._run_id = run_id
         self.devices = DeviceHistory(store, run_id)
+        self.logged = LoggedSteps(store, run_id)
         self._rewind_id = ""
         self.recoveries: list[coordinator_pb2.Recovered] = []
         """Recoveries, oldest first."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, RECOVERIES, alerts_of
+from rolemesh.coordinator.api.logged_steps import check_step
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
     to_dataflow,
@@ -176,21 +177,7 @@ class StoreOperations:
     async def attach_run(self, run_id: str) -> coordinator_pb2.AttachRunResponse:
         """Gives a run of algorithm "external" to the caller, and fences off its earlier driver."""
         record = await self._going_on(run_id)
-        if record.algorithm != EXTERNAL:
-            raise PreconditionError(
-                f"run {run_id!r} has the algorithm {record.algorithm!r}, whose steps its "
-                f"coordinator makes: give the recipe `algorithm: {{type: {EXTERNAL}}}` to drive "
-                "its services yourself",
-                reason="RUN_NOT_EXTERNAL",
-                metadata={"run_id": run_id},
-            )
-        if record.state is not RunState.RUNNING or record.stop_requested:
-            raise PreconditionError(
-                f"run {run_id!r} is {'stopping' if record.stop_requested else record.state.value}: "
-                "its services can be had while it is running",
-                reason="RUN_NOT_READY",
-                metadata={"run_id": run_id},
-            )
+        self._check_is_driven(record)
         with translated():
             epoch = await self._store.next_epoch(run_id)
         return coordinator_pb2.AttachRunResponse(
@@ -200,6 +187,21 @@ class StoreOperations:
                 for name, facts in sorted(record.services.items())
             ],
         )
+
+    async def log_step(
+        self,
+        run_id: str,
+        fencing_epoch: int,
+        step: int,
+        metrics: Mapping[str, float],
+        samples: Sequence[coordinator_pb2.Sample] = (),
+    ) -> coordinator_pb2.Run:
+        """Takes the metrics of a step that a client made, and some of its samples."""
+        logged = check_step(fencing_epoch, step, metrics, samples)
+        self._check_is_driven(await self._going_on(run_id))
+        with translated():
+            await self._histories.of(run_id).logged.log(fencing_epoch, logged, samples)
+        return await self.get_run(run_id)
 
     # --- what happens in a run ---
 
@@ -355,6 +357,25 @@ class StoreOperations:
         if record.state.is_final:
             raise _ended(record)
         return record
+
+    def _check_is_driven(self, record: RunRecord) -> None:
+        """Raises unless clients make the steps of the run, and it is running."""
+        run_id = record.run_id
+        if record.algorithm != EXTERNAL:
+            raise PreconditionError(
+                f"run {run_id!r} has the algorithm {record.algorithm!r}, whose steps its "
+                f"coordinator makes: give the recipe `algorithm: {{type: {EXTERNAL}}}` to drive "
+                "its services yourself",
+                reason="RUN_NOT_EXTERNAL",
+                metadata={"run_id": run_id},
+            )
+        if record.state is not RunState.RUNNING or record.stop_requested:
+            raise PreconditionError(
+                f"run {run_id!r} is {'stopping' if record.stop_requested else record.state.value}: "
+                "it can be driven while it is running",
+                reason="RUN_NOT_READY",
+                metadata={"run_id": run_id},
+            )
 
     def _check_steps_are_ours(self, record: RunRecord, wish: str) -> None:
         if record.algorithm == EXTERNAL:

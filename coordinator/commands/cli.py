@@ -21,6 +21,7 @@ COMMANDS = {
     "status": "Shows runs and, for one that goes on, its services.",
     "logs": "Prints the logs of a run, by role.",
     "samples": "Shows completions of a run: of the newest step, or the best or worst of all steps.",
+    "compare": "Puts runs side by side: curves, held-out scores, and where their recipes differ.",
     "dashboard": "Serves the dashboard over runs that have ended, from their folders.",
     "trace": "Writes a run's calls as a Chrome trace, and shows what each step had to wait for.",
     "checkpoints": "Lists the checkpoints of a run, verifies and prunes them. Exit code 1: one is "

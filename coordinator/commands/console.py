@@ -157,10 +157,11 @@ class PlainConsole:
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """One line."""
-        self._pace.made(int(record["step"]), record["time/step"])
+        self._pace.made(int(record["step"]), record.get("time/step"))
         values = " ".join(f"{name} {text}" for name, text in step_values(record) if text != "-")
         phases = " ".join(f"{word} {seconds:.1f}" for word, seconds in phase_values(record))
-        told = f"step {record['step']:.0f} {values} | {record['time/step']:.1f} s: {phases}"
+        seconds = f" | {record['time/step']:.1f} s: {phases}" if "time/step" in record else ""
+        told = f"step {record['step']:.0f} {values}{seconds}"
         left = in_words(self._pace.left_s)
         self.on_event(told + (f" | {left}" if left else ""))
 
@@ -256,15 +257,15 @@ class LiveConsole:
 
     def on_step(self, record: Mapping[str, float]) -> None:
         """A row, with headings from time to time."""
-        self._pace.made(int(record["step"]), record["time/step"])
+        self._pace.made(int(record["step"]), record.get("time/step"))
         values = step_values(record)
         if self._num_rows % _HEADING_EVERY_STEPS == 0:
             heading = "".join(f"{name:>9}" for name, _ in values)
             self._console.print(Text(f"step{heading}   where the time went", style="bold"))
         self._num_rows += 1
-        seconds = record["time/step"]
         row = Text(f"{record['step']:4.0f}" + "".join(f"{text:>9}" for _, text in values))
-        row.append(f"   {seconds:.1f} s: ", style="bold")
+        if "time/step" in record:
+            row.append(f"   {record['time/step']:.1f} s: ", style="bold")
         row.append("  ".join(f"{word} {spent:.1f}" for word, spent in phase_values(record)), "dim")
         self._console.print(row)
 

@@ -24,22 +24,26 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
         self._made_at: float | None = None
 
-    def made(self, step: int, seconds: float) -> None:
-        """A step was made, in so many seconds from its first call to its commit."""
+    def made(self, step: int, seconds: float | None) -> None:
+        """A step was made, in so many seconds from its first call to its commit; None: unknown."""
         now = time.monotonic()
         # Evaluations and waits for checkpoints lie between two steps.
-        self._seconds.append(seconds if self._made_at is None else now - self._made_at)
+        if self._made_at is not None:
+            seconds = now - self._made_at
+        if seconds is not None:
+            self._seconds.append(seconds)
         self.step, self._made_at = step, now
 
     @property
     def left_s(self) -> float | None:
         """Seconds until the last step is made; None before the first, and where nothing is left."""
-        if self._made_at is None or self.num_steps is None or self.step >= self.num_steps:
+        made_at, num_steps = self._made_at, self.num_steps
+        if made_at is None or not self._seconds or num_steps is None or self.step >= num_steps:
             return None
         one_s = sum(self._seconds) / len(self._seconds)
         # The step in progress takes at least as long as it has.
-        going_s = min(time.monotonic() - self._made_at, one_s)
-        return (self.num_steps - self.step) * one_s - going_s
+        going_s = min(time.monotonic() - made_at, one_s)
+        return (num_steps - self.step) * one_s - going_s
 
 
 def call_left_s(seconds: float, done: int, total: int) -> float | None:

@@ -9,11 +9,13 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 
+from rolemesh.coordinator import sdk
+from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.commands.console import (
     JsonConsole,
     LiveConsole,
@@ -29,6 +31,7 @@ from rolemesh.coordinator.commands.ending import (
     fail,
 )
 from rolemesh.coordinator.commands.options import Json, Overrides, Verbose
+from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
@@ -36,13 +39,16 @@ from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import folder as run_files
 from rolemesh.coordinator.run.launch import LaunchError
+from rolemesh.coordinator.run.records import make_run_id
 from rolemesh.coordinator.run.resume import CONFIG_FILE, ResumeError, open_run
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState, StateStoreError
-from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
 
 app = typer.Typer(add_completion=False)
+
+_Shown: TypeAlias = JsonConsole | LiveConsole | PlainConsole
 
 
 @app.command()
@@ -74,6 +80,15 @@ def train(
             "for compose, systemd or Slurm, which start a command again.",
         ),
     ] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            help="Have this `rolemesh coordinator` make the run, and follow it from here: all its "
+            "runs are on one page. A second Ctrl-C leaves the run to it.",
+        ),
+    ] = None,
     as_json: Json = False,
     print_config: Annotated[
         bool,
@@ -85,7 +100,14 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything saved."""
+    given = {"--out": out, "--resume": resume, "--restartable": may_resume or None}
     try:
+        for name, value in given.items():
+            if coordinator is not None and value is not None:
+                raise InputError(
+                    f"{name}: the coordinator at {coordinator} has the folders of its runs, and "
+                    "starts them again by itself (resume_run of the SDK does, too): leave it out"
+                )
         resumed = None if resume is None else _folder_of(resume)
         files = recipe or ([] if resumed is None else [resumed / CONFIG_FILE])
         if not files:
@@ -96,8 +118,11 @@ def train(
             return
         if may_resume and resumed is None:
             resumed = run_files.unfinished_run(loaded.run.name, out or loaded.run.directory)
-        directory = resumed or _run_directory(loaded, out)
-        code = _train(loaded, directory, run_id, resumes=resumed is not None, as_json=as_json)
+        if coordinator is None:
+            directory = resumed or _run_directory(loaded, out)
+            code = _train(loaded, directory, run_id, resumes=resumed is not None, as_json=as_json)
+        else:
+            code = _train_there(loaded, coordinator, run_id, as_json=as_json)
     except (RecipeError, InputError, ResumeError, run_files.NoRunError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
     except InterruptedEarlyError as error:
@@ -132,17 +157,51 @@ def _folder_of(run: str) -> Path:
     return folder
 
 
+def _shown(recipe: Recipe, console: Console, *, as_json: bool) -> _Shown:
+    if as_json:
+        return JsonConsole()
+    if console.is_terminal:
+        return LiveConsole(console, num_steps=recipe.run.steps)
+    return PlainConsole(num_steps=recipe.run.steps)
+
+
+def _train_there(recipe: Recipe, address: str, run_id: str | None, *, as_json: bool) -> int:
+    """Has a coordinator make the run, and follows it; returns the exit code."""
+    console = SturdyConsole()
+    shown = _shown(recipe, console, as_json=as_json)
+    observer = LoggingObserver(shown)
+    run_id = run_id or make_run_id(recipe.run.name)
+    try:
+        token = read_token(recipe.api.token_file, os.environ)
+        run, is_interrupted = asyncio.run(make_there(recipe, address, run_id, observer, token))
+    except (ValueError, PreconditionError) as error:
+        # Of the latter: it has another run of that id, or takes none.
+        raise InputError(f"--coordinator {address}: {error}") from error
+    except LeftError as error:
+        raise InterruptedEarlyError(str(error)) from error
+    except KeyboardInterrupt:
+        raise InterruptedEarlyError(
+            f"ended before the coordinator at {address} had answered: it may have begun {run_id}"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            shown.close()
+    if run.state is sdk.RunState.FAILED:
+        raise RunError(run.failure)
+    told = f"{run_id} {run.state.value} after {run.step} of {run.num_steps} steps: {run.directory}"
+    if isinstance(shown, JsonConsole):
+        facts = facts_of(run)
+        observer.show(lambda: JsonConsole().write("run", facts))
+    else:
+        observer.show(lambda: console.print(told, highlight=False, markup=False, soft_wrap=True))
+    return EXIT_INTERRUPTED if is_interrupted else 0
+
+
 def _train(
     recipe: Recipe, directory: Path, run_id: str | None, *, resumes: bool, as_json: bool
 ) -> int:
     console = SturdyConsole()
-    shown: JsonConsole | LiveConsole | PlainConsole
-    if as_json:
-        shown = JsonConsole()
-    elif console.is_terminal:
-        shown = LiveConsole(console, num_steps=recipe.run.steps)
-    else:
-        shown = PlainConsole(num_steps=recipe.run.steps)
+    shown = _shown(recipe, console, as_json=as_json)
     observer = LoggingObserver(shown)
     try:
         session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)
@@ -163,9 +222,7 @@ def _train(
     return EXIT_FAILED if summary.state is RunState.FAILED else 0
 
 
-def _show_summary(
-    summary: RunSummary, shown: JsonConsole | LiveConsole | PlainConsole, console: Console
-) -> None:
+def _show_summary(summary: RunSummary, shown: _Shown, console: Console) -> None:
     if isinstance(shown, JsonConsole):
         shown.write("summary", summary.to_dict())
     else:

@@ -12,6 +12,10 @@ from rolemesh.v1 import operation_pb2
 COMMIT_OPERATION = "step.commit"
 """Journal entry after which a step counts as made."""
 
+LOG_OPERATION = "client.log"
+"""Journal entry with the record of a step that a client made, under the epoch that the client has
+from AttachRun. Steps ascend, but for a rewind before it."""
+
 
 class Journal:
     """Names operations and records their acknowledgement under the epoch of this coordinator.

@@ -349,7 +349,7 @@ EXTERNAL: Final = "external"
 class ExternalSpec(Spec):
     """Steps that a client of the services makes: the run starts them and holds them for it.
 
-    run.steps and run.prompts_per_step are not read, and may be left out.
+    run.steps, run.prompts_per_step and run.samples are not read: the client decides on them.
     """
 
     type: Literal["external"] = EXTERNAL

@@ -107,7 +107,15 @@ class Attempt:
 
     def _make_loop(self, parts: RunParts) -> RunLoop:
         if parts.algorithm is None:
-            return ExternalLoop(parts.store, parts.run_id, parts.wishes, parts.events)
+            return ExternalLoop(
+                parts.store,
+                parts.run_id,
+                parts.wishes,
+                parts.events,
+                parts.writer,
+                parts.observer,
+                parts.progress,
+            )
         return TrainingLoop(
             parts.recipe,
             parts.algorithm,

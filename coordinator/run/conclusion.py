@@ -105,7 +105,10 @@ class Conclusion:
         if failure is None:
             if progress.step < recipe.run.steps:
                 early_stop = best.early_stop()
-            is_done = progress.step == recipe.run.steps or bool(early_stop)
+            # A client says that it is done by stopping the run.
+            is_done = parts.algorithm is not None and (
+                progress.step == recipe.run.steps or bool(early_stop)
+            )
             state = RunState.SUCCEEDED if is_done else RunState.STOPPED
         elif isinstance(failure, RunAbortedError | asyncio.CancelledError):
             state = RunState.STOPPED
@@ -129,7 +132,7 @@ class Conclusion:
             early_stop=early_stop,
             mean_reward_first_steps=first,
             mean_reward_last_steps=last,
-            tokens=int(sum(record["tokens"] for record in progress.records)),
+            tokens=int(sum(record.get("tokens", 0) for record in progress.records)),
             seconds=time.monotonic() - self._started,
             seconds_by_phase=dict(progress.seconds),
             recoveries=tuple(recovered),

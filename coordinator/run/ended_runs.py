@@ -123,7 +123,10 @@ async def _read_run(directory: Path, store: MemoryStateStore) -> str:
     )
     # All files are read before the run is entered, so that it is there as a whole or not at all.
     samples = [one for one in read_samples(directory) if not one.held_out]
-    records, graphs = list(_metrics(directory, summary)), list(_graphs(directory))
+    records, graphs = (
+        list(read_records(directory, summary, MAX_STEPS_READ)),
+        list(_graphs(directory)),
+    )
     try:
         await store.create_run(record)
     except RunExistsError:
@@ -158,14 +161,25 @@ def _config(directory: Path) -> dict[str, Any]:
     return values
 
 
-def _metrics(directory: Path, summary: Mapping[str, Any]) -> Iterator[dict[str, float]]:
-    """Records of steps, and before them that of the evaluation before the first one."""
+def read_records(
+    directory: Path, summary: Mapping[str, Any], max_steps: int | None = None
+) -> Iterator[dict[str, float]]:
+    """Records of a run's steps, and before them that of the evaluation before the first one.
+
+    Args:
+        directory: The run's folder.
+        summary: Its summary.json; empty where it has none.
+        max_steps: With more steps, every n-th one comes, and the newest; None: all.
+
+    Raises:
+        ValueError, KeyError, TypeError: A file is not as a run writes it.
+    """
     before = summary.get("held_out", {}).get("before")
     if before is not None:
         yield {"step": 0.0, **Evaluation.of_dict(before).scalars()}
     path = directory / METRICS_FILE
     lines = [text for _, text in whole_lines(path)] if path.is_file() else []
-    every = -(-len(lines) // MAX_STEPS_READ)
+    every = 1 if max_steps is None else -(-len(lines) // max_steps)
     # Counted back from the newest, which must not be left out.
     for text in lines[::-1][:: every or 1][::-1]:
         yield json.loads(text)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION
+from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION, LOG_OPERATION
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.state.store import REWIND_OPERATION, JournalEntry
 
@@ -40,7 +40,8 @@ class RunProgress:
     """What a run has reached.
 
     Invariant: `next_prompts` and `actor_versions` have one value for each step from 0 to `step`,
-    `records` one for each step from 1 on; the newest step's may still be `unrecorded`.
+    `records` one for each step from 1 on; the newest step's may still be `unrecorded`. Of a run
+    whose steps a client makes, only `step` and `records` count, and steps may be left out.
 
     Owner: the coordinator's loop.
 
@@ -115,6 +116,15 @@ class RunProgress:
         self.records.append(dict(record))
         self.unrecorded = None
 
+    def logged(self, record: Mapping[str, float]) -> bool:
+        """Takes the record of a step that a client made; returns whether the step is a new one."""
+        step = int(record["step"])
+        if step <= self.step:
+            return False
+        self.step = step
+        self.records.append(dict(record))
+        return True
+
     def evaluated(self, found: Evaluation) -> None:
         """Takes an evaluation."""
         if found.step == 0:
@@ -135,8 +145,7 @@ class RunProgress:
         self.step = step
         del self.next_prompts[step + 1 :]
         del self.actor_versions[step + 1 :]
-        # The newest step's may not have been among them.
-        del self.records[step:]
+        self.records = [record for record in self.records if record["step"] <= step]
         self.unrecorded = None
         if self.after is not None and self.after.step > step:
             self.after = None
@@ -198,6 +207,9 @@ class RunProgress:
                 progress = progress or cls(has_begun=True)
                 progress.rewind(0)
                 progress.actor_versions = [int(result["actor_version"])]
+            elif entry.operation == LOG_OPERATION:
+                progress = progress or cls()
+                progress.logged(result["record"])
             elif progress is None:
                 continue
             elif entry.operation == COMMIT_OPERATION:

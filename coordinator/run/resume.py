@@ -106,9 +106,8 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
     Raises:
         ResumeError: Others differ; names each.
     """
-    before, after = (dict(_leaves(one.model_dump(mode="json"))) for one in (began_with, wanted))
-    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
-    told = {name: f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in changed}
+    changed = differences(*(one.model_dump(mode="json") for one in (began_with, wanted)))
+    told = {name: f"{name} was {old!r}, is {new!r}" for name, (old, new) in changed.items()}
     refused = [told[name] for name in changed if not _is_changeable(name)]
     if refused:
         raise ResumeError(
@@ -116,6 +115,21 @@ def check_changes(began_with: Recipe, wanted: Recipe) -> list[str]:
             f"learns: {'; '.join(refused)}. Give these their old values, or start another run"
         )
     return list(told.values())
+
+
+def differences(*recipes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The fields in which recipes differ, by name, each with its value in every recipe.
+
+    Args:
+        recipes: As plain JSON values. A field that a recipe lacks counts as None.
+    """
+    flat = [dict(_leaves(one)) for one in recipes]
+    found = {name: [one.get(name) for one in flat] for name in sorted(set().union(*flat))}
+    return {
+        name: values
+        for name, values in found.items()
+        if any(value != values[0] for value in values)
+    }
 
 
 def _is_changeable(name: str) -> bool:
@@ -130,13 +144,17 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-async def reached(store: StateStore, run_id: str, directory: Path) -> tuple[RunProgress, str]:
+async def reached(
+    store: StateStore, run_id: str, directory: Path, *, is_external: bool = False
+) -> tuple[RunProgress, str]:
     """What a run has reached, from the journal or, where the store has lost it, from a checkpoint.
 
     Args:
         store: Store of the run.
         run_id: Its id.
         directory: Its folder.
+        is_external: Whether a client makes its steps, which has no checkpoints here: what it logged
+            is then read from the file of metrics.
 
     Returns:
         The progress, and where it was read, for people.
@@ -156,6 +174,11 @@ async def reached(store: StateStore, run_id: str, directory: Path) -> tuple[RunP
             f"the checkpoint of step {step}, since the store has lost the run's journal (a Redis "
             "keeps it through a restart with `appendonly yes`)"
         )
+    if of_journal is None and is_external:
+        progress = RunProgress()
+        for record in read_records(directory):
+            progress.logged(record)
+        return progress, f"its file of metrics: {progress.step} steps"
     return of_journal or RunProgress(), "its recipe: it has made no step"
 
 

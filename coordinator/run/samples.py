@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.samples_file import SamplesFile
 from rolemesh.coordinator.state.store import RunStream, StateStore, StateStoreError
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.column_fetch import fetch_columns
-from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
-from rolemesh.rpc.references import names_of
+from rolemesh.rpc.sampled_rows import fetch_samples
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
-COLUMNS = (
-    "tokens",
-    "prompt_lengths",
-    "logprobs",
-    "loss_mask",
-    "policy_versions",
-    "prompt_text",
-    "completion_text",
-    "answer",
-    "rewards",
-    "advantages",
-)
-"""Columns that are fetched where the experience has them."""
-
-MAX_TEXT_BYTES = 8 * 2**10
-"""A longer text is cut."""
-
-MAX_TOKENS = 4096
-"""Of a longer completion the first tokens are kept."""
-
-MAX_FETCHED_BYTES = 16 * 2**20
 TIMEOUT_S = 5.0
 FAILURES_UNTIL_GIVEN_UP = 3
 
@@ -138,17 +113,8 @@ class SampleTaker:
     async def _fetch(
         self, step: int, reference: experience_pb2.ExperienceRef
     ) -> coordinator_pb2.ListSamplesResponse:
-        held = names_of(reference)
-        number = min(self._num_rows, reference.num_rows)
-        rows = [place * reference.num_rows // number for place in range(number)]
-        columns = await fetch_columns(
-            self._channel,
-            reference,
-            [name for name in COLUMNS if name in held],
-            rows,
-            max_bytes=MAX_FETCHED_BYTES,
-        )
-        return coordinator_pb2.ListSamplesResponse(step=step, samples=to_samples(columns, rows))
+        samples = await fetch_samples(self._channel, reference, self._num_rows)
+        return coordinator_pb2.ListSamplesResponse(step=step, samples=samples)
 
     def _channel(self, address: str) -> MeshChannel:
         if address not in self._channels:
@@ -169,42 +135,3 @@ def told_of(sample: coordinator_pb2.Sample) -> str:
         completion = completion[:_TOLD_CHARACTERS] + "..."
     expected = f", expected {sample.answer[:_TOLD_CHARACTERS]!r}" if sample.answer else ""
     return f"held-out sample: {prompt!r} -> {completion!r} (reward {sample.reward:.3f}{expected})"
-
-
-def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sample]:
-    """Fetched columns as messages of bounded size; fields of missing columns stay empty.
-
-    Args:
-        columns: Some of COLUMNS, at least tokens and prompt_lengths.
-        rows: Which rows of the batch these are.
-    """
-    values = {name: column.rows() for name, column in columns.items()}
-
-    def text(name: str, place: int) -> str:
-        if name not in values:
-            return ""
-        return values[name][place][:MAX_TEXT_BYTES].tobytes().decode(errors="ignore")
-
-    def numbers(name: str, place: int) -> list[float]:
-        return values[name][place][:MAX_TOKENS].tolist() if name in values else []
-
-    samples = []
-    for place, row in enumerate(rows):
-        prompt_length = int(values["prompt_lengths"][place][0])
-        completion = values["tokens"][place][prompt_length : prompt_length + MAX_TOKENS]
-        versions = values.get("policy_versions")
-        samples.append(
-            coordinator_pb2.Sample(
-                row=row,
-                prompt=text("prompt_text", place),
-                completion=text("completion_text", place),
-                answer=text("answer", place),
-                reward=float(values["rewards"][place][0]) if "rewards" in values else np.nan,
-                policy_version=int(versions[place][0]) if versions and len(versions[place]) else 0,
-                token_ids=completion.tolist(),
-                logprobs=numbers("logprobs", place),
-                loss_mask=[bool(value) for value in numbers("loss_mask", place)],
-                advantages=numbers("advantages", place),
-            )
-        )
-    return samples

@@ -276,7 +276,8 @@ class Session:
 
     async def _reached(self, store: StateStore) -> RunProgress:
         """What the run of the folder has reached."""
-        progress, where = await reached(store, self.run_id, self.directory)
+        is_external = isinstance(self.recipe.algorithm, ExternalSpec)
+        progress, where = await reached(store, self.run_id, self.directory, is_external=is_external)
         events = EventLog(store, self.run_id)
         events.resumed(progress.step, where)
         await events.flush()

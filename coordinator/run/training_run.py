@@ -165,7 +165,7 @@ class TrainingRun:
         if self.wishes.is_stop_wanted or self._failure is not None:
             self.abort()
         else:
-            self.wishes.stop()
+            self.wishes.stop("; ask again to abort at once")
 
     def abort(self) -> None:
         """Ends the run at once; what was saved before stays."""
@@ -256,7 +256,9 @@ class TrainingRun:
         """Fences off the coordinator before, and reads what that one has added until now."""
         # A store that has lost the run would begin anew, below the epoch that services know.
         epoch = await self._store.next_epoch(self.run_id, at_least=self.progress.epoch + 1)
-        self.progress, _ = await reached(self._store, self.run_id, self.directory)
+        self.progress, _ = await reached(
+            self._store, self.run_id, self.directory, is_external=self._algorithm is None
+        )
         self.progress.epoch = epoch
 
     async def _open_writer(self) -> MetricsWriter:

@@ -34,16 +34,15 @@ class Wishes:
         self._checkpoints: list[str] = []
         self._changed = asyncio.Event()
 
-    def stop(self) -> None:
-        """Asks the run to end after the step in progress."""
+    def stop(self, hint: str = "") -> None:
+        """Asks the run to end after the step in progress; `hint` says what else can be asked."""
         if self.is_stop_wanted:
             return
         self.is_stop_wanted = True
         self._changed.set()
         self._events.state(coordinator_pb2.RUN_STATE_STOPPING)
         self._observer.on_event(
-            "stopping after the step in progress: it is saved and the model exported; "
-            "ask again to abort at once"
+            f"stopping after the step in progress: it is saved and the model exported{hint}"
         )
 
     async def read(self) -> None:

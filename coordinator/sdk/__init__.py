@@ -47,6 +47,7 @@ from rolemesh.coordinator.sdk.runs import (
     Run,
     RunList,
     RunState,
+    Sample,
     Samples,
 )
 from rolemesh.coordinator.sdk.services import Capabilities, Initialized, Status, WorkerState
@@ -103,6 +104,7 @@ __all__ = [
     "Run",
     "RunList",
     "RunState",
+    "Sample",
     "Samples",
     "Selection",
     "StateChanged",

@@ -192,13 +192,15 @@ class AsyncClient:
                 driver gives the step after that one's last.
         """
         answer = await self._call(self._stub.AttachRun, pb.AttachRunRequest(run_id=run_id))
-        return AsyncMesh(
+        mesh = AsyncMesh(
             {one.name: one.address for one in answer.services},
             run_id=run_id,
             epoch=answer.fencing_epoch,
             step=step,
             retry=self._retry,
         )
+        mesh.logs_through(lambda logged: self._call(self._stub.LogStep, logged))
+        return mesh
 
     # --- what happens in a run ---
 

@@ -6,17 +6,24 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, SupportsFloat, TypeAlias
 
 from rolemesh.coordinator.sdk.async_role import AsyncRole
 from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy, repeated
+from rolemesh.coordinator.sdk.runs import Sample
 from rolemesh.coordinator.sdk.service_calls import Answer, Arguments
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import CallCancelledError, UnsupportedError
-from rolemesh.v1 import operation_pb2
+from rolemesh.rpc.sampled_rows import fetch_samples
+from rolemesh.v1 import coordinator_pb2, operation_pb2
+
+LogStep: TypeAlias = Callable[[coordinator_pb2.LogStepRequest], Awaitable[object]]
+
+MAX_LOGGED_SAMPLES: Final = 64
+"""As LogStepRequest says."""
 
 
 class AsyncMesh(Mapping[str, AsyncRole]):
@@ -70,6 +77,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         self._retry = RetryPolicy() if retry is None else retry
         self._numbers = itertools.count()
         self._is_closed = False
+        self._log_step: LogStep | None = None
         self._channels: dict[str, MeshChannel] = {}
         versions = policy_versions or {}
         self._roles = {
@@ -136,6 +144,72 @@ class AsyncMesh(Mapping[str, AsyncRole]):
             max_bytes=max_bytes,
             timeout_s=self.deadline_s,
         )
+
+    async def log(
+        self,
+        step: int,
+        metrics: Mapping[str, SupportsFloat],
+        batch: Experience | Sequence[Sample] | None = None,
+        *,
+        num_samples: int = 4,
+    ) -> None:
+        """Tells the coordinator of a step that was made, as it tells of the steps of its own runs.
+
+        Metrics come to the dashboard, metrics.jsonl, TensorBoard, the trackers of the recipe and
+        the events of the run; samples to the dashboard and samples.jsonl. One call a step; the
+        steps of a mesh ascend, and some may be left out. A loop that goes back attaches anew: the
+        first step that it logs then takes the place of what was logged from there on.
+
+        Args:
+            step: The step, from 1.
+            metrics: 1 to 256 finite numbers by name, e.g. {"reward/mean": 0.25}. Those of the
+                coordinator's own runs have their places on the dashboard.
+            batch: What the step trained on, while services still hold it, at least with the
+                columns tokens and prompt_lengths; or samples that the caller has.
+            num_samples: Most rows of an Experience that are kept for people, 1 to 64, spread
+                evenly over it.
+
+        Raises:
+            ValueError: A metric is no number, a number is out of range, or the mesh was not
+                made by `attach`: there is no coordinator to tell.
+            InvalidRequestError: A name, value or size is out of range; the message names it.
+            PreconditionError: STEP_LOGGED: this or a later step was logged; STALE_EPOCH: another
+                client has attached since, or the run's process was started again: attach anew.
+        """
+        if self._log_step is None:
+            raise ValueError(
+                "this mesh has no coordinator to tell of its steps: log through one that "
+                "`Client.attach` gives"
+            )
+        if not 1 <= num_samples <= MAX_LOGGED_SAMPLES:
+            raise ValueError(f"num_samples is {num_samples}: give 1 to {MAX_LOGGED_SAMPLES}")
+        request = coordinator_pb2.LogStepRequest(
+            run_id=self.run_id, fencing_epoch=self.epoch, step=step
+        )
+        for name, value in metrics.items():
+            try:
+                request.metrics[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"metrics[{name!r}] is {value!r}: give one number by name"
+                ) from error
+        if isinstance(batch, Experience):
+            request.samples.extend(
+                await self.call(
+                    fetch_samples,
+                    self._channel,
+                    batch.reference,
+                    num_samples,
+                    timeout_s=self.deadline_s,
+                )
+            )
+        elif batch is not None:
+            request.samples.extend(sample.to_message() for sample in batch)
+        await self._log_step(request)
+
+    def logs_through(self, log_step: LogStep) -> None:
+        """Has `log` send its requests so; for the client that makes this mesh."""
+        self._log_step = log_step
 
     async def release(
         self, experiences: Iterable[Experience] | None = None, *, through_step: int | None = None

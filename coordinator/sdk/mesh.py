@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import SupportsFloat
 
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
 from rolemesh.coordinator.sdk.experience import Experience
 from rolemesh.coordinator.sdk.retrying import RetryPolicy
 from rolemesh.coordinator.sdk.role import Role
+from rolemesh.coordinator.sdk.runs import Sample
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.loop_thread import LoopThread
@@ -135,6 +137,39 @@ class Mesh(Mapping[str, Role]):
             max_bytes: Most bytes to allocate.
         """
         return self._loop.run(self._mesh.fetch(experience, columns, rows, max_bytes=max_bytes))
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, SupportsFloat],
+        batch: Experience | Sequence[Sample] | None = None,
+        *,
+        num_samples: int = 4,
+    ) -> None:
+        """Tells the coordinator of a step that was made, as it tells of the steps of its own runs.
+
+        Metrics come to the dashboard, metrics.jsonl, TensorBoard, the trackers of the recipe and
+        the events of the run; samples to the dashboard and samples.jsonl. One call a step; the
+        steps of a mesh ascend, and some may be left out. A loop that goes back attaches anew: the
+        first step that it logs then takes the place of what was logged from there on.
+
+        Args:
+            step: The step, from 1.
+            metrics: 1 to 256 finite numbers by name, e.g. {"reward/mean": 0.25}. Those of the
+                coordinator's own runs have their places on the dashboard.
+            batch: What the step trained on, while services still hold it, at least with the
+                columns tokens and prompt_lengths; or samples that the caller has.
+            num_samples: Most rows of an Experience that are kept for people, 1 to 64, spread
+                evenly over it.
+
+        Raises:
+            ValueError: A metric is no number, a number is out of range, or the mesh was not
+                made by `attach`: there is no coordinator to tell.
+            InvalidRequestError: A name, value or size is out of range; the message names it.
+            PreconditionError: STEP_LOGGED: this or a later step was logged; STALE_EPOCH: another
+                client has attached since, or the run's process was started again: attach anew.
+        """
+        self._loop.run(self._mesh.log(step, metrics, batch, num_samples=num_samples))
 
     def release(
         self, experiences: Iterable[Experience] | None = None, *, through_step: int | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -195,20 +196,26 @@ class Sample:
     """One trajectory for people."""
 
     row: int
+    """Row of its batch, different for each sample of a step."""
     prompt: str
     completion: str
-    answer: str
-    reward: float
-    policy_version: int
+    answer: str = ""
+    reward: float = math.nan
+    """NaN where it has none."""
+    policy_version: int = 0
     """Version that sampled its first token."""
-    token_ids: npt.NDArray[np.int64]
-    """Of the completion, [n]."""
-    logprobs: npt.NDArray[np.float32]
+    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Of the completion, [n]; of samples that are logged it may be empty, like those below."""
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Natural log, [n]."""
-    loss_mask: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     """Whether each token is the policy's own, [n]."""
-    advantages: npt.NDArray[np.float32]
+    advantages: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[n], or empty where the algorithm has none."""
+
+    def to_message(self) -> coordinator_pb2.Sample:
+        """As it travels."""
+        return coordinator_pb2.Sample(**{name: getattr(self, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,22 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fake_roles import until
 from support.fake_runs import Recorder
 from support.learning_runs import service_processes
 from support.mesh_runs import tiny_model
 
+from rolemesh.coordinator import sdk
+from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.schema import EvaluationSpec, Recipe
-from rolemesh.coordinator.run.samples import MAX_TEXT_BYTES
 from rolemesh.coordinator.run.samples_file import read_samples
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.run.watcher import WatchSettings
-from rolemesh.coordinator.sdk import AsyncMesh
+from rolemesh.coordinator.sdk import AsyncClient, AsyncMesh
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.errors import PreconditionError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.sampled_rows import MAX_TEXT_BYTES
 from rolemesh.v1 import coordinator_pb2
 
 STEPS = 3
@@ -168,6 +171,59 @@ async def test_samples_outlive_the_store_and_some_of_an_evaluation_are_told(
     ]
     assert len(lines) == 4
     assert "(reward " in lines[0]
+
+
+async def test_a_loop_over_real_services_logs_its_steps_and_samples(
+    model: Path, addresses: dict[str, str], tmp_path: Path
+) -> None:
+    store = MemoryStateStore()
+    operations = StoreOperations(store)
+    recipe = recipe_of(model, addresses, algorithm={"type": "external"}, run={"name": "driven"})
+    run = TrainingRun(recipe, directory=tmp_path, addresses=addresses, store=store)
+    server, port = await serve_coordinator(operations)
+    task = asyncio.create_task(run.execute())
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+
+        async def is_running() -> bool:
+            return bool(store._runs) and (
+                (await client.get_run(run.run_id)).state is sdk.RunState.RUNNING
+            )
+
+        await until(is_running)
+        async with await client.attach(run.run_id) as mesh:
+            batch = await mesh["actor"].sample(
+                ["1 + 1 =", "1 + 2 ="], samples_per_prompt=GROUP, max_new_tokens=2
+            )
+            metrics = {"reward/mean": np.float32(0.5), "count": 3}
+            for _ in range(2):
+                await mesh.log(1, metrics, batch, num_samples=3)
+            await mesh.release()
+            own = [sdk.Sample(row=0, prompt="1 + 1 =", completion="2", reward=1.0)]
+            await mesh.log(2, {"reward/mean": 1.0}, own)
+            with pytest.raises(ValueError, match=r"metrics\['text'\] is 'x': give one number"):
+                await mesh.log(3, {"text": "x"})  # type: ignore[dict-item]
+            with pytest.raises(ValueError, match="num_samples is 65: give 1 to 64"):
+                await mesh.log(3, metrics, batch, num_samples=65)
+            with pytest.raises(InvalidRequestError, match=r"metrics\['loss'\] is nan"):
+                await mesh.log(3, {"loss": math.nan})
+            await client.stop_run(run.run_id)
+            await task
+        table = await client.get_metrics(run.run_id)
+        listed = await client.list_samples(run.run_id, 1)
+    await server.stop(None)
+    async with AsyncMesh(addresses, run_id="lonely") as lonely:
+        with pytest.raises(ValueError, match="no coordinator to tell"):
+            await lonely.log(1, metrics)
+    assert list(table.steps) == [1, 2]
+    assert list(table["reward/mean"]) == [0.5, 1.0]
+    kept = read_samples(tmp_path)
+    # Three of the four rows, spread over them.
+    assert [(one.step, one.row) for one in kept] == [(1, 0), (1, 1), (1, 2), (2, 0)]
+    assert ["1 + 1 =" in one.prompt for one in kept[:3]] == [True, True, False]
+    assert "1 + 2 =" in kept[2].prompt
+    assert [one.completion for one in listed.rows] == [one.completion for one in kept[:3]]
+    assert all(len(one.logprobs) == len(one.token_ids) > 0 for one in listed.rows)
+    assert (kept[3].completion, kept[3].reward, kept[0].reward) == ("2", 1.0, None)
 
 
 async def test_a_client_that_attaches_later_fences_off_the_one_before(

@@ -331,3 +331,95 @@ async def test_a_stopped_run_goes_on_by_wish_and_further_than_it_was_to(tmp_path
         with pytest.raises(PreconditionError) as over:
             await hub.resume_run("stopped")
         assert over.value.reason == "RUN_ENDED"
+
+
+def write_recipe(folder: Path, recipe: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(recipe)
+
+
+@asynccontextmanager
+async def training_there(
+    hub: Coordinator, folder: Path, recipe: str, *arguments: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`rolemesh train --coordinator` in a folder of its own."""
+    write_recipe(folder, recipe)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "train", "recipe.yaml"),
+        *("--coordinator", hub.address, *arguments),
+        cwd=folder,
+        env={**os.environ, "ROLEMESH_API_TOKEN": TOKEN},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_train_has_a_coordinator_make_the_run_and_follows_it(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh, coordinator(tmp_path) as hub:
+        recipe = recipe_for(mesh, steps=3)
+        here, relative = tmp_path / "here", "models/mine"
+        arguments = ("--run-id", "sent", "--set", f"actor.model.path={relative}", "--json")
+        async with training_there(hub, here, recipe, *arguments) as process:
+            written, wrong = await process.communicate()
+        assert process.returncode == 0, wrong.decode()
+        lines = [json.loads(line) for line in written.decode().splitlines()]
+        steps = [line["metrics"] for line in lines if line["type"] == "step"]
+        folder = tmp_path / "data/runs/sent"
+        made = (folder / "metrics.jsonl").read_text().splitlines()
+        assert steps == [json.loads(line) for line in made]
+        assert lines[-1]["state"] == "succeeded"
+        assert (lines[-1]["steps"], lines[-1]["directory"]) == (3, str(folder))
+        # Counted from where it was sent.
+        used = yaml.safe_load((folder / "config.yaml").read_text())
+        assert used["actor"]["model"]["path"] == str(here / relative)
+        # Sent again it is the same run, told of from its beginning; another recipe is refused.
+        async with training_there(hub, here, recipe, *arguments) as process:
+            again, _ = await process.communicate()
+        assert again.decode().count('"type": "step"') == 3
+        for given, told in (
+            (("--run-id", "sent"), "exists already, with another recipe"),
+            (("--out", "x"), "--out: the coordinator at"),
+            (("--set", "custom=1"), "custom"),
+        ):
+            async with training_there(hub, here, recipe, *given) as process:
+                _, wrong = await process.communicate()
+            assert (process.returncode, told in wrong.decode()) == (2, True), wrong.decode()
+        custom = 'algorithm={type: custom, function: "absent.py:absent"}'
+        async with training_there(hub, here, recipe, "--set", custom) as process:
+            _, wrong = await process.communicate()
+        assert process.returncode == 1
+        assert f"{here / 'absent.py'}" in wrong.decode()
+
+
+async def test_an_interrupt_stops_the_run_and_a_second_one_leaves_it(tmp_path: Path) -> None:
+    async with fake_mesh() as mesh, coordinator(tmp_path) as hub:
+        recipe = recipe_for(mesh, steps=10_000)
+        async with training_there(hub, tmp_path / "a", recipe, "--run-id", "one") as process:
+            await until_calls(mesh, 50)
+            process.send_signal(signal.SIGINT)
+            written, _ = await process.communicate()
+        assert process.returncode == 130
+        assert (await hub.run("one")).state == STOPPED
+        assert "one stopped after" in written.decode()
+        assert "ask again to leave it" in written.decode()
+        gate = mesh.roles["actor"].gates["Update"] = asyncio.Event()
+        async with training_there(hub, tmp_path / "b", recipe, "--run-id", "two") as process:
+            await until(lambda: "actor.Update" in mesh.running)
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            await process.stdout.readuntil(b"ask again to leave it")
+            process.send_signal(signal.SIGINT)
+            _, wrong = await process.communicate()
+        assert process.returncode == 130
+        assert "two is left to its coordinator" in wrong.decode()
+        assert (await hub.run("two")).state == coordinator_pb2.RUN_STATE_STOPPING
+        gate.set()
+        await hub.watch("two")
+        assert (await hub.run("two")).state == STOPPED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,10 @@ from support.fake_runs import make_run, read_lines
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.trackers import CustomTrackerSpec
+from rolemesh.coordinator.run.records import enter_again
+from rolemesh.coordinator.run.resume import reached
+from rolemesh.coordinator.run.samples_file import read_samples
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
@@ -199,12 +204,112 @@ async def test_the_step_in_progress_and_the_use_of_devices_are_told(tmp_path: Pa
     assert set(series.busy) == {0.5}
 
 
+def external_recipe() -> Recipe:
+    lasting = {role: {"address": "127.0.0.1:1"} for role in PPO_ROLES}
+    return fake_recipe(algorithm={"type": "external"}, services=lasting)
+
+
+async def test_what_a_client_logs_is_written_like_the_steps_of_any_run(tmp_path: Path) -> None:
+    (tmp_path / "keeping.py").write_text(
+        "class Keeping:\n"
+        "    def __init__(self, path): self.file = open(path, 'a')\n"
+        "    def start(self, run, config): pass\n"
+        "    def log(self, step, scalars): print(step, sorted(scalars.items()), file=self.file)\n"
+        "    def finish(self, state): self.file.close()\n"
+    )
+    kept = CustomTrackerSpec(
+        tracker=f"{tmp_path / 'keeping.py'}:Keeping", options={"path": str(tmp_path / "kept")}
+    )
+    recipe = external_recipe().model_copy(update={"trackers": (kept,)})
+    folder = tmp_path / "run"
+    async with fake_mesh() as mesh, going(mesh, folder, recipe) as one:
+        await until(lambda: one.is_in("RUNNING"))
+
+        async def attached() -> int:
+            request = coordinator_pb2.AttachRunRequest(run_id=one.run_id)
+            return (await one.stub.AttachRun(request)).fencing_epoch
+
+        async def log(epoch: int, step: int, **metrics: float) -> None:
+            sample = coordinator_pb2.Sample(row=3, prompt="1+1", completion=f"in {step}", reward=1)
+            request = coordinator_pb2.LogStepRequest(
+                run_id=one.run_id, fencing_epoch=epoch, step=step, metrics=metrics, samples=[sample]
+            )
+            await one.stub.LogStep(request)
+
+        first = await attached()
+        for step in (1, 2, 2, 3):
+            await log(first, step, loss=1 / step)
+        await until(lambda: len(one.run.progress.records) == 3)
+        second = await attached()
+        # The client has gone back behind step 1, and stops the run right after its last step.
+        await log(second, 2, loss=5.0)
+        await log(second, 9, loss=6.0)
+        await one.ended()
+        told = kinds(await one.events())
+        record = await one.store.get_run(one.run_id)
+        curves = await StoreOperations(one.store).get_metrics(one.run_id)
+        shown = await StoreOperations(one.store).list_samples(one.run_id)
+
+    expected = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 5.0}, {"step": 9, "loss": 6.0}]
+    assert read_lines(folder / "metrics.jsonl") == expected
+    assert (list(curves.steps), list(curves.series[0].values)) == ([1, 2, 9], [1.0, 5.0, 6.0])
+    assert (record.step, record.metrics, record.state) == (9, expected[-1], RunState.STOPPED)
+    made = ["step 1", "step 2", "step 3", "step 2", "step 9"]
+    assert [kind for kind in told if kind.startswith("step ")] == made
+    rows = read_samples(folder)
+    assert [(row.step, row.row, row.completion, row.reward) for row in rows] == [
+        (step, 3, f"in {step}", 1.0) for step in (1, 2, 9)
+    ]
+    assert list(shown.steps) == [1, 2, 9]
+    lines = (tmp_path / "kept").read_text().splitlines()
+    assert lines == [
+        f"{step} [('loss', {loss})]"
+        for step, loss in ((1, 1.0), (2, 0.5), (3, 1 / 3), (2, 5.0), (9, 6.0))
+    ]
+    (board,) = (folder / "tensorboard").iterdir()
+    assert board.read_bytes().count(b"loss") == len(made)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("stopped", 9)
+
+
+async def test_what_a_client_logged_outlives_the_process_of_the_run(tmp_path: Path) -> None:
+    store = MemoryStateStore()
+    operations = StoreOperations(store)
+    recipe = external_recipe()
+    async with fake_mesh() as mesh:
+        run = make_run(mesh, tmp_path, recipe, store)
+
+        async def make_steps(run: TrainingRun, *steps: int) -> None:
+            task = asyncio.create_task(run.execute())
+
+            async def is_running() -> bool:
+                return bool(store._runs) and (
+                    (await operations.get_run(run.run_id)).state
+                    == coordinator_pb2.RUN_STATE_RUNNING
+                )
+
+            await until(is_running)
+            epoch = (await operations.attach_run(run.run_id)).fencing_epoch
+            for step in steps:
+                await operations.log_step(run.run_id, epoch, step, {"loss": float(step)})
+            await operations.stop_run(run.run_id)
+            await task
+
+        await make_steps(run, 1, 3)
+        (tmp_path / "summary.json").unlink()
+        await enter_again(store, recipe, run.run_id, tmp_path)
+        progress, where = await reached(store, run.run_id, tmp_path, is_external=True)
+        assert where == "its journal: 3 steps"
+        again = make_run(mesh, tmp_path, recipe, store, run_id=run.run_id, resumed=progress)
+        await make_steps(again, 4)
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 3, 4]
+    assert list((await operations.get_metrics(run.run_id)).steps) == [1, 3, 4]
+
+
 async def test_a_client_drives_an_external_run_and_its_end_is_the_coordinators(
     tmp_path: Path,
 ) -> None:
-    lasting = {role: {"address": "127.0.0.1:1"} for role in PPO_ROLES}
-    recipe = fake_recipe(algorithm={"type": "external"}, services=lasting)
-    async with fake_mesh() as mesh, going(mesh, tmp_path, recipe) as one:
+    async with fake_mesh() as mesh, going(mesh, tmp_path, external_recipe()) as one:
         attach = coordinator_pb2.AttachRunRequest(run_id=one.run_id)
         with pytest.raises(PreconditionError) as early:
             await one.stub.AttachRun(attach)

@@ -15,6 +15,7 @@ from support.learning_runs import service_processes
 from support.learning_tasks import model_of, write_task
 from support.tcp_proxy import TcpProxy
 
+from rolemesh.coordinator.api.logged_steps import check_step
 from rolemesh.coordinator.sdk import (
     AsyncMesh,
     Auxiliary,
@@ -33,6 +34,7 @@ from rolemesh.rpc.errors import (
     PreconditionError,
     UnsupportedError,
 )
+from rolemesh.v1 import coordinator_pb2
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICK = RetryPolicy(budget_s=20.0, first_s=0.01, longest_s=0.05)
@@ -349,9 +351,19 @@ def example(name: str) -> ModuleType:
 def test_the_example_of_an_own_loop_raises_the_reward(
     addresses: dict[str, str], task: Path
 ) -> None:
-    with Mesh({"actor": addresses["actor"]}, run_id="own-loop", retry=QUICK) as mesh:
+    with Mesh({"actor": addresses["actor"]}, run_id="own-loop", step=1, retry=QUICK) as mesh:
         mesh["actor"].initialize(specs(task)["actor"], run_seed=1)
+        logged: list[coordinator_pb2.LogStepRequest] = []
+
+        async def log_step(request: coordinator_pb2.LogStepRequest) -> None:
+            logged.append(request)
+
+        mesh._mesh.logs_through(log_step)
         curve = example("own_loop").train(mesh, num_steps=40)
         mesh["actor"].drain()
+    assert [step.metrics["reward/mean"] for step in logged] == curve
+    for step in logged:
+        check_step(1, step.step, step.metrics, step.samples)
+        assert len(step.samples) == 4
     assert sum(curve[:3]) / 3 < LEARNED / 2
     assert sum(curve[-3:]) / 3 > LEARNED, curve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import uuid
 from datetime import datetime
@@ -18,6 +19,7 @@ from rolemesh.coordinator.api.http.problems import problems
 from rolemesh.coordinator.api.messages import FINAL_STATES
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.v1 import coordinator_pb2
 
 _TIME = re.compile(
     r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})", re.ASCII | re.IGNORECASE
@@ -137,6 +139,23 @@ async def checkpoint_run(
     """Asks a run to save a checkpoint after the step in progress; an event tells that it did."""
     request_id = uuid.uuid4().hex if wish is None else wish.request_id
     return to_plain(await operations.checkpoint_run(run_id, request_id))
+
+
+@_run.post("/steps", response_model=models.Run, responses=problems(409, 413))
+async def log_step(operations: TheOperations, run_id: RunId, logged: models.LoggedStep) -> Any:
+    """Takes the metrics of a step that a client made, in a run of the algorithm "external"."""
+    samples = [
+        coordinator_pb2.Sample(
+            **sample.model_dump(exclude={"reward"}),
+            reward=math.nan if sample.reward is None else sample.reward,
+        )
+        for sample in logged.samples
+    ]
+    return to_plain(
+        await operations.log_step(
+            run_id, logged.fencing_epoch, logged.step, logged.metrics, samples
+        )
+    )
 
 
 @_observation.get(

@@ -290,10 +290,15 @@ REASONS: Mapping[str, Reason] = {
     ),
     "SPLIT_INVALID": Reason("The split is not set, or is not there.", "Set the split."),
     "STALE_EPOCH": Reason(
-        "A newer coordinator has taken the run over.", "End the older one: it may not go on."
+        "A newer coordinator or client has taken the run over.",
+        "End the older one: it may not go on. A client that is to drive the run attaches anew.",
     ),
     "START_FAILED": Reason(
         "A service process could not start.", "Its log says why; often the port is in use."
+    ),
+    "STEP_LOGGED": Reason(
+        "The client has logged this step or a later one.",
+        "Log all metrics of a step in one call, and steps in order; attach anew to go back.",
     ),
     "STEP_NOT_FOUND": Reason("The step is not kept (any more).", "Take one that is."),
     "STORE_UNAVAILABLE": Reason(

@@ -1542,6 +1542,94 @@ class AttachedService(_message.Message):
 Global___AttachedService: _TypeAlias = AttachedService  # noqa: Y015
 
 @_typing.final
+class LogStepRequest(_message.Message):
+    """Metrics of a step that a client made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FENCING_EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    fencing_epoch: _builtins.int
+    """AttachRunResponse.fencing_epoch of the client, >= 1."""
+    step: _builtins.int
+    """The step, 1 to 2^31 - 1."""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Finite values by name, within the range of float32: 1 to 256 of them. A name has 1 to 128 letters, digits
+        and characters of "_./:@%-", and is not "step".
+        """
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]:
+        """Some trajectories of the step, at most 64 and 1 MiB in all."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        fencing_epoch: _builtins.int = ...,
+        step: _builtins.int = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        samples: _abc.Iterable[Global___Sample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "metrics", b"metrics", "run_id", b"run_id", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogStepRequest: _TypeAlias = LogStepRequest  # noqa: Y015
+
+@_typing.final
+class LogStepResponse(_message.Message):
+    """The run as it is now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> Global___Run:
+        """The run; it shows the step once its process has written it."""
+
+    def __init__(
+        self,
+        *,
+        run: Global___Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogStepResponse: _TypeAlias = LogStepResponse  # noqa: Y015
+
+@_typing.final
 class Run(_message.Message):
     """A training run."""
 

@@ -115,6 +115,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunResponse.FromString,
                 _registered_method=True)
+        self.LogStep = channel.unary_unary(
+                '/rolemesh.v1.CoordinatorService/LogStep',
+                request_serializer=rolemesh_dot_v1_dot_coordinator__pb2.LogStepRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.LogStepResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -334,6 +339,30 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LogStep(self, request, context):
+        """Takes the metrics of a step that a client made, and some of its samples: into
+        the curves, the files, the events and the trackers of a run whose algorithm is
+        "external". The run's process writes them within a second, and before the run
+        ends.
+
+        Idempotent on `fencing_epoch` and `step`: a repeat with the same metrics
+        changes nothing. The steps of one epoch ascend; some may be left out. The
+        first step of a newer epoch may be any one: what was logged of it and of
+        later steps is taken back, since the client that attached anew has gone back.
+        Errors:
+        NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+        INVALID_ARGUMENT (REQUEST_INVALID): a step, name, value or size is out of range; names it.
+        FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator makes and logs the steps of that run.
+        FAILED_PRECONDITION (RUN_NOT_READY): it is not running yet, or about to stop.
+        FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        FAILED_PRECONDITION (STALE_EPOCH): the run was attached anew, or its process started again;
+        attach to take it over.
+        FAILED_PRECONDITION (STEP_LOGGED): this epoch has logged this step or a later one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -416,6 +445,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.AttachRun,
                     request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.AttachRunResponse.SerializeToString,
+            ),
+            'LogStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.LogStep,
+                    request_deserializer=rolemesh_dot_v1_dot_coordinator__pb2.LogStepRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_coordinator__pb2.LogStepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -851,6 +885,33 @@ class CoordinatorService(object):
             '/rolemesh.v1.CoordinatorService/AttachRun',
             rolemesh_dot_v1_dot_coordinator__pb2.AttachRunRequest.SerializeToString,
             rolemesh_dot_v1_dot_coordinator__pb2.AttachRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LogStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CoordinatorService/LogStep',
+            rolemesh_dot_v1_dot_coordinator__pb2.LogStepRequest.SerializeToString,
+            rolemesh_dot_v1_dot_coordinator__pb2.LogStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -182,6 +182,26 @@ class CoordinatorServiceStub:
       FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
       FAILED_PRECONDITION (RUN_ENDED): the run has ended.
     """
+    LogStep: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LogStepRequest, _coordinator_pb2.LogStepResponse]
+    """Takes the metrics of a step that a client made, and some of its samples: into
+    the curves, the files, the events and the trackers of a run whose algorithm is
+    "external". The run's process writes them within a second, and before the run
+    ends.
+
+    Idempotent on `fencing_epoch` and `step`: a repeat with the same metrics
+    changes nothing. The steps of one epoch ascend; some may be left out. The
+    first step of a newer epoch may be any one: what was logged of it and of
+    later steps is taken back, since the client that attached anew has gone back.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      INVALID_ARGUMENT (REQUEST_INVALID): a step, name, value or size is out of range; names it.
+      FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator makes and logs the steps of that run.
+      FAILED_PRECONDITION (RUN_NOT_READY): it is not running yet, or about to stop.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (STALE_EPOCH): the run was attached anew, or its process started again;
+        attach to take it over.
+      FAILED_PRECONDITION (STEP_LOGGED): this epoch has logged this step or a later one.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -336,6 +356,26 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
       FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
       FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
       FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+    """
+    LogStep: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LogStepRequest, _coordinator_pb2.LogStepResponse]  # type: ignore[assignment]
+    """Takes the metrics of a step that a client made, and some of its samples: into
+    the curves, the files, the events and the trackers of a run whose algorithm is
+    "external". The run's process writes them within a second, and before the run
+    ends.
+
+    Idempotent on `fencing_epoch` and `step`: a repeat with the same metrics
+    changes nothing. The steps of one epoch ascend; some may be left out. The
+    first step of a newer epoch may be any one: what was logged of it and of
+    later steps is taken back, since the client that attached anew has gone back.
+    Errors:
+      NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+      INVALID_ARGUMENT (REQUEST_INVALID): a step, name, value or size is out of range; names it.
+      FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator makes and logs the steps of that run.
+      FAILED_PRECONDITION (RUN_NOT_READY): it is not running yet, or about to stop.
+      FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+      FAILED_PRECONDITION (STALE_EPOCH): the run was attached anew, or its process started again;
+        attach to take it over.
+      FAILED_PRECONDITION (STEP_LOGGED): this epoch has logged this step or a later one.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -584,6 +624,32 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator drives that run itself.
           FAILED_PRECONDITION (RUN_NOT_READY): its services are not initialised yet.
           FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+        """
+
+    @_abc_1.abstractmethod
+    def LogStep(
+        self,
+        request: _coordinator_pb2.LogStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.LogStepResponse, _abc.Awaitable[_coordinator_pb2.LogStepResponse]]:
+        """Takes the metrics of a step that a client made, and some of its samples: into
+        the curves, the files, the events and the trackers of a run whose algorithm is
+        "external". The run's process writes them within a second, and before the run
+        ends.
+
+        Idempotent on `fencing_epoch` and `step`: a repeat with the same metrics
+        changes nothing. The steps of one epoch ascend; some may be left out. The
+        first step of a newer epoch may be any one: what was logged of it and of
+        later steps is taken back, since the client that attached anew has gone back.
+        Errors:
+          NOT_FOUND (RUN_NOT_FOUND): no such run in this coordinator's store.
+          INVALID_ARGUMENT (REQUEST_INVALID): a step, name, value or size is out of range; names it.
+          FAILED_PRECONDITION (RUN_NOT_EXTERNAL): the coordinator makes and logs the steps of that run.
+          FAILED_PRECONDITION (RUN_NOT_READY): it is not running yet, or about to stop.
+          FAILED_PRECONDITION (RUN_ENDED): the run has ended.
+          FAILED_PRECONDITION (STALE_EPOCH): the run was attached anew, or its process started again;
+            attach to take it over.
+          FAILED_PRECONDITION (STEP_LOGGED): this epoch has logged this step or a later one.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -459,6 +459,7 @@ async def test_every_operation_names_an_unknown_run(operations: StoreOperations)
         operations.resume_run("ghost"),
         operations.checkpoint_run("ghost", "1"),
         operations.attach_run("ghost"),
+        operations.log_step("ghost", 1, 1, {"loss": 0.5}),
         events_of(operations, "ghost"),
         operations.get_metrics("ghost"),
         operations.get_dataflow("ghost"),

@@ -381,3 +381,15 @@ def test_the_log_has_no_line_for_each_second_of_a_wait(caplog: pytest.LogCapture
     for second in range(1, 9):
         observer.on_phase("reward", f"compute_reward: no answer, try 2, for {second} s", 0, 1)
     assert len(caplog.records) == 1
+
+
+def test_a_step_whose_seconds_are_not_known_is_shown_without_them() -> None:
+    lines, rows = io.StringIO(), io.StringIO()
+    logged = {"step": 1, "reward/mean": 0.25}
+    PlainConsole(lines, num_steps=4).on_step(logged)
+    live = LiveConsole(Console(file=rows, width=120), num_steps=4)
+    live.on_step(logged)
+    live.close()
+    assert lines.getvalue().strip().endswith("step 1 reward 0.250")
+    assert "0.250" in rows.getvalue()
+    assert " s:" not in rows.getvalue()

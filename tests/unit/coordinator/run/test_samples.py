@@ -10,16 +10,11 @@ import pytest
 from support.fake_runs import Recorder
 
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, Outcome
-from rolemesh.coordinator.run.samples import (
-    FAILURES_UNTIL_GIVEN_UP,
-    MAX_TEXT_BYTES,
-    MAX_TOKENS,
-    SampleTaker,
-    to_samples,
-)
+from rolemesh.coordinator.run.samples import FAILURES_UNTIL_GIVEN_UP, SampleTaker
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunStream
 from rolemesh.rpc.columns import ColumnData, Columns
+from rolemesh.rpc.sampled_rows import MAX_TEXT_BYTES, MAX_TOKENS, to_samples
 from rolemesh.v1 import experience_pb2
 
 

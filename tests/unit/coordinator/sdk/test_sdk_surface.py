@@ -35,6 +35,7 @@ METHODS: dict[str, tuple[type, str]] = {
     "CoordinatorService/ListAlerts": (AsyncClient, "list_alerts"),
     "CoordinatorService/ReadLog": (AsyncClient, "read_log"),
     "CoordinatorService/AttachRun": (AsyncClient, "attach"),
+    "CoordinatorService/LogStep": (AsyncMesh, "log"),
     "WorkerService/GetCapabilities": (AsyncRole, "capabilities"),
     "WorkerService/GetStatus": (AsyncRole, "status"),
     "WorkerService/Initialize": (AsyncRole, "initialize"),
@@ -70,7 +71,7 @@ METHODS: dict[str, tuple[type, str]] = {
 }
 """Every RPC and the method that makes it."""
 
-OWN_OF_ASYNC = {AsyncMesh: {"call", "new_key"}}
+OWN_OF_ASYNC = {AsyncMesh: {"call", "logs_through", "new_key"}}
 """Public for the other classes of the package alone."""
 
 

@@ -11,6 +11,7 @@ from support.fake_run import LOGS, SERVICES, fill_store
 from support.rest_servers import JSON, client_of, refused
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.dataflow.journal import LOG_OPERATION
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunRecord, RunState, RunStream, StateStore
 
@@ -129,6 +130,26 @@ async def test_a_checkpoint_is_asked_for_under_the_given_name_or_a_new_one(
     wishes = [entry.payload.decode() for entry in entries]
     assert wishes[0] == "mine"
     assert len(set(wishes)) == 3
+
+
+async def test_a_client_logs_a_step_of_its_run(
+    client: httpx.AsyncClient, store: StateStore
+) -> None:
+    refused(await client.post(f"{LIVE}/steps", json={}), 400, "REQUEST_INVALID")
+    # JSON has one type of number.
+    step = {"fencing_epoch": 1.0, "step": 99, "metrics": {"loss": 1}}
+    refused(await client.post(f"{LIVE}/steps", json=step), 409, "RUN_NOT_EXTERNAL")
+    await store.update_run("live-1", algorithm="external")
+    epoch = await store.next_epoch("live-1")
+    refused(await client.post(f"{LIVE}/steps", json=step), 409, "STALE_EPOCH")
+    rows = [{"row": 3, "prompt": "a", "completion": "b"}]
+    logged = {**step, "fencing_epoch": epoch, "samples": rows}
+    assert (await client.post(f"{LIVE}/steps", json=logged)).status_code == 200
+    refused(await client.post(f"{LIVE}/steps", json={**logged, "step": 98}), 409, "STEP_LOGGED")
+    (entry,) = [e for e in await store.read_journal("live-1") if e.operation == LOG_OPERATION]
+    assert entry.result == {"record": {"step": 99, "loss": 1.0}, "num_samples": 1}
+    (shown,) = (await client.get(f"{LIVE}/samples?step=99")).json()["samples"]
+    assert (shown["row"], shown["completion"], shown["reward"]) == (3, "b", None)
 
 
 async def test_an_ended_run_takes_no_wish(client: httpx.AsyncClient) -> None:

@@ -1,0 +1,106 @@
+"""Rows of a batch for people: fetched from where they are held, as messages of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rolemesh.rpc.channel import MeshChannel
+from rolemesh.rpc.column_fetch import fetch_columns
+from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.references import names_of
+from rolemesh.v1 import coordinator_pb2, experience_pb2
+
+COLUMNS = (
+    "tokens",
+    "prompt_lengths",
+    "logprobs",
+    "loss_mask",
+    "policy_versions",
+    "prompt_text",
+    "completion_text",
+    "answer",
+    "rewards",
+    "advantages",
+)
+"""Columns that are fetched where the experience has them."""
+
+MAX_TEXT_BYTES = 8 * 2**10
+"""A longer text is cut."""
+
+MAX_TOKENS = 4096
+"""Of a longer completion the first tokens are kept."""
+
+MAX_FETCHED_BYTES = 16 * 2**20
+
+
+async def fetch_samples(
+    channel_to: Callable[[str], MeshChannel],
+    reference: experience_pb2.ExperienceRef,
+    max_rows: int,
+    *,
+    timeout_s: float | None = None,
+) -> list[coordinator_pb2.Sample]:
+    """Some rows of a batch, spread evenly over it.
+
+    Args:
+        channel_to: The channel to an address "host:port".
+        reference: The batch, at least with tokens and prompt_lengths.
+        max_rows: Most rows, >= 1.
+        timeout_s: Longest time of each call; None: the method's.
+
+    Raises:
+        RolemeshError: As fetch_columns does.
+    """
+    held = names_of(reference)
+    number = min(max_rows, reference.num_rows)
+    rows = [place * reference.num_rows // number for place in range(number)]
+    columns = await fetch_columns(
+        channel_to,
+        reference,
+        [name for name in COLUMNS if name in held],
+        rows,
+        max_bytes=MAX_FETCHED_BYTES,
+        timeout_s=timeout_s,
+    )
+    return to_samples(columns, rows)
+
+
+def to_samples(columns: Columns, rows: Sequence[int]) -> list[coordinator_pb2.Sample]:
+    """Fetched columns as messages of bounded size; fields of missing columns stay empty.
+
+    Args:
+        columns: Some of COLUMNS, at least tokens and prompt_lengths.
+        rows: Which rows of the batch these are.
+    """
+    values = {name: column.rows() for name, column in columns.items()}
+
+    def text(name: str, place: int) -> str:
+        if name not in values:
+            return ""
+        return values[name][place][:MAX_TEXT_BYTES].tobytes().decode(errors="ignore")
+
+    def numbers(name: str, place: int) -> list[float]:
+        return values[name][place][:MAX_TOKENS].tolist() if name in values else []
+
+    samples = []
+    for place, row in enumerate(rows):
+        prompt_length = int(values["prompt_lengths"][place][0])
+        completion = values["tokens"][place][prompt_length : prompt_length + MAX_TOKENS]
+        versions = values.get("policy_versions")
+        samples.append(
+            coordinator_pb2.Sample(
+                row=row,
+                prompt=text("prompt_text", place),
+                completion=text("completion_text", place),
+                answer=text("answer", place),
+                reward=float(values["rewards"][place][0]) if "rewards" in values else np.nan,
+                policy_version=int(versions[place][0]) if versions and len(versions[place]) else 0,
+                token_ids=completion.tolist(),
+                logprobs=numbers("logprobs", place),
+                loss_mask=[bool(value) for value in numbers("loss_mask", place)],
+                advantages=numbers("advantages", place),
+            )
+        )
+    return samples
