@@ -17,8 +17,10 @@ from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
+from rolemesh.rpc.errors import CapacityError
 
 ROLES = ("actor", "critic", "reference", "reward")
+AHEAD_ROLES = (*ROLES, "rollout")
 STEPS = 3
 SOON_S = 10.0
 """A forgotten loss costs a wait of 20 s or more (MEET_AGAIN_DEADLINE_S, the start deadline), or one
@@ -26,12 +28,16 @@ without end; what is not forgotten takes far less than a second."""
 
 
 def run_of(mesh: FakeMesh, directory: Path, **settings: Any) -> TrainingRun:
+    roles = tuple(mesh.roles)
     recipe = fake_recipe(
+        roles=roles,
+        sampler=settings.pop("sampler", None),
         steps=STEPS,
         evaluation={"num_prompts": 0},
         recovery={"attempts": 3, "pause_s": 0.0},
         health=settings.pop("health", {}),
-        pools=split_pools(ROLES),
+        checkpoint=settings.pop("checkpoint", {}),
+        pools=split_pools(roles),
     )
     settings = {"store": MemoryStateStore(), "restart": mesh.restart, **settings}
     run = make_run(mesh, directory, recipe, **settings)
@@ -208,3 +214,50 @@ async def test_a_loss_right_after_a_replacement_is_another_loss(tmp_path: Path) 
         assert sorted(mesh.restarted) == ["actor", "reward", "reward"]
         summary = task.result()
     assert [one.restarted for one in summary.recoveries] == [("reward",), ("actor", "reward")]
+
+
+async def test_the_first_step_after_a_recovery_can_have_services_replaced(tmp_path: Path) -> None:
+    async with fake_mesh(AHEAD_ROLES, has_cuts=True) as mesh:
+        gate = asyncio.Event()
+
+        async def restart(service: str) -> str:
+            address = await mesh.restart(service)
+            if service == "actor":
+                mesh.roles[service].gates["ComputeAdvantages 2"] = gate
+            return address
+
+        def is_there(method: str, epoch: int) -> bool:
+            return any(call.key[1:3] == (epoch, 2) for call in mesh.of(f"actor.{method}"))
+
+        run = run_of(mesh, tmp_path, restart=restart, sampler={"type": "one_step_ahead"})
+        mesh.roles["actor"].gates["Update 2"] = asyncio.Event()
+        task = asyncio.create_task(run.execute())
+        await until(lambda: is_there("Update", 1))
+        await mesh.roles["actor"].stop()
+        run.service_lost("actor", "actor was killed by signal 9")
+        # What the reward has answered is about to be read in the step that is made again.
+        await until(lambda: is_there("ComputeAdvantages", 2))
+        await mesh.roles["reward"].stop()
+        run.service_lost("reward", "reward was killed by signal 9")
+        gate.set()
+        summary = await soon(task)
+        assert {call.key[1] for call in mesh.calls} == {1, 2}
+    assert [one.restarted for one in summary.recoveries] == [("actor",), ("reward",)]
+
+
+async def test_a_call_that_fails_leaves_no_line_of_what_it_did(tmp_path: Path) -> None:
+    recorder = Recorder()
+    async with fake_mesh(has_cuts=True) as mesh:
+
+        def reported(name: str, key: Any) -> dict[str, float]:
+            if name == "actor.SaveCheckpoint" and key.step < STEPS:
+                raise CapacityError("no room", reason="CHECKPOINT_CAPACITY")
+            return {}
+
+        mesh.reported = reported
+        # The last checkpoint, which follows, is no call beside the steps.
+        run = run_of(mesh, tmp_path, observer=recorder, checkpoint={"every_steps": 1})
+        await soon(run.execute())
+    assert any("is left out: no room" in text for text in recorder.events)
+    last = {service: stage for service, stage, _, _ in recorder.phases}
+    assert last["actor checkpoint"] == ""
