@@ -339,7 +339,7 @@ class TrainingRun:
         await self._recover(error, attempt)
 
     async def _recover(self, error: Exception, attempt: Attempt) -> None:
-        """Says that the run recovers."""
+        """Lets the attempt go, and says that the run recovers."""
         await attempt.mesh.close()
         await self._recoveries.begin(error, self.progress.step, self._lost.told(), attempt.epoch)
 
