@@ -248,7 +248,7 @@ class LiveConsole:
             return
         shown = self._roles.get(role)
         if role == RECOVERING and shown is None:
-            # The calls of the attempt that failed have no end.
+            # Starts and moves of the attempt that failed have no end.
             self._roles.clear()
         now = time.monotonic()
         is_same = shown is not None and (role == RECOVERING or shown.stage == stage)

@@ -239,14 +239,15 @@ class RoleConnection:
 
         on_phase(self.service, stage, 0, 0)
         try:
-            result = await unbroken(once, outage)
+            return await unbroken(once, outage)
         except RolemeshError as error:
             # A broken connection says nothing of itself; a service's own words stay.
             error.metadata.setdefault("role", self.role)
             error.metadata.setdefault("rank", str(self.capabilities.rank))
             raise
-        on_phase(self.service, "", 0, 0)
-        return result
+        finally:
+            # Also of a failure that the run survives.
+            on_phase(self.service, "", 0, 0)
 
 
 class Outage:

@@ -11,7 +11,7 @@ from rolemesh.coordinator.dataflow.futures import Node, NodeState, Outcome
 from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
 
 LOSS_S = 6.0
-"""When a call cannot read from a service, its loss is known after at most this long."""
+"""When a call cannot read from a service, the service's loss is known after at most this long."""
 
 Answer = asyncio.Future[Outcome]
 

@@ -22,6 +22,7 @@ from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.pulse import Pulse
 from rolemesh.coordinator.run.recovery import go_back
+from rolemesh.coordinator.run.replaceable import replaceable_services
 from rolemesh.coordinator.run.run_loop import RunLoop
 from rolemesh.coordinator.run.samples import SampleTaker
 from rolemesh.coordinator.run.training import TrainingLoop
@@ -200,6 +201,8 @@ class Attempt:
             # From now on a service that does not know the run is another process.
             watcher.ready.update(mesh.connections)
             if isinstance(loop, TrainingLoop):
+                # First: to go back may begin the graph of the next step.
+                mesh.replaceable = replaceable_services(parts.recipe, mesh)
                 await self._go_back(loop)
             services = {name: known.facts() for name, known in mesh.connections.items()}
             await parts.store.update_run(parts.run_id, epoch=self.epoch, services=services)

@@ -37,7 +37,8 @@ class Checkpoints:
     """Checkpoints of a run: DIR/checkpoints/step-N/<role>, and the marker beside the roles.
 
     Invariant: a folder with the marker is complete for every role. A folder without it is a failed
-    attempt, which must not be loaded. The newest `keep` complete ones are kept, and the best one.
+    attempt, which must not be loaded, and goes once a newer one is complete. The newest `keep`
+    complete ones are kept, and the best one.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Checkpoints:
         self._pools = pools
         self._keep = keep
         self._best = best
+        self._in_progress: set[int] = set()
+        """Steps that are being saved."""
         self._on_phase = on_phase
 
     def folder(self, step: int) -> Path:
@@ -115,6 +118,13 @@ class Checkpoints:
             UnsupportedError: A role cannot write a cut.
             RolemeshError: A role failed.
         """
+        self._in_progress.add(step)
+        try:
+            return await self._save_all(step, state, from_cut=from_cut)
+        finally:
+            self._in_progress.discard(step)
+
+    async def _save_all(self, step: int, state: Mapping[str, Any], *, from_cut: bool) -> Path:
         folder = self.folder(step)
         if step in self.committed():
             return folder
@@ -146,12 +156,13 @@ class Checkpoints:
                 for connection, result in zip(connections, results, strict=True)
             },
         }
-        # Who gives a checkpoint up has to know whether it is there.
+        # When this returns or is cancelled, the marker is either there or not being written.
         await to_the_end(
             asyncio.to_thread(write_atomically, folder / COMMITTED, json.dumps(marker, indent=2))
         )
         there = self.committed()
-        await self._remove(outdated(there, self._keep, self._best(there)))
+        left = [known for known in remains(self.directory) if known not in self._in_progress]
+        await self._remove([*outdated(there, self._keep, self._best(there)), *left])
         return folder
 
     async def _save(
@@ -218,11 +229,29 @@ class Checkpoints:
 
 def committed_steps(directory: Path) -> list[int]:
     """Steps with a complete checkpoint under a folder, oldest first."""
+    return [step for step in _steps(directory) if _is_committed(directory, step)]
+
+
+def remains(directory: Path) -> list[int]:
+    """Steps whose folder is not complete though a newer one is: what failures have left.
+
+    A run that goes on leaves out the steps that it is writing.
+    """
+    newest = max(committed_steps(directory), default=0)
+    return [
+        step for step in _steps(directory) if step < newest and not _is_committed(directory, step)
+    ]
+
+
+def _steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     names = (_FOLDER.fullmatch(path.name) for path in directory.iterdir())
-    steps = sorted(int(name[1]) for name in names if name)
-    return [step for step in steps if (checkpoint_folder(directory, step) / COMMITTED).is_file()]
+    return sorted(int(name[1]) for name in names if name)
+
+
+def _is_committed(directory: Path, step: int) -> bool:
+    return (checkpoint_folder(directory, step) / COMMITTED).is_file()
 
 
 def outdated(steps: Sequence[int], keep: int, best: int | None) -> list[int]:
@@ -237,11 +266,11 @@ def outdated(steps: Sequence[int], keep: int, best: int | None) -> list[int]:
 
 
 def remove_checkpoint(directory: Path, step: int) -> None:
-    """Removes a complete checkpoint."""
+    """Removes a checkpoint, or what is there of it."""
     folder = checkpoint_folder(directory, step)
     # The marker first, and for good: what is half removed must not look complete, not even after a
     # loss of power.
-    (folder / COMMITTED).unlink()
+    (folder / COMMITTED).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder)
 

@@ -139,7 +139,7 @@ class DurableCheckpoints:
             await self._saved(folder)
 
     async def give_up(self) -> None:
-        """Ends what is written: the attempt ends, or the run goes back.
+        """Stops the checkpoints that are being written: the attempt ends, or the run goes back.
 
         What is not whole yet does not count. Roles write on until the next attempt attaches to
         them, which waits for their end.
@@ -178,7 +178,7 @@ class DurableCheckpoints:
         self._writing[step] = asyncio.create_task(write())
 
     async def _settle(self, steps: Iterable[int]) -> None:
-        """Returns once checkpoints are written, or left out; raises what else became of them."""
+        """Returns once checkpoints are written, or left out; raises any other error of theirs."""
         for step in steps:
             with self._phase("checkpoint", f"checkpoint of step {step}"):
                 await asyncio.shield(self._writing[step])

@@ -22,6 +22,7 @@ from rolemesh.coordinator.run.checkpoints import (
     committed_steps,
     outdated,
     read_marker,
+    remains,
     remove_checkpoint,
 )
 from rolemesh.coordinator.run.resume import CHECKPOINTS_FOLDER, CONFIG_FILE, read_records
@@ -139,6 +140,8 @@ def _sha256(path: Path) -> str:
 def prune(directory: Path, keep: int, best: int | None = None) -> list[int]:
     """Removes all but the newest checkpoints and the best one; returns the steps that are gone.
 
+    What failures have left of checkpoints before the newest goes, too.
+
     Args:
         directory: Folder checkpoints of a run that does not go on.
         keep: How many of the newest stay, at least 1.
@@ -149,7 +152,7 @@ def prune(directory: Path, keep: int, best: int | None = None) -> list[int]:
     """
     if keep < 1:
         raise ValueError(f"--prune is {keep}: keep 1 checkpoint at least, or remove the folder")
-    gone = outdated(committed_steps(directory), keep, best)
+    gone = sorted([*outdated(committed_steps(directory), keep, best), *remains(directory)])
     for step in gone:
         remove_checkpoint(directory, step)
     return gone

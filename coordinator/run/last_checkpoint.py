@@ -31,7 +31,7 @@ async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> No
     if step == 0 or step in attempt.loop.checkpoints.committed():
         return
     trained = [known.service for known in attempt.mesh.trained]
-    gone = sorted(lost.names & set(trained))
+    gone = sorted(lost.names.keys() & set(trained))
     if gone:
         tell(
             f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
@@ -51,7 +51,8 @@ async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> No
             folder = await saver.save_last(dict.fromkeys(services, MEET_AGAIN_DEADLINE_S))
         tell(f"step {step} was saved before the end: {folder}")
     except (RunError, RolemeshError, TimeoutError) as error:
-        tell(f"step {step} could not be saved as a checkpoint: {error}")
+        why = str(error) or f"not within {LAST_CHECKPOINT_DEADLINE_S:.0f} s"
+        tell(f"step {step} could not be saved as a checkpoint: {why}")
     finally:
         await saver.mesh.close()
         # Services are given back under the newest epoch.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.rpc.together import together
 
 MEET_AGAIN_DEADLINE_S = 20.0
@@ -39,8 +40,10 @@ class LostServices:
             observer: Is told what is started.
             start_deadline_s: Longest wait for the first answer of a new process, in seconds.
         """
-        self.names: set[str] = set()
-        """Those that are lost."""
+        self.names: dict[str, str] = {}
+        """Those that are lost, and why; a service whose process is being started again is not."""
+        self.new = set(addresses)
+        """Those whose process was started, and has not had the run yet."""
         self.addresses = dict(addresses)
         """Of all services, where they are by now."""
         self._recipe = recipe
@@ -48,43 +51,38 @@ class LostServices:
         self._observer = observer
         self._start_deadline_s = start_deadline_s
 
-    def deadlines_s(
-        self, services: Collection[str], new: Collection[str], *, is_first: bool
-    ) -> dict[str, float]:
+    def deadlines_s(self, services: Collection[str], *, is_first: bool) -> dict[str, float]:
         """Longest wait for the first answer of each service, in seconds.
 
         Args:
             services: All of the run.
-            new: Those whose process has just been started.
             is_first: Whether the run has not met its services before.
         """
 
         def deadline_s(service: str) -> float:
             if self._is_of_others(service) and not is_first:
                 return self._recipe.run.recovery.wait_s
-            return self._start_deadline_s if service in new else MEET_AGAIN_DEADLINE_S
+            return self._start_deadline_s if service in self.new else MEET_AGAIN_DEADLINE_S
 
         return {service: deadline_s(service) for service in services}
 
-    async def start(self) -> frozenset[str]:
-        """Starts all lost services of ours again, and gives their names.
+    async def start(self) -> None:
+        """Starts all lost services of ours again.
 
         Raises:
             LaunchError: One did not start; it counts as lost still.
         """
         # Others start theirs, and the next attempt waits for them.
-        self.names = {name for name in self.names if not self._is_of_others(name)}
+        own = {name: why for name, why in self.names.items() if not self._is_of_others(name)}
+        self.names = own
         if self._restart is None:
             self.names.clear()
-        started = set[str]()
         # Anew, as long as one is lost while others start.
         while lost := sorted(self.names):
             await together(self._start(service) for service in lost)
-            started.update(lost)
-        return frozenset(started)
 
     async def start_one(self, service: str) -> tuple[str, float]:
-        """Starts a service again where it is ours.
+        """Starts a lost service again where it is ours; where not, it is only waited for.
 
         Returns:
             Its address, and the longest wait for its first answer in seconds.
@@ -93,8 +91,10 @@ class LostServices:
             LaunchError: It did not start; it counts as lost still.
         """
         if self._is_of_others(service):
+            del self.names[service]
             return self.addresses[service], self._recipe.run.recovery.wait_s
         if self._restart is None:
+            del self.names[service]
             return self.addresses[service], MEET_AGAIN_DEADLINE_S
         await self._start(service)
         return self.addresses[service], self._start_deadline_s
@@ -102,19 +102,27 @@ class LostServices:
     async def _start(self, service: str) -> None:
         assert self._restart is not None
         self._observer.on_phase(service, "start", 0, 0)
-        self.names.discard(service)
+        why = self.names.pop(service)
         try:
             self.addresses[service] = await self._restart(service)
-        except BaseException:
-            self.names.add(service)
+            self.new.add(service)
+        except BaseException as error:
+            self.names.setdefault(service, why)
+            if isinstance(error, OSError):
+                # No memory for a process, no room for its log: that may pass.
+                raise LaunchError(f"{service} could not be started again: {error}") from error
             raise
 
     def told(self) -> str:
         """What a recovery begins with, in words."""
         own = sorted(name for name in self.names if not self._is_of_others(name))
-        others = sorted(self.names.difference(own))
-        starts = f"; {', '.join(own)} is started again" if own and self._restart else ""
-        return starts + (f"; {', '.join(others)} is waited for" if others else "")
+        others = sorted(self.names.keys() - own)
+        starts = f"; {_are(own)} started again" if own and self._restart else ""
+        return starts + (f"; {_are(others)} waited for" if others else "")
 
     def _is_of_others(self, service: str) -> bool:
         return self._recipe.address(service) is not None
+
+
+def _are(services: Sequence[str]) -> str:
+    return f"{', '.join(services)} {'is' if len(services) == 1 else 'are'}"

@@ -7,9 +7,8 @@ summary.json say how the run ended.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import yaml
@@ -20,7 +19,7 @@ from rolemesh.coordinator.dataflow.errors import (
     RunAbortedError,
     ServiceLostError,
 )
-from rolemesh.coordinator.dataflow.observer import RECOVERING, QuietObserver, RunObserver
+from rolemesh.coordinator.dataflow.observer import QuietObserver, RunObserver
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.rates import schedule_length
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -30,33 +29,25 @@ from rolemesh.coordinator.run.early_end import EarlyEnd
 from rolemesh.coordinator.run.events import EventLog, NotingObserver
 from rolemesh.coordinator.run.health import StepUndoneError
 from rolemesh.coordinator.run.last_checkpoint import save_last
-from rolemesh.coordinator.run.lost_services import (
-    LostServices,
-    Restart,
-)
+from rolemesh.coordinator.run.lost_services import LostServices, Restart
 from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
+from rolemesh.coordinator.run.recoveries import Recoveries
 from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_of
 from rolemesh.coordinator.run.replacing import Replacements
 from rolemesh.coordinator.run.resume import reached
-from rolemesh.coordinator.run.summary import Recovered, RunSummary, git_commit
+from rolemesh.coordinator.run.summary import RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.files import make_folder, write_atomically
-from rolemesh.coordinator.state.store import (
-    RunState,
-    StaleEpochError,
-    StateStore,
-    StateStoreError,
-)
+from rolemesh.coordinator.state.store import StaleEpochError, StateStore, StateStoreError
 from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import DeadlineError
-from rolemesh.v1 import coordinator_pb2
 
 START_DEADLINE_S = 300.0
 """Longest wait for a service to answer its first health check. It imports torch first."""
@@ -149,9 +140,7 @@ class TrainingRun:
         self._aborted = EarlyEnd()
         self._is_ending = False
         """Whether this process was told to end, by a signal."""
-        self._failure: _Failure | None = None
-        """What the attempt in progress recovers from."""
-        self._recovered: list[Recovered] = []
+        self._recoveries = Recoveries(store, self.run_id, self._observer, self._events)
 
     # --- wishes and news from outside ---
 
@@ -162,7 +151,10 @@ class TrainingRun:
         resumed.
         """
         self._is_ending = True
-        if self.wishes.is_stop_wanted or self._failure is not None:
+        is_recovering = self._recoveries.is_under_way or (
+            self._replacements is not None and self._replacements.are_under_way
+        )
+        if self.wishes.is_stop_wanted or is_recovering:
             self.abort()
         else:
             self.wishes.stop("; ask again to abort at once")
@@ -182,8 +174,10 @@ class TrainingRun:
             reason: For people, with rank, process and cause, e.g. "actor rank 0 (pid 123) was
                 killed by signal 9; its log ends with: ...".
         """
-        self._lost.names.add(service)
-        if self._replacements is not None and self._replacements.take(service, reason):
+        self._lost.names.setdefault(service, reason)
+        # A run that is to end waits for no new process.
+        replacements = None if self._is_ending else self._replacements
+        if replacements is not None and replacements.take(service, reason):
             return
         if self._attempt is not None:
             self._attempt.lost(service, reason)
@@ -249,7 +243,7 @@ class TrainingRun:
             attempt = self._attempt or attempt
             await self._end_replacements()
             await self._end(parts, attempt, failure)
-            summary = await conclusion.write(failure, attempt, self._recovered)
+            summary = await conclusion.write(failure, attempt, self._recoveries.made)
         return summary
 
     async def _take_over(self) -> None:
@@ -292,25 +286,31 @@ class TrainingRun:
         epoch = await self._store.next_epoch(self.run_id, led=self.progress.epoch or None)
         self.progress.epoch = epoch
         self._attempt = Attempt(parts, epoch, self._lost.addresses)
+        # What was lost since the services were started.
+        for service, reason in self._lost.names.items():
+            self._attempt.lost(service, reason)
         return self._attempt
 
     async def _until_made(self, parts: RunParts, attempt: Attempt) -> None:
         """Makes attempts until the run is made, or a failure is final."""
+        is_first = True
         while True:
-            is_first, new = self._failure is None, frozenset(self._services)
             try:
                 if not is_first:
-                    new = await self._lost.start()
+                    await self._lost.start()
                     attempt = await self._new_attempt(parts)
                 deadlines_s = self._lost.deadlines_s(
-                    self._services, new, is_first=is_first and not self._is_resumed
+                    self._services, is_first=is_first and not self._is_resumed
                 )
+                is_first = False
                 await attempt.make(deadlines_s, self.service_lost, self._begun)
                 return
             except StepUndoneError:
-                await self._end_replacements()
-                await attempt.mesh.close()
-                attempt = await self._new_attempt(parts)
+                lost = {**self._lost.names, **await self._end_replacements()}
+                if lost:
+                    await self._recover(ServiceLostError(*lost.popitem()), attempt)
+                else:
+                    await attempt.mesh.close()
             except Exception as error:
                 await self._end_replacements()
                 if not isinstance(error, StateStoreError):
@@ -334,89 +334,52 @@ class TrainingRun:
     async def _failed(self, error: Exception, attempt: Attempt) -> None:
         """Says that the run recovers, and notes which service has to be started again."""
         if isinstance(error, ServiceLostError):
-            self._lost.names.add(error.role)
+            self._lost.names.setdefault(error.role, error.cause)
         elif isinstance(error, NodeFailedError) and isinstance(cause_of(error), DeadlineError):
             # Its compute thread hangs, or is too slow to be of use.
-            self._lost.names.add(error.node.rpartition(".")[0])
-        recoveries = (await self._store.get_run(self.run_id)).recoveries
-        if self._failure is None:
-            self._failure = _Failure(told_of(error), time.monotonic(), self.progress.step)
-            recoveries += 1
-        await attempt.mesh.close()
-        told = f"{told_of(error)}{self._lost.told()}"
-        self._observer.show(f"recovering after {self.progress.step} steps: {told}")
-        self._observer.on_phase(RECOVERING, told, 0, 0)
-        self._events.state(coordinator_pb2.RUN_STATE_RECOVERING, told)
-        await self._store.update_run(
-            self.run_id,
-            epoch=attempt.epoch,
-            state=RunState.RECOVERING,
-            activity=f"recovering: {told}",
-            recoveries=recoveries,
-        )
-        await self._events.flush()
+            self._lost.names.setdefault(error.node.rpartition(".")[0], told_of(error))
+        await self._recover(error, attempt)
 
-    async def _end_replacements(self) -> None:
+    async def _recover(self, error: Exception, attempt: Attempt) -> None:
+        """Lets the attempt go, and says that the run recovers."""
+        await attempt.mesh.close()
+        await self._recoveries.begin(error, self.progress.step, self._lost.told(), attempt.epoch)
+
+    async def _end_replacements(self) -> dict[str, str]:
+        """Gives up the replacements in progress; returns their causes by service."""
         replacements, self._replacements = self._replacements, None
-        if replacements is not None:
-            await replacements.close()
+        return {} if replacements is None else await replacements.close()
 
     def _begun(self, attempt: Attempt) -> None:
         """Told that all services are where the run is, so that a recovery has come to its end."""
         self._begun_by = attempt
+        self._lost.new.clear()
         self._replacements = Replacements(
-            attempt, self._budget, self._lost.start_one, self._replaced
+            attempt, self._budget, self._lost, self._recoveries.replaced
         )
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
-        recovered = Recovered(
-            step=self.progress.step,
-            cause=failure.cause,
-            seconds=time.monotonic() - failure.at,
-            restarted=tuple(sorted(attempt.mesh.fresh)),
-            lost_steps=failure.step - self.progress.step,
-        )
-        self._observer.on_phase(RECOVERING, "", 0, 0)
-        self._note(
-            recovered,
-            f"step {recovered.step + 1} is made again"
-            + (f", {recovered.lost_steps} before it are, too" if recovered.lost_steps else "")
-            + f"; loaded anew: {', '.join(recovered.restarted) or 'no service'}",
-        )
-
-    def _replaced(self, recovered: Recovered) -> None:
-        """Told that a service was replaced while the attempt went on."""
-        self._lost.names.difference_update(recovered.restarted)
-        self._note(recovered, f"{', '.join(recovered.restarted)} was replaced, the step goes on")
-
-    def _note(self, recovered: Recovered, told: str) -> None:
-        self._recovered.append(recovered)
-        self._events.recovered(recovered)
-        self._observer.show(f"recovered in {recovered.seconds:.1f} s: {told}")
+        self._recoveries.end(self.progress.step, attempt.mesh.fresh)
 
     async def _end(self, parts: RunParts, attempt: Attempt, failure: BaseException | None) -> None:
-        """Saves what can be saved after a failure, and lets the services go."""
+        """Saves what can be saved after a failure, and lets the services go.
+
+        What of this fails is told, and the rest is done.
+        """
         loop = attempt.loop
-        try:
-            if failure is not None and isinstance(loop, TrainingLoop):
-                await loop.write_record(is_whole=False)
-                saves_nothing = asyncio.CancelledError | RunAbortedError | StaleEpochError
-                if not isinstance(failure, saves_nothing):
-                    await save_last(parts, attempt, self._lost)
-            await attempt.give_back()
-        except (StateStoreError, OSError) as error:
-            self._observer.on_event(f"the end of the run is not whole: {error}")
-            if failure is None:
-                raise
 
+        async def save() -> None:
+            # A signal ends it, like all before it.
+            await self._aborted.cuts_short(save_last(parts, attempt, self._lost))
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What a run recovers from."""
-
-    cause: str
-    at: float
-    """On the clock time.monotonic()."""
-    step: int
-    """Steps made before."""
+        todo: list[Callable[[], Awaitable[None]]] = [attempt.give_back]
+        if failure is not None and isinstance(loop, TrainingLoop):
+            saves_nothing = asyncio.CancelledError | RunAbortedError | StaleEpochError
+            if not isinstance(failure, saves_nothing):
+                todo.insert(0, save)
+            todo.insert(0, functools.partial(loop.write_record, is_whole=False))
+        for part in todo:
+            try:
+                await part()
+            except (RunAbortedError, StateStoreError, OSError) as error:
+                self._observer.on_event(f"the end of the run is not whole: {error}")
+                if failure is None:
+                    raise

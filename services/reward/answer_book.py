@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class AnswerBook:
     """A log for the step in progress and for each step whose cut may be there.
 
-    Owner: the compute thread. Invariant: the answers of a step go when its NUM_LOGS-th next begins.
+    Owner: the compute thread. Invariant: the answers of a step go when the step
+    NUM_LOGS steps later begins.
     """
 
     def __init__(self, owner: SlotOwner) -> None:

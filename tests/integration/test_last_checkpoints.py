@@ -1,25 +1,37 @@
-"""The last checkpoint of a run that failed: of a trained reward, and of roles that sleep."""
+"""The end of a run that failed: its last checkpoint, and all else that is done then."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_recipes import PPO_ROLES, TRAINED_REWARD
-from support.fake_roles import FakeMesh, fake_mesh, fake_recipe
+from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 from support.fake_runs import Recorder, make_run
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run import last_checkpoint
+from rolemesh.coordinator.run.checkpoints import Checkpoints
+from rolemesh.coordinator.run.training import TrainingLoop
+from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import PreconditionError
 
 NEWEST = 2
+SOON_S = 20.0
+"""Far less than LAST_CHECKPOINT_DEADLINE_S."""
 
 
 async def failed_in(
-    mesh: FakeMesh, recipe: Recipe, method: str, directory: Path
+    mesh: FakeMesh,
+    recipe: Recipe,
+    method: str,
+    directory: Path,
+    meanwhile: Callable[[TrainingRun], Awaitable[None]] | None = None,
 ) -> tuple[list[str], list[str]]:
     """What the run told, and what the services did, once a method of step 3 had been refused."""
 
@@ -30,8 +42,12 @@ async def failed_in(
 
     mesh.reported = reported
     recorder = Recorder()
+    run = make_run(mesh, directory, recipe, MemoryStateStore(), observer=recorder)
+    task = asyncio.create_task(run.execute())
+    if meanwhile is not None:
+        await meanwhile(run)
     with pytest.raises(RunError, match="it has another version"):
-        await make_run(mesh, directory, recipe, MemoryStateStore(), observer=recorder).execute()
+        await asyncio.wait_for(task, SOON_S)
     begun = max(at for at, entry in enumerate(mesh.log) if entry == f"{method} begins")
     return recorder.events, mesh.log[begun:]
 
@@ -70,3 +86,62 @@ async def test_of_roles_that_sleep_at_most_one_is_awake(tmp_path: Path) -> None:
         elif move == "Wake":
             awake.add(service)
             assert len(awake) == 1, done
+
+
+def plain_recipe(**settings: Any) -> Recipe:
+    return fake_recipe(evaluation={"num_prompts": 0}, **settings)
+
+
+async def test_a_second_signal_ends_the_run_while_its_last_checkpoint_is_saved(
+    tmp_path: Path,
+) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        mesh.roles["actor"].gates["RestoreCut"] = asyncio.Event()
+
+        async def signals(run: TrainingRun) -> None:
+            await until(lambda: "actor.RestoreCut" in mesh.running)
+            run.request_stop()
+            await asyncio.sleep(0.05)
+            assert "actor.RestoreCut" in mesh.running
+            run.request_stop()
+
+        events, _ = await failed_in(mesh, plain_recipe(), "actor.Update", tmp_path, signals)
+    assert any("the end of the run is not whole: aborted" in text for text in events)
+
+
+async def test_a_last_checkpoint_that_takes_too_long_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_checkpoint, "LAST_CHECKPOINT_DEADLINE_S", 1.0)
+    async with fake_mesh(has_cuts=True) as mesh:
+        mesh.roles["actor"].gates["RestoreCut"] = asyncio.Event()
+        events, _ = await failed_in(mesh, plain_recipe(), "actor.Update", tmp_path)
+    assert f"step {NEWEST} could not be saved as a checkpoint: not within 1 s" in events
+
+
+@pytest.mark.parametrize("part", ["record", "checkpoint"])
+async def test_a_full_disk_keeps_no_other_part_of_the_end_from_being_done(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record = TrainingLoop.write_record
+
+    async def is_full(loop: TrainingLoop, *, is_whole: bool = True) -> None:
+        if not is_whole:
+            raise OSError(28, "No space left on device")
+        await write_record(loop)
+
+    async def takes_room(*given: Any, **named: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    if part == "record":
+        monkeypatch.setattr(TrainingLoop, "write_record", is_full)
+    else:
+        monkeypatch.setattr(Checkpoints, "save", takes_room)
+    async with fake_mesh(has_cuts=True) as mesh:
+        recipe = plain_recipe(services={"reward": {"address": mesh.addresses["reward"]}})
+        events, _ = await failed_in(mesh, recipe, "actor.Update", tmp_path)
+        # The service of others is free for another run.
+        assert mesh.roles["reward"].drained_epoch > 0
+    assert any("not whole: [Errno 28] No space left on device" in text for text in events)
+    if part == "record":
+        check_saved(tmp_path, events)

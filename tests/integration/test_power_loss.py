@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_roles import until
 from support.power_loss import Disk, Image, write_image
 
 from rolemesh.coordinator.dataflow.journal import Journal
@@ -150,3 +152,42 @@ async def test_power_lost_while_checkpoints_are_pruned(tmp_path: Path, images: A
 
     with Disk(directory.parent, check).watched():
         assert prune(directory, 1) == [1]
+
+
+async def test_what_an_interrupted_checkpoint_has_left_goes_with_a_newer_one(
+    tmp_path: Path,
+) -> None:
+    kept = checkpoints(tmp_path)
+    for step in (1, 5):
+        kept.folder(step).mkdir(parents=True)
+        (kept.folder(step) / "weights").write_bytes(bytes(8))
+    await kept.save(2, {})
+    assert not kept.folder(1).exists()
+    # That may be the next one to be written.
+    assert kept.folder(5).exists()
+    kept.folder(1).mkdir()
+    assert prune(tmp_path, 1) == [1]
+    assert not kept.folder(1).exists()
+
+
+async def test_a_checkpoint_that_is_being_written_is_not_taken_for_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = asyncio.Event()
+    answer = Role.result
+
+    async def result(role: Role, on_progress: Any) -> weights_pb2.CheckpointResult:
+        if role._directory.parent.name.endswith("1"):
+            await may_go_on.wait()
+        return await answer(role, on_progress)
+
+    monkeypatch.setattr(Role, "result", result)
+    kept = checkpoints(tmp_path)
+    older = asyncio.create_task(kept.save(1, {}))
+    await until(kept.folder(1).exists)
+    # The roles are others: these here remember one folder.
+    kept._trained = lambda: [Role(role) for role in ROLES]  # type: ignore[misc, list-item]
+    await kept.save(2, {})
+    may_go_on.set()
+    await older
+    assert committed_steps(tmp_path) == [1, 2]

@@ -143,7 +143,11 @@ async def test_a_trained_role_that_is_lost_meanwhile_begins_a_new_attempt(tmp_pa
     assert learnt(tmp_path) == await undisturbed(tmp_path / "undisturbed")
 
 
-async def test_a_service_that_cannot_be_replaced_is_a_failure_of_the_run(tmp_path: Path) -> None:
+# Of the one that is replaced, too, each start is one attempt, and what it replaces is no other.
+@pytest.mark.parametrize(("victim", "method"), [("reward", "ComputeReward"), ("actor", "Update")])
+async def test_a_service_that_cannot_be_started_again_ends_the_run_after_its_attempts(
+    victim: str, method: str, tmp_path: Path
+) -> None:
     async with fake_mesh(has_cuts=True) as mesh:
 
         async def restart(service: str) -> str:
@@ -151,9 +155,9 @@ async def test_a_service_that_cannot_be_replaced_is_a_failure_of_the_run(tmp_pat
             raise LaunchError(f"{service} ended while starting")
 
         run = run_of(mesh, tmp_path, restart=restart)
-        with pytest.raises((RunError, LaunchError), match="reward ended while starting"):
-            await kill_during(run, mesh, "reward", "ComputeReward", "reward", 2)
-    assert mesh.restarted == ["reward"] * 3
+        with pytest.raises((RunError, LaunchError), match=f"{victim} ended while starting"):
+            await kill_during(run, mesh, victim, method, victim, 2)
+    assert mesh.restarted == [victim] * 3
 
 
 async def test_a_service_that_ends_before_it_releases_a_step_is_replaced(tmp_path: Path) -> None:
