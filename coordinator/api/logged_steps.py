@@ -10,14 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rolemesh.coordinator.dataflow.journal import LOG_OPERATION
-from rolemesh.coordinator.state.store import (
-    REWIND_OPERATION,
-    JournalEntry,
-    JournalLostError,
-    RunStream,
-    StaleEpochError,
-    StateStore,
-)
+from rolemesh.coordinator.state.errors import JournalLostError, StaleEpochError
+from rolemesh.coordinator.state.store import REWIND_OPERATION, JournalEntry, RunStream, StateStore
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.v1 import coordinator_pb2
 

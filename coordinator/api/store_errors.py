@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rolemesh.coordinator.state.store import (
-    EntryExpiredError,
-    RunNotFoundError,
-    StoreUnavailableError,
-)
+from rolemesh.coordinator.state.errors import RunNotFoundError, StoreUnavailableError
+from rolemesh.coordinator.state.store import EntryExpiredError
 from rolemesh.rpc.errors import NotFoundError, OutOfRangeError, UnavailableError
 
 

@@ -26,10 +26,10 @@ from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
 from rolemesh.coordinator.commands.hub import Hub
 from rolemesh.coordinator.commands.options import Host, HttpPort, Json, TokenFile
 from rolemesh.coordinator.recipe.addresses import masked_url
-from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.opening import open_store
-from rolemesh.coordinator.state.store import StateStoreError
 
 DATA_FOLDER = Path("rolemesh-data")
 PLACE_FILE = "coordinator.json"

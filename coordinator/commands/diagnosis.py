@@ -24,11 +24,12 @@ from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.commands.findings import Finding, Level
-from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, Recipe, StoreSpec, role_of
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
 from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
-from rolemesh.coordinator.state.store import StateStoreError
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
 QUICKSTART_MODEL = Path(".models/SmolLM2-135M-Instruct")

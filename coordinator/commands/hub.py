@@ -24,21 +24,20 @@ from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
-from rolemesh.coordinator.recipe.schema import ApiSpec, Recipe, RedisStoreSpec
+from rolemesh.coordinator.recipe.schema import ApiSpec, Recipe
+from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.launch import last_lines
 from rolemesh.coordinator.run.records import end_abandoned, enter_again, enter_run
 from rolemesh.coordinator.run.resume import ResumeError, check_changes, holds_run, open_run
 from rolemesh.coordinator.run.session import InputError, Session
-from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.coordinator.state.store import (
+from rolemesh.coordinator.state.errors import (
     RunNotFoundError,
-    RunRecord,
-    RunState,
-    StateStore,
     StateStoreError,
     StoreUnavailableError,
 )
+from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,

@@ -43,7 +43,8 @@ from rolemesh.coordinator.run.records import make_run_id
 from rolemesh.coordinator.run.resume import CONFIG_FILE, ResumeError, open_run
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
 from rolemesh.coordinator.run.summary import RunSummary
-from rolemesh.coordinator.state.store import RunState, StateStoreError
+from rolemesh.coordinator.state.errors import StateStoreError
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
 
 app = typer.Typer(add_completion=False)

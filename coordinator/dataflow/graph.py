@@ -26,7 +26,7 @@ from rolemesh.coordinator.dataflow.futures import (
 )
 from rolemesh.coordinator.dataflow.lineage import Lineage
 from rolemesh.coordinator.dataflow.pools import Pools
-from rolemesh.coordinator.state.store import StateStoreError
+from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.rpc import tracing
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.notes import bounded

@@ -13,7 +13,7 @@ from typing import Any
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.checkpoints import BestSpec, Mode
-from rolemesh.coordinator.recipe.schema import RunSpec
+from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.run.checkpoints import checkpoint_folder, committed_steps
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.progress import RunProgress

@@ -18,7 +18,8 @@ from rolemesh.coordinator.run.summary import (
     mean_rewards,
     traffic_totals,
 )
-from rolemesh.coordinator.state.store import RunState, StateStoreError
+from rolemesh.coordinator.state.errors import StateStoreError
+from rolemesh.coordinator.state.store import RunState
 
 TRACKER_DEADLINE_S = 15.0
 """Longest wait at the end of a run for its trackers to send what they have."""

@@ -19,14 +19,9 @@ from rolemesh.coordinator.run.records import SUMMARY_FILE
 from rolemesh.coordinator.run.resume import CONFIG_FILE, RUN_FILE
 from rolemesh.coordinator.run.samples_file import KeptSample, read_samples
 from rolemesh.coordinator.run.session import living_coordinator
+from rolemesh.coordinator.state.errors import RunExistsError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import (
-    NUM_GRAPHS_KEPT,
-    RunExistsError,
-    RunRecord,
-    RunState,
-    RunStream,
-)
+from rolemesh.coordinator.state.store import NUM_GRAPHS_KEPT, RunRecord, RunState, RunStream
 from rolemesh.coordinator.trackers.files import METRICS_FILE, whole_lines
 from rolemesh.v1 import coordinator_pb2
 

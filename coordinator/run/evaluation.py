@@ -15,7 +15,8 @@ from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture, Node
 from rolemesh.coordinator.dataflow.roles import PromptBatch, RewardHandle, StepContext
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
-from rolemesh.coordinator.recipe.schema import EvaluationSpec, Recipe
+from rolemesh.coordinator.recipe.run_section import EvaluationSpec
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.metrics import combined_metrics, merged_metrics
 
 

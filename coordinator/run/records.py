@@ -13,7 +13,8 @@ from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.events import EventLog
-from rolemesh.coordinator.state.store import RunExistsError, RunRecord, RunState, StateStore
+from rolemesh.coordinator.state.errors import RunExistsError
+from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore
 from rolemesh.v1 import coordinator_pb2
 
 SUMMARY_FILE = "summary.json"

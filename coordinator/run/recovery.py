@@ -10,7 +10,8 @@ from rolemesh.coordinator.dataflow.errors import (
 )
 from rolemesh.coordinator.dataflow.mesh import RunMesh
 from rolemesh.coordinator.dataflow.observer import RunObserver
-from rolemesh.coordinator.recipe.schema import Recipe, RecoverySpec
+from rolemesh.coordinator.recipe.run_section import RecoverySpec
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.checkpoints import Checkpoints
 from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.launch import LaunchError

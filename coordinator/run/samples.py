@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from rolemesh.coordinator.dataflow.futures import ExperienceFuture
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.run.samples_file import SamplesFile
-from rolemesh.coordinator.state.store import RunStream, StateStore, StateStoreError
+from rolemesh.coordinator.state.errors import StateStoreError
+from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.sampled_rows import fetch_samples

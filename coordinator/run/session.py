@@ -42,15 +42,15 @@ from rolemesh.coordinator.run.resume import RUN_FILE, check_changes, open_run, r
 from rolemesh.coordinator.run.start_checks import check_start, services_in
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
-from rolemesh.coordinator.state.files import make_folder, write_atomically
-from rolemesh.coordinator.state.opening import open_store
-from rolemesh.coordinator.state.store import (
+from rolemesh.coordinator.state.errors import (
     RunExistsError,
     StaleEpochError,
-    StateStore,
     StateStoreError,
     StoreUnavailableError,
 )
+from rolemesh.coordinator.state.files import make_folder, write_atomically
+from rolemesh.coordinator.state.opening import open_store
+from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc import tracing
 
 COORDINATOR_FILE = "coordinator.json"

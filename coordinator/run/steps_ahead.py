@@ -15,10 +15,10 @@ from rolemesh.coordinator.dataflow.role_calls import (
     Sampler,
     StepContext,
 )
-from rolemesh.coordinator.recipe.schema import RunSpec
+from rolemesh.coordinator.recipe.run_section import RunSpec
 from rolemesh.coordinator.run.cuts import Cuts
 from rolemesh.coordinator.run.progress import RunProgress
-from rolemesh.coordinator.state.store import StateStoreError
+from rolemesh.coordinator.state.errors import StateStoreError
 
 
 class StepsAhead:

@@ -41,8 +41,9 @@ from rolemesh.coordinator.run.summary import RunSummary, git_commit
 from rolemesh.coordinator.run.training import TrainingLoop
 from rolemesh.coordinator.run.watcher import WatchSettings
 from rolemesh.coordinator.run.wishes import Wishes
+from rolemesh.coordinator.state.errors import StaleEpochError, StateStoreError
 from rolemesh.coordinator.state.files import make_folder, write_atomically
-from rolemesh.coordinator.state.store import StaleEpochError, StateStore, StateStoreError
+from rolemesh.coordinator.state.store import StateStore
 from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
 from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing

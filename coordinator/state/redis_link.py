@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from rolemesh.coordinator.recipe.addresses import masked_url
-from rolemesh.coordinator.state.store import StoreRefusedError, StoreUnavailableError
+from rolemesh.coordinator.state.errors import StoreRefusedError, StoreUnavailableError
 
 OUTAGE_S = 60.0
 """How long a command is repeated while the server does not answer."""

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import ROLES, RedisStoreSpec
+from rolemesh.coordinator.recipe.schema import ROLES
+from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.launch import service_commands
 from rolemesh.services.runtime.server.config import load_config
 

@@ -14,8 +14,9 @@ from support.rest_servers import PROBLEM, served
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.routes import router
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.state.errors import RunExistsError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunExistsError, RunRecord, StateStore
+from rolemesh.coordinator.state.store import RunRecord, StateStore
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import coordinator_pb2
 

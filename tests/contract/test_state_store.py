@@ -16,8 +16,15 @@ import psutil
 import pytest
 from fakeredis import FakeAsyncRedis
 
-from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, MemoryStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, MemoryStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
+from rolemesh.coordinator.state.errors import (
+    JournalLostError,
+    RunExistsError,
+    RunNotFoundError,
+    StaleEpochError,
+    StoreUnavailableError,
+)
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.redis import RedisStateStore
@@ -25,16 +32,11 @@ from rolemesh.coordinator.state.store import (
     NUM_GRAPHS_KEPT,
     EntryExpiredError,
     JournalEntry,
-    JournalLostError,
-    RunExistsError,
-    RunNotFoundError,
     RunRecord,
     RunState,
     RunStream,
     ServiceLease,
-    StaleEpochError,
     StateStore,
-    StoreUnavailableError,
 )
 
 LEASE_TTL_S = 0.05

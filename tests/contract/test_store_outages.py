@@ -17,19 +17,17 @@ import redis.asyncio
 from support.fake_roles import until
 from support.tcp_proxy import TcpProxy
 
-from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec
+from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
-from rolemesh.coordinator.state.opening import open_store
-from rolemesh.coordinator.state.redis import RedisStateStore
-from rolemesh.coordinator.state.redis_scripts import REMEMBERED_S
-from rolemesh.coordinator.state.store import (
-    JournalEntry,
+from rolemesh.coordinator.state.errors import (
     RunExistsError,
-    RunRecord,
-    RunStream,
     StoreRefusedError,
     StoreUnavailableError,
 )
+from rolemesh.coordinator.state.opening import open_store
+from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.redis_scripts import REMEMBERED_S
+from rolemesh.coordinator.state.store import JournalEntry, RunRecord, RunStream
 
 RECORD = RunRecord(
     run_id="a", name="quick", num_steps=3, directory="/tmp/run", created_at=1.0, updated_at=1.0

@@ -18,7 +18,8 @@ from support.mesh_runs import tiny_model
 from rolemesh.coordinator import sdk
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.store_operations import StoreOperations
-from rolemesh.coordinator.recipe.schema import EvaluationSpec, Recipe
+from rolemesh.coordinator.recipe.run_section import EvaluationSpec
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.samples_file import read_samples
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.run.watcher import WatchSettings

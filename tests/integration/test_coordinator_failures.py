@@ -22,8 +22,9 @@ from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.run.summary import git_commit
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.run.watcher import WatchSettings
+from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState, StoreUnavailableError
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import PreconditionError
 
 

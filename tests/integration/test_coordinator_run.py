@@ -24,7 +24,8 @@ from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
-from rolemesh.coordinator.recipe.schema import Recipe, RedisStoreSpec
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState

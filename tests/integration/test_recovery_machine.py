@@ -31,8 +31,9 @@ from rolemesh.coordinator.run.checkpoints import COMMITTED, committed_steps
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.run.training_run import TrainingRun
+from rolemesh.coordinator.state.errors import StaleEpochError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState, StaleEpochError
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.errors import UnavailableError
 
 STEPS = 8

@@ -6,39 +6,17 @@ number that is NaN or infinite is null. A member of the proto that may be absent
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from rolemesh.coordinator.api.logged_steps import (
-    MAX_METRICS,
-    MAX_SAMPLES,
-    MAX_STEP,
-    MAX_VALUE,
-    METRIC_NAME_PATTERN,
+from rolemesh.coordinator.api.http.bases import (
+    Answer,
+    Int32,
+    Int64,
+    Number,
+    Time,
 )
-
-NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-"""Pattern of a run's id and of a log's name."""
-
-MAX_INT64 = 2**63 - 1
-
-Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-"""RFC 3339, UTC, microseconds."""
-
-Int32 = Annotated[int, Field(json_schema_extra={"format": "int32"})]
-Int64 = Annotated[int, Field(json_schema_extra={"format": "int64"})]
-
-
-def _to_whole(value: object) -> object:
-    # JSON has one type of number: 2.0 is a whole one, as the schema says.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-GivenInt64 = Annotated[Int64, BeforeValidator(_to_whole)]
-
-Number = float | None
-"""A double; null stands for NaN and the infinities."""
 
 RunStateWord = Literal[
     "starting",
@@ -52,20 +30,6 @@ RunStateWord = Literal[
     "recovering",
 ]
 AlertLevelWord = Literal["info", "warning", "critical"]
-
-
-class Answer(BaseModel):
-    """Base of all answers: exactly the declared fields."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class Wish(BaseModel):
-    """Base of all request bodies: no further field, and no value of another type."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, use_attribute_docstrings=True, hide_input_in_errors=True
-    )
 
 
 class Run(Answer):
@@ -104,92 +68,6 @@ class RunList(Answer):
 
     runs: list[Run]
     """Newest first."""
-
-
-class RunCreation(Wish):
-    """Asks to start a run."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "run_id": "arithmetic-1",
-                    "recipe": "algorithm: {type: grpo}\n",
-                    "overrides": ["run.steps=20"],
-                }
-            ]
-        }
-    )
-
-    run_id: str = Field(pattern=NAME_PATTERN)
-    """Id of the run, chosen by the caller: a repeat with the same recipe starts no second one."""
-    recipe: str = Field(min_length=1)
-    """The recipe, as YAML or JSON text."""
-    overrides: list[str] = Field(default=[], max_length=1000)
-    """Fields to set besides, "a.b.c=value", as on the command line."""
-
-
-class CheckpointWish(Wish):
-    """Asks for a checkpoint."""
-
-    request_id: str = Field(min_length=1, max_length=128)
-    """Names the wish, e.g. a UUID: a repeat asks for no second checkpoint."""
-
-
-class Resumption(Wish):
-    """Asks to resume a run."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"overrides": ["run.steps=40"]}]})
-
-    overrides: list[str] = Field(default=[], max_length=1000)
-    """Fields of a run that has ended to set besides, "a.b.c=value", as on the command line."""
-
-
-class LoggedSample(Wish):
-    """One trajectory that a client logs."""
-
-    row: GivenInt64 = Field(ge=0, le=MAX_INT64)
-    """Row of the batch, different for each sample of a step."""
-    prompt: str
-    """The prompt as text."""
-    completion: str
-    """The completion as text."""
-    answer: str = ""
-    """The expected answer, when the data has one."""
-    reward: Number = None
-    """Its reward; null where it has none."""
-    policy_version: GivenInt64 = Field(default=0, ge=0, le=MAX_INT64)
-    """Version of the weights that sampled its first token."""
-
-
-class LoggedStep(Wish):
-    """Metrics of a step that a client made, and some of its samples."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"fencing_epoch": 2, "step": 1, "metrics": {"reward/mean": 0.25}}]
-        }
-    )
-
-    fencing_epoch: GivenInt64 = Field(ge=1, le=MAX_INT64)
-    """Of the client, from AttachRun of gRPC."""
-    step: GivenInt64 = Field(ge=1, le=MAX_STEP)
-    """The step. Those of one epoch ascend; a repeat with the same metrics changes nothing."""
-    metrics: dict[str, float] = Field(
-        min_length=1,
-        max_length=MAX_METRICS,
-        json_schema_extra={
-            "propertyNames": {"pattern": METRIC_NAME_PATTERN, "not": {"const": "step"}},
-            "additionalProperties": {
-                "type": "number",
-                "minimum": -MAX_VALUE,
-                "maximum": MAX_VALUE,
-            },
-        },
-    )
-    """Finite values by name."""
-    samples: list[LoggedSample] = Field(default=[], max_length=MAX_SAMPLES)
-    """Some trajectories of the step."""
 
 
 class RunStateChange(Answer):

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Resp
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from rolemesh.coordinator.api.http import models
+from rolemesh.coordinator.api.http import bases, models, wishes
 from rolemesh.coordinator.api.http.conversion import to_metrics, to_plain
 from rolemesh.coordinator.api.http.events import EVENT_SCHEMA, EVENT_STREAM_TYPE, EventStreams
 from rolemesh.coordinator.api.http.problems import problems
@@ -56,11 +56,11 @@ def _streams(request: Request) -> EventStreams:
 TheOperations = Annotated[StoreOperations, Depends(_operations)]
 RunId = Annotated[
     str,
-    Path(pattern=models.NAME_PATTERN, description="Id of the run.", examples=["arithmetic-1"]),
+    Path(pattern=bases.NAME_PATTERN, description="Id of the run.", examples=["arithmetic-1"]),
 ]
 Step = Annotated[
     int,
-    Query(ge=0, le=models.MAX_INT64, description="The step, from 1; 0 for the newest there is."),
+    Query(ge=0, le=bases.MAX_INT64, description="The step, from 1; 0 for the newest there is."),
 ]
 
 _runs = APIRouter(prefix="/runs", tags=["runs"])
@@ -88,7 +88,7 @@ async def list_runs(
     },
 )
 async def create_run(
-    operations: TheOperations, wish: models.RunCreation, response: Response
+    operations: TheOperations, wish: wishes.RunCreation, response: Response
 ) -> Any:
     """Starts a run of a recipe; a repeat with the same id and recipe answers with the run."""
     run = await operations.create_run(wish.run_id, wish.recipe, wish.overrides)
@@ -119,7 +119,7 @@ async def resume_run(
     operations: TheOperations,
     run_id: RunId,
     wish: Annotated[
-        models.Resumption | None,
+        wishes.Resumption | None,
         Body(description="What changes in a run that has ended; without a body nothing does."),
     ] = None,
 ) -> Any:
@@ -132,7 +132,7 @@ async def checkpoint_run(
     operations: TheOperations,
     run_id: RunId,
     wish: Annotated[
-        models.CheckpointWish | None,
+        wishes.CheckpointWish | None,
         Body(description="Names the wish; without a body it gets a name of its own."),
     ] = None,
 ) -> Any:
@@ -142,7 +142,7 @@ async def checkpoint_run(
 
 
 @_run.post("/steps", response_model=models.Run, responses=problems(409, 413))
-async def log_step(operations: TheOperations, run_id: RunId, logged: models.LoggedStep) -> Any:
+async def log_step(operations: TheOperations, run_id: RunId, logged: wishes.LoggedStep) -> Any:
     """Takes the metrics of a step that a client made, in a run of the algorithm "external"."""
     samples = [
         coordinator_pb2.Sample(
@@ -221,7 +221,7 @@ async def get_metrics(
         ),
     ] = [],  # noqa: B006 - FastAPI copies it
     from_step: Annotated[
-        int, Query(ge=0, le=models.MAX_INT64, description="First step wanted.")
+        int, Query(ge=0, le=bases.MAX_INT64, description="First step wanted.")
     ] = 0,
     max_steps: Annotated[int, Query(ge=1, le=1000, description="Most steps sent.")] = 1000,
     thin: Annotated[
@@ -280,7 +280,7 @@ async def read_log(
     log: Annotated[
         str,
         Path(
-            pattern=models.NAME_PATTERN,
+            pattern=bases.NAME_PATTERN,
             description='Name of the log, e.g. "coordinator", "actor" or "actor-rank-1".',
             examples=["coordinator"],
         ),
@@ -288,8 +288,8 @@ async def read_log(
     offset: Annotated[
         int,
         Query(
-            ge=-models.MAX_INT64,
-            le=models.MAX_INT64,
+            ge=-bases.MAX_INT64,
+            le=bases.MAX_INT64,
             description="First byte wanted; negative: so many bytes before the end.",
         ),
     ] = 0,

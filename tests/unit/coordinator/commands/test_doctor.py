@@ -20,7 +20,7 @@ from rolemesh.coordinator.commands.diagnosis import (
 )
 from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
 
 GOOD = {
     "torch": "2.13.0+cpu",

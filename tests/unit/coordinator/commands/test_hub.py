@@ -21,8 +21,9 @@ from support.fake_roles import until
 
 from rolemesh.coordinator.commands import hub as hub_module
 from rolemesh.coordinator.commands.hub import MAX_RESTARTS, Hub
+from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import RunState, RunStream, StoreUnavailableError
+from rolemesh.coordinator.state.store import RunState, RunStream
 from rolemesh.rpc.errors import (
     CapacityError,
     InvalidRequestError,

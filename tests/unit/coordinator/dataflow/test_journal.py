@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rolemesh.coordinator.dataflow.journal import COMMIT_OPERATION, Journal
+from rolemesh.coordinator.state.errors import StaleEpochError
 from rolemesh.coordinator.state.memory import MemoryStateStore
-from rolemesh.coordinator.state.store import StaleEpochError
 
 
 async def make_journal(store: MemoryStateStore) -> Journal:

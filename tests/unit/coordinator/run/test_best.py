@@ -11,7 +11,8 @@ from support.fake_recipes import fake_recipe
 
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.recipe.checkpoints import BestSpec
-from rolemesh.coordinator.recipe.schema import Recipe, RunSpec
+from rolemesh.coordinator.recipe.run_section import RunSpec
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.best import BestOfRun, HeldOut, best_step, stalled
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.progress import RunProgress

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import pytest
 
-from rolemesh.coordinator.api.http import models
+from rolemesh.coordinator.api.http import bases, models
 from rolemesh.v1 import coordinator_pb2
 
 FLOATS = ("float", "double")
@@ -17,7 +17,7 @@ SCALARS = {
     "float": {"anyOf": [{"type": "number"}, {"type": "null"}]},
 }
 TYPE_NAMES = {1: "double", 2: "float", 3: "int64", 5: "int32", 8: "bool", 9: "string"}
-MESSAGES: dict[type[models.Answer], Any] = {
+MESSAGES: dict[type[bases.Answer], Any] = {
     models.Run: coordinator_pb2.Run,
     models.RunList: coordinator_pb2.ListRunsResponse,
     models.RunStateChange: coordinator_pb2.RunStateChange,
@@ -85,7 +85,7 @@ def bare(schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("model", MESSAGES, ids=lambda model: model.__name__)
-def test_a_model_has_the_fields_of_its_message(model: type[models.Answer]) -> None:
+def test_a_model_has_the_fields_of_its_message(model: type[bases.Answer]) -> None:
     fields = MESSAGES[model].DESCRIPTOR.fields
     properties = model.model_json_schema()["properties"]
 
