@@ -156,10 +156,13 @@ def test_three_steps_of_a_policy_agree_with_one_rank(
 @pytest.mark.parametrize(
     "name",
     # Replicas of slices, and all other ways at once; the policy is trained in each way by itself.
-    mostly_slow(
-        (3, 5),
-        [("tp2",), ("pp2",), ("fsdp2",), ("hsdp2x2",), ("pp2-dp2",), ("tp2-pp2-fsdp2",)],
-    ),
+    [
+        *("hsdp2x2", "tp2-pp2-fsdp2"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tp2", "pp2", "fsdp2", "pp2-dp2")
+        ),
+    ],
     ids=str,
 )
 def test_three_steps_of_a_critic_agree_with_one_rank(
