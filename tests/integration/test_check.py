@@ -70,7 +70,7 @@ def check(
         text=True,
         timeout=90,
         cwd=folder,
-        env={**os.environ, **warm_processes.commands(), "COLUMNS": "200"},
+        env={**os.environ, **warm_processes.everything(), "COLUMNS": "200"},
     )
     lines = ended.stdout.splitlines() if "--json" in arguments else []
     return ended.returncode, [json.loads(line) for line in lines], ended.stdout + ended.stderr
@@ -283,10 +283,10 @@ def test_data_that_take_too_long_leave_the_rest_of_the_findings(
     (tmp_path / "curriculum.py").write_text("import time\ntime.sleep(600)\n")
     curriculum = {"type": "python", "function": "curriculum.py:order"}
     put(recipe, "actor.data.curriculum", curriculum)
-    code, findings, _ = check(tmp_path, recipe, "--json", "--timeout", "4")
+    code, findings, _ = check(tmp_path, recipe, "--json", "--timeout", "3")
     assert found(findings, "data")[0][:2] == (
         "WARN",
-        "data and rewards were not looked at wholly within 4 s",
+        "data and rewards were not looked at wholly within 3 s",
     )
     assert found(findings, "disk")
     assert code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import warm_processes
 from support.mesh_runs import tiny_recipe
 from support.rollout_services import process_of
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
@@ -69,6 +71,7 @@ def test_our_service_of_each_role_passes_every_check(
         capture_output=True,
         text=True,
         timeout=110,
+        env={**os.environ, **warm_processes.commands()},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -254,7 +254,7 @@ async def wait_for_step(hub: Coordinator, run_id: str, step: int) -> None:
 
 
 async def test_a_run_whose_process_is_killed_goes_on_from_its_newest_step(tmp_path: Path) -> None:
-    num_steps = 60
+    num_steps = 30
     async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh, coordinator(tmp_path) as hub:
         await hub.create("killed", recipe_for(mesh, steps=num_steps))
         watch = asyncio.create_task(hub.watch("killed"))
@@ -287,7 +287,7 @@ async def test_a_later_coordinator_goes_on_with_runs_that_died_with_the_host(
     async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh:
         # Its embedded store keeps the journal on disk; coordinator, store and run die at once.
         async with coordinator(tmp_path) as first:
-            await first.create("survivor", recipe_for(mesh, steps=40))
+            await first.create("survivor", recipe_for(mesh, steps=20))
             await wait_for_step(first, "survivor", 3)
             dying = [psutil.Process(first.process.pid)]
             dying += dying[0].children(recursive=True)
@@ -299,11 +299,11 @@ async def test_a_later_coordinator_goes_on_with_runs_that_died_with_the_host(
         async with coordinator(tmp_path) as second:
             events = await second.watch("survivor")
             run = await second.run("survivor")
-        assert mesh.roles["actor"].policy_version == UPDATES * 40
+        assert mesh.roles["actor"].policy_version == UPDATES * 20
     assert run.state == coordinator_pb2.RUN_STATE_SUCCEEDED
     assert any(event.HasField("resumed") for event in events)
     made = [event.step for event in events if event.HasField("step_made")]
-    assert made[-1] == 40
+    assert made[-1] == 20
 
 
 async def test_a_stopped_run_goes_on_by_wish_and_further_than_it_was_to(tmp_path: Path) -> None:

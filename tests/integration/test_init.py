@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,6 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    # Some tests call the command here, and it asks a process what the data is.
+    for name, value in warm_processes.everything().items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "rewards.py").write_text(REWARD)
     write_lines(tmp_path / "my.jsonl", ROWS)
     return tmp_path
@@ -52,13 +54,7 @@ def write_lines(path: Path, rows: list[Any]) -> None:
 
 
 def rolemesh(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*ROLEMESH, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **warm_processes.commands()},
-    )
+    return subprocess.run([*ROLEMESH, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def made(model: Path, *arguments: str) -> tuple[Recipe, str]:

@@ -37,10 +37,10 @@ def start(tmp_path):
     """Starts runs and sees to it that nothing of them is left."""
     runs = []
 
-    def begin(recipe, *flags, is_warm=True):
+    def begin(recipe, variables=None):
         folder = tmp_path / f"run-{len(runs)}"
         folder.mkdir()
-        runs.append(CliRun(recipe, folder, *flags, is_warm=is_warm))
+        runs.append(CliRun(recipe, folder, variables=variables))
         return runs[-1]
 
     yield begin
@@ -195,7 +195,7 @@ def test_far_longer_completions_leave_the_coordinator_s_bytes_alone(start, model
 def test_a_killed_service_ends_a_run_that_does_not_recover(start, model):
     role = "actor"
     recipe = tiny_recipe(model, run__steps=100000, run__recovery={"attempts": 0})
-    run = start(recipe, is_warm=False)
+    run = start(recipe)
     run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
     family = run.descendants()
     forks = [psutil.Process(warm_processes.forked(process.pid)) for process in family]
@@ -216,12 +216,13 @@ def test_a_killed_service_ends_a_run_that_does_not_recover(start, model):
 
 
 def test_a_killed_coordinator_leaves_no_process(start, model):
-    run = start(tiny_recipe(model, run__steps=100000), is_warm=False)
+    run = start(tiny_recipe(model, run__steps=100000))
     run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
     family = run.descendants()
     assert len(family) == 5
+    forks = [psutil.Process(warm_processes.forked(process.pid)) for process in family]
     run.process.send_signal(signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs([*family, *forks], timeout=30)
     assert alive == []
 
 
@@ -241,7 +242,7 @@ def test_an_interrupt_ends_the_run_after_the_step_with_everything_saved(start, m
 def test_a_sequence_classifier_judges_as_a_service_of_its_own(start, model, tmp_path):
     judge = write_tiny_classifier(tmp_path / "judge", seed=4)
     source = {"type": "classifier", "model": {"path": str(judge), "compute_dtype": "float32"}}
-    run = start(tiny_recipe(model, reward={"source": source}))
+    run = start(tiny_recipe(model, reward={"source": source}), warm_processes.commands())
     assert run.wait(START_S) == 0, run.output
     steps = run.metrics()
     assert len(steps) == 2
@@ -256,7 +257,7 @@ def test_a_sequence_classifier_judges_as_a_service_of_its_own(start, model, tmp_
 
 
 def refused(start, recipe, code):
-    run = start(recipe)
+    run = start(recipe, warm_processes.commands())
     assert run.wait(START_S) == code, run.output
     text = " ".join((run.stderr + run.stdout).split())
     assert "Traceback" not in text

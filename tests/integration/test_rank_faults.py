@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+from support import warm_processes
 from support.service_calls import initialize, last
 from support.services import (
+    SETTLE_VARIABLE,
     START_TIMEOUT_S,
     ServiceProcess,
     make_experience,
@@ -209,17 +212,24 @@ async def test_the_error_of_another_rank_names_that_rank_alone(spawn: Any) -> No
     assert service.process.wait(END_S) == 1
 
 
-async def test_calls_behind_one_that_parted_the_ranks_are_refused(spawn: Any) -> None:
+async def test_a_rank_that_fails_while_others_wait_for_it_ends_the_service(
+    spawn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTLE_VARIABLE, "1")
     service = spawn()
+    ranks = psutil.Process(service.pid).children()
     async with open_channel(service.address) as channel:
         await initialize(channel, layout=LAYOUT, behaviour="meet", failing_rank=1)
         first, second = await asyncio.gather(
             compute(channel), compute(channel, sequence=1), return_exceptions=True
         )
         assert isinstance(first, InternalError)
+        assert re.match(r"toy rank 1.*the model is broken", first.message)
+        # The call behind it is refused.
         assert isinstance(second, UnavailableError)
         assert second.reason == "RANKS_DIVERGED"
     assert service.process.wait(END_S) == 1
+    assert not any(rank.is_running() for rank in ranks)
 
 
 # --- the end ------------------------------------------------------------------------------
@@ -247,22 +257,26 @@ async def test_work_that_waits_for_its_turn_is_finished_after_sigterm(spawn: Any
     assert service.process.wait(END_S) == 0
 
 
-def begin_to_start(folder: Path, *flags: str) -> tuple[subprocess.Popen[bytes], Any]:
-    """A service whose ranks are being started, and its ranks."""
+def begin_to_start(
+    folder: Path, *flags: str, warm: bool = False
+) -> tuple[subprocess.Popen[bytes], Any]:
+    """A service whose ranks are being started, and its ranks; warm: those have imported torch."""
+    added = warm_processes.services() if warm else {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         service_command("--layout", "dp=2", "--log-directory", str(folder), *flags),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        env={**os.environ, **added, "TMPDIR": str(folder)},
         stderr=subprocess.DEVNULL,
     )
-    agent, deadline = psutil.Process(process.pid), time.monotonic() + START_TIMEOUT_S
-    while len(ranks := agent.children()) < 2:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while len(ranks := psutil.Process(warm_processes.forked(process.pid)).children()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return process, ranks
 
 
 def test_an_agent_killed_while_its_ranks_start_leaves_none_behind(tmp_path: Path) -> None:
-    process, ranks = begin_to_start(tmp_path)
+    # A rank that waits for the others does not drain, and ends once the time for that is over.
+    process, ranks = begin_to_start(tmp_path, "--drain-timeout-s", "1", warm=True)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(ranks, timeout=2 * END_S)
@@ -280,12 +294,14 @@ def test_sigterm_while_ranks_start_ends_them_and_leaves_no_files(tmp_path: Path)
     assert not list(tmp_path.glob("rolemesh-*"))
 
 
+# Rank 1 waits for rank 0 and heeds no SIGTERM, and torch's launcher kills it after 30 s.
+@pytest.mark.slow
 def test_a_port_in_use_is_said_once_and_ends_all_ranks(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        process, ranks = begin_to_start(tmp_path, "--port", str(port))
+        process, ranks = begin_to_start(tmp_path, "--port", str(port), warm=True)
         assert process.wait(START_TIMEOUT_S) == 1
     _, alive = psutil.wait_procs(ranks, timeout=1)
     assert not alive

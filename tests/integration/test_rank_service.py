@@ -26,7 +26,7 @@ from support.services import (
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.errors import InternalError, InvalidRequestError, RolemeshError
+from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
 from rolemesh.rpc.references import rows_of
 from rolemesh.v1 import experience_pb2, value_pb2, value_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -216,17 +216,6 @@ async def test_a_killed_rank_ends_the_service_and_is_named(spawn: Any) -> None:
     assert not any(rank.is_running() for rank in family)
     assert "toy rank 1" in service.log.read_text()
     assert "was killed by signal 9 (SIGKILL)" in service.log.read_text()
-
-
-async def test_a_rank_that_fails_while_others_wait_for_it_ends_the_service(spawn: Any) -> None:
-    service = spawn("--layout", "dp=2")
-    family = ranks_of(service)
-    async with open_channel(service.address) as channel:
-        await initialize(channel, layout={"dp": 2}, behaviour="meet", failing_rank=1)
-        with pytest.raises(InternalError, match=r"toy rank 1.*the model is broken"):
-            await values(channel)
-    assert service.process.wait(2 * END_S) == 1
-    assert not any(rank.is_running() for rank in family)
 
 
 class Counting:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
+from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 
 START_S = 120.0
@@ -38,7 +39,8 @@ enabled = false
 
 
 def test_the_document_holds_for_a_live_mesh(tmp_path: Path) -> None:
-    run = CliRun(tiny_recipe(tiny_model(tmp_path / "model"), run__steps=STEPS), tmp_path)
+    recipe = tiny_recipe(tiny_model(tmp_path / "model"), run__steps=STEPS)
+    run = CliRun(recipe, tmp_path, variables=warm_processes.commands())
     try:
         run.wait_until(lambda: bool(run.url), START_S)
         with httpx.Client(base_url=f"{run.url}api/v1/", timeout=10) as client:

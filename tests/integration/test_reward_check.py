@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,49 @@ HOSTILE = LYING.with_name("hostile_rewards.py")
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def begin(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [*ROLEMESH, "reward", "check", *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=90,
         env={**os.environ, **warm_processes.commands()},
     )
 
 
+def end(begun: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    with begun:
+        try:
+            output, errors = begun.communicate(timeout=90)
+        finally:
+            begun.kill()
+    return subprocess.CompletedProcess(begun.args, begun.returncode, output, errors)
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return end(begin(*arguments))
+
+
 def findings(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """Exit code, and findings by probe."""
-    ended = check("--json", *arguments)
+    return findings_of(check("--json", *arguments))
+
+
+def findings_of(
+    ended: subprocess.CompletedProcess[str],
+) -> tuple[int, dict[str, dict[str, Any]]]:
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert lines, ended.stderr
     assert lines[-1]["type"] == "verdict"
     return ended.returncode, {line["probe"]: line for line in lines if line["type"] == "finding"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nobody_there() -> Iterator[subprocess.Popen[str]]:
+    """A check that waits 10 s for a server: beside the other tests, hence begun before them."""
+    with begin("--json", "grpc://127.0.0.1:1") as begun:
+        yield begun
+        begun.kill()
 
 
 def levels(found: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -101,8 +128,8 @@ def test_a_service_that_knows_keys_cannot_hide_behind_them(tmp_path: Path) -> No
     assert code == 0
 
 
-def test_nobody_there_is_told_with_a_remedy() -> None:
-    code, found = findings("grpc://127.0.0.1:1")
+def test_nobody_there_is_told_with_a_remedy(nobody_there: subprocess.Popen[str]) -> None:
+    code, found = findings_of(end(nobody_there))
     assert code == 1
     assert list(found) == ["open"]
     assert "reachable" in found["open"]["text"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support import warm_processes
 from support.mesh_runs import tiny_model, tiny_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[str]:
     """The address of `rolemesh coordinator`, in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, **warm_processes.everything(), "PYTHONSAFEPATH": "1"}
     data = tmp_path / "data"
     with (tmp_path / "coordinator.out").open("wb") as output:
         process = subprocess.Popen(

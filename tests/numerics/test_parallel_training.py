@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.parallel_training import Job, Tensors, Trained, joined, near_policy, train
 from support.rank_processes import RankPool
+from support.slow_cases import mostly_slow
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
@@ -120,11 +121,19 @@ LAYOUTS = {
 }
 
 
+UNTIED = ("tp4 (2 kv heads)", "pp3", "fsdp2", "tp2-pp2-fsdp2")
+"""Layouts in which `make test` trains an untied model, too: each way to spread a model by itself,
+and all of them at once."""
+SLOW = ("tp2-dp2", "tp4-fsdp2 (2 kv heads)", "pp2-dp2")
+"""Layouts of two ways of which `make test` tries each by itself, and both together with a third or
+with another kind of replicas."""
+
+
 def _policies() -> Iterator[Any]:
-    """Each layout, tied and untied; slow is what is on eight ranks as on four."""
+    """Each layout, tied and untied."""
     for name, layout in LAYOUTS.items():
         for tied in (True, False):
-            is_slow = not tied and layout.world_size == 8 and layout.pp == 1
+            is_slow = name in SLOW if tied else name not in UNTIED
             yield pytest.param(
                 *(layout, tied),
                 id=f"{name}-{'tied' if tied else 'untied'}",
@@ -145,7 +154,16 @@ def test_three_steps_of_a_policy_agree_with_one_rank(
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2", "pp2", "fsdp2", "hsdp2x2", "pp2-dp2", "tp2-pp2-fsdp2"], ids=str
+    "name",
+    # Replicas of slices, and all other ways at once; the policy is trained in each way by itself.
+    [
+        *("hsdp2x2", "tp2-pp2-fsdp2"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tp2", "pp2", "fsdp2", "pp2-dp2")
+        ),
+    ],
+    ids=str,
 )
 def test_three_steps_of_a_critic_agree_with_one_rank(
     rank_pool: RankPool, jobs: dict[tuple[str, bool], Job], alone: Any, name: str
@@ -154,8 +172,18 @@ def test_three_steps_of_a_critic_agree_with_one_rank(
     _assert_agree(_spread(rank_pool, job), alone(job))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("name", ["fsdp2", "tp2-pp2-fsdp2"], ids=str)
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    mostly_slow(
+        (1, 2),
+        [
+            ("fsdp2", "selective"),
+            ("fsdp2", "full"),
+            ("tp2-pp2-fsdp2", "selective"),
+            ("tp2-pp2-fsdp2", "full"),
+        ],
+    ),
+)
 def test_recomputed_activations_change_no_bit(
     rank_pool: RankPool, jobs: dict[tuple[str, bool], Job], name: str, recompute: str
 ) -> None:
@@ -165,8 +193,21 @@ def test_recomputed_activations_change_no_bit(
     )
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("name", ["tp4 (2 kv heads)", "tp2-pp2-fsdp2"], ids=str)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    mostly_slow(
+        # Each family once, biases and norms of heads in one layout each.
+        (0, 2, 4),
+        [
+            ("tp4 (2 kv heads)", "qwen2"),
+            ("tp4 (2 kv heads)", "qwen3"),
+            ("tp4 (2 kv heads)", "mistral"),
+            ("tp2-pp2-fsdp2", "qwen2"),
+            ("tp2-pp2-fsdp2", "qwen3"),
+            ("tp2-pp2-fsdp2", "mistral"),
+        ],
+    ),
+)
 def test_families_with_biases_and_norms_of_heads_agree_with_one_rank(
     tmp_path: Path, rank_pool: RankPool, alone: Any, name: str, family: str
 ) -> None:
@@ -179,8 +220,19 @@ def test_families_with_biases_and_norms_of_heads_agree_with_one_rank(
     _assert_agree(_spread(rank_pool, job), alone(job))
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", [TrainLayout(tp=4), TrainLayout(tp=4, dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "tied"),
+    mostly_slow(
+        (1, 2),
+        [
+            (TrainLayout(tp=4), True),
+            (TrainLayout(tp=4), False),
+            (TrainLayout(tp=4, dp=2, fsdp=2), True),
+            (TrainLayout(tp=4, dp=2, fsdp=2), False),
+        ],
+    ),
+    ids=str,
+)
 def test_a_slice_without_vocabulary_takes_part(
     tmp_path: Path, rank_pool: RankPool, alone: Any, layout: TrainLayout, tied: bool
 ) -> None:

@@ -29,6 +29,7 @@ from rolemesh.rpc.references import row_tokens
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
 from rolemesh.services.runtime.process import ServiceServer, run_service
+from rolemesh.services.runtime.ranks import face
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.v1 import experience_pb2, operation_pb2, value_pb2, value_pb2_grpc
 
@@ -232,6 +233,9 @@ class ServiceProcess:
 
 
 TOY_SCRIPT = Path(__file__).resolve()
+SETTLE_VARIABLE = "TOY_SETTLE_S"
+"""Of a toy service's environment: seconds for `face.SETTLE_S`, so that a test of ranks that never
+settle waits no longer."""
 
 
 def service_command(*flags: str, script: Path = TOY_SCRIPT) -> list[str]:
@@ -279,6 +283,8 @@ def segments_of(pid: int) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if settle_s := os.environ.get(SETTLE_VARIABLE):
+        face.SETTLE_S = float(settle_s)
     return run_service(ToyRole(), arguments)
 
 

@@ -5,7 +5,9 @@ a command of `rolemesh` computes for a second. A test of something else than tha
 `services()` or `commands()` to what starts them, be it the test or a coordinator. The process that
 is started is then a small one in front of the fork: it has the command line, the parent and the
 exit code of the fork, passes signals on to it (but for SIGSTOP), and takes it along when it is
-killed. The fork itself has another process id and the warm process as its parent.
+killed. The fork itself has another process id and the warm process as its parent. When its program
+ends, a fork waits for its threads and calls what is registered with atexit, as every Python does,
+and leaves the objects alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -44,6 +47,10 @@ MODULES = {
         "rolemesh.coordinator.commands.train",
         "rolemesh.coordinator.api.http.app",
         "rolemesh.coordinator.api.http.server",
+        # What `rolemesh reward check` becomes.
+        "rolemesh.services.reward.outside.check.probes",
+        "rolemesh.services.reward.outside.check.samples",
+        "rolemesh.services.reward.outside.make",
     ),
 }
 """Imported once, by the warm process. None may start a thread: a fork has only one."""
@@ -57,6 +64,11 @@ def services() -> dict[str, str]:
     """Variables for whatever starts services."""
     with _ONE_AT_A_TIME:
         return _environment("SERVICES")
+
+
+def everything() -> dict[str, str]:
+    """Variables for what starts `rolemesh`, which in its turn starts services or reads data."""
+    return services() | commands()
 
 
 def commands() -> dict[str, str]:
@@ -129,6 +141,9 @@ def serve(kind: str, listener: socket.socket) -> list[str] | None:
         raise RuntimeError(
             f"the modules of {kind} started {threads - 1} threads: a fork lacks them"
         )
+    # A fork that collects garbage would visit, and so copy, all that was imported.
+    gc.collect()
+    gc.freeze()
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
@@ -207,6 +222,22 @@ def main() -> None:
         given.insert(0, os.getcwd() if words[0] == "-m" else os.path.dirname(words[0]))
     kept = [path for path in sys.path if Path(path) not in (ours, ours / "warm")]
     sys.path[:] = list(dict.fromkeys([*filter(None, given), *kept]))
+    code = 0
+    try:
+        _run(words)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        code = ended.code or 0
+    # To take all imported modules down takes 1.6 s of computing, which a fork has no use for.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv = words[1:]
         # Imported by another module; to run it anew is what `python -m` does.

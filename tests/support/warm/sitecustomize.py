@@ -48,11 +48,12 @@ def hand_over(address: str) -> None:
 
 
 _words = sys.orig_argv[1:3]
-if (_words[:1] == ["-m"] and re.fullmatch(r"rolemesh\.services\.\w+", _words[-1])) or (
-    _words and os.path.dirname(_words[0]).endswith("/tests/support")
-):
+_module = _words[1] if _words[:1] == ["-m"] and len(_words) == 2 else ""
+if re.fullmatch(
+    r"rolemesh\.(services\.\w+|services\.preview\.guess|quickstart\.tiny_model)", _module
+) or (_words and os.path.dirname(_words[0]).endswith("/tests/support")):
     _kind = "SERVICES"
-elif _words == ["-m", "rolemesh.coordinator.commands.cli"]:
+elif _module in ("rolemesh.coordinator.commands.cli", "rolemesh.services.reward.outside.check"):
     _kind = "COMMANDS"
 else:
     _kind = "NONE"
