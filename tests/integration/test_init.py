@@ -255,6 +255,7 @@ def test_the_columns_that_are_chosen(
             ({"--reward": "gone.py:f"}, "gone.py cannot be read (No such file or directory)"),
             ({"--reward": "rewards.py:g"}, "rewards.py has no function 'g'; it has f"),
             ({"--reward": "broken.py:f"}, "broken.py is no Python"),
+            ({"--reward": "rewards.py"}, "did you mean python:rewards.py:FUNCTION?"),
             ({"--reward": "ftp://host/x"}, "--reward ftp://host/x: "),
             ({"--reward": "http://me:secret@host/x"}, "user or password"),
             ({"--reward": "nonsense"}, "give FILE.py:FUNCTION, grpc://host:port"),
