@@ -155,9 +155,9 @@ def _asked(module: str, *arguments: str, input: str = "") -> str:
         ) from error
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-        is_broken = last.startswith(("ModuleNotFoundError", "ImportError"))
+        is_broken = re.search(r"^(ModuleNotFound|Import)Error\b", done.stderr, re.MULTILINE)
         hint = "; run `rolemesh doctor`, which names what is wrong with an installation"
-        raise InitError(f"{module} failed: {last}{hint * is_broken}")
+        raise InitError(f"{module} failed: {last}{hint if is_broken else ''}")
     return done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -255,7 +256,6 @@ def test_the_columns_that_are_chosen(
             ({"--reward": "gone.py:f"}, "gone.py cannot be read (No such file or directory)"),
             ({"--reward": "rewards.py:g"}, "rewards.py has no function 'g'; it has f"),
             ({"--reward": "broken.py:f"}, "broken.py is no Python"),
-            ({"--reward": "rewards.py"}, "did you mean python:rewards.py:FUNCTION?"),
             ({"--reward": "ftp://host/x"}, "--reward ftp://host/x: "),
             ({"--reward": "http://me:secret@host/x"}, "user or password"),
             ({"--reward": "nonsense"}, "give FILE.py:FUNCTION, grpc://host:port"),
@@ -300,3 +300,15 @@ def test_bad_input_is_one_clear_message_and_nothing_is_written(
     assert ended.output.startswith("error: ")
     assert not (folder / "new.yaml").exists()
     assert (folder / "there.yaml").read_text() == "mine"
+
+
+def test_an_installation_that_is_broken_is_sent_to_the_doctor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "broken").mkdir()
+    (folder / "broken" / "transformers.py").write_text("raise ImportError('first\\nsecond')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{folder / 'broken'}{os.pathsep}{os.environ['PYTHONPATH']}")
+    words = ["init", "--from", "my.jsonl", "--reward", "rewards.py:f", "--tiny"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2
+    assert "run `rolemesh doctor`, which names what is wrong with an installation" in ended.output

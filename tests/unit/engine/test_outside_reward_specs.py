@@ -115,6 +115,22 @@ def test_what_makes_no_sense_is_refused(given):
         source_of({"source": given})
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("rewards:letters", "did you mean python:rewards.py:letters?"),
+        ("my/rewards.py:letters", "did you mean python:my/rewards.py:letters?"),
+        ("rewards.py", "did you mean python:rewards.py:FUNCTION?"),
+        ("arithmetic", "'arithmetic' is a type: write source: {type: arithmetic}"),
+    ],
+)
+def test_a_text_that_lacks_a_part_is_answered_with_the_whole_form(text, hint):
+    for reward in (text, [text]):
+        with pytest.raises(ValidationError) as caught:
+            source_of(reward)
+        assert hint in str(caught.value)
+
+
 def test_a_password_in_a_url_is_refused_and_not_repeated():
     with pytest.raises(ValidationError) as error:
         source_of("http://user:hunter2@h/get_reward")
