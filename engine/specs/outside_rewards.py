@@ -312,7 +312,7 @@ def outside_source(text: str) -> dict[str, Any]:
 
 def _near(text: str) -> str:
     """The form that a text is probably meant to have, as a question; empty where none is near."""
-    place, _, name = text.partition(":")
+    place, _, name = text.removeprefix("python:").partition(":")
     if not _PLACE.fullmatch(place) or (name and not name.isidentifier()):
         return ""
     if not name and not place.endswith(".py"):
