@@ -15,6 +15,8 @@ from support import warm_processes
 from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 
+from rolemesh.coordinator.commands import recipe_checks
+
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_losses.py"
 REWARD = """
@@ -298,7 +300,7 @@ class Talk(Environment):
 @pytest.mark.parametrize(
     ("changes", "level", "text"),
     mostly_slow(
-        (0, 1),
+        (0, 3),
         [
             ({}, "OK", "env.py:Talk begins an episode with the first prompt"),
             ({"config": {"csot": 1}}, "FAIL", "environment.config is {'csot': 1}, and 'env.py:T"),
@@ -337,6 +339,25 @@ def test_data_that_take_too_long_leave_the_rest_of_the_findings(
     assert skipped == [(what, text) for what in wanted]
     assert found(findings, "disk")
     assert code == 3
+
+
+CHECKS = ("data", "evaluation", "prompt", "reward", "own functions")
+
+
+@pytest.mark.parametrize(
+    ("told", "left"),
+    [
+        ({"type": "data"}, ("prompt", "reward", "own functions")),
+        # Rows that are text alone have no prompt: what comes behind it tells that it was its turn.
+        ({"type": "reward"}, ("own functions",)),
+        ({"type": "error", "what": "functions"}, ()),
+        ({"type": "error", "what": "packages"}, CHECKS),
+    ],
+)
+def test_what_is_left_of_the_checks_stands_behind_what_was_told(
+    told: dict[str, str], left: tuple[str, ...]
+) -> None:
+    assert recipe_checks._left(CHECKS, told) == left
 
 
 def test_a_recipe_that_cannot_be_read_is_bad_input(recipe: dict[str, Any], tmp_path: Path) -> None:
