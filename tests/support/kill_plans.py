@@ -108,7 +108,7 @@ def plans(
         apart: Steps that are made between two kills that are not of one recovery.
     """
     draw = random.Random(seed)
-    # A recovery has to go on for a second kill in it: of the store the run need not recover.
+    # A recovery has to go on for a second kill in it.
     ordinary = _pairs(draw, victims, [phase for phase in phases if not phase.in_recovery])
     second = _pairs(draw, victims, [phase for phase in phases if phase.in_recovery])
     made = []
@@ -121,7 +121,7 @@ def plans(
             ordinary.append((victim, phase))
             plan.append(Kill(victim, phase, draw.choice(LATE_S), 1 + apart * index))
         if has_second:
-            first = next((i for i, kill in enumerate(plan) if kill.victim != STORE), None)
+            first = next((i for i, kill in enumerate(plan) if _goes_back(kill.victim)), None)
             if first is None:
                 first = 0
                 plan[0] = Kill("actor", plan[0].phase, plan[0].late_s, plan[0].from_step)
@@ -130,6 +130,12 @@ def plans(
             plan.insert(first + 1, Kill(victim, phase, draw.choice(LATE_S[:4]), 0))
         made.append(plan)
     return made
+
+
+def _goes_back(victim: str) -> bool:
+    """Whether the run goes back when it is killed: the store is met again, and what is only read
+    from may be replaced while the step goes on."""
+    return victim == COORDINATOR or victim.startswith(("actor", "critic"))
 
 
 def _pairs(
