@@ -134,7 +134,8 @@ def plans(
 
 def _goes_back(victim: str) -> bool:
     """Whether the run goes back when it is killed: the store is met again, and what is only read
-    from may be replaced while the step goes on."""
+    from may be replaced while the step goes on.
+    """
     return victim == COORDINATOR or victim.startswith(("actor", "critic"))
 
 
