@@ -133,8 +133,9 @@ def plans(
 
 
 def _goes_back(victim: str) -> bool:
-    """Whether the run goes back when it is killed: the store is met again, and what is only read
-    from may be replaced while the step goes on.
+    """Whether the run goes back when it is killed.
+
+    The store is met again, and what is only read from may be replaced while the step goes on.
     """
     return victim == COORDINATOR or victim.startswith(("actor", "critic"))
 
