@@ -8,7 +8,12 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.ending import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_NOT_WHOLE,
+    fail,
+)
 from rolemesh.coordinator.commands.findings import FindingsShown, Level
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
 from rolemesh.coordinator.commands.recipe_checks import recipe_findings
@@ -24,14 +29,17 @@ def check(
     recipe: Recipes,
     overrides: Overrides = None,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Longest time for data and rewards, in s.")
+        float, typer.Option(min=1.0, help="Longest time for data, rewards and your code, in s.")
     ] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Looks for what a recipe's run would fail from, and loads no model. Exit code 0: nothing.
+    """Looks for what a recipe's run would fail from, and loads no model.
 
-    Reads the data, renders a prompt as the model will see it, builds the algorithm's graph, asks
-    rewards from outside for one row, estimates memory and disk, and says what to change.
+    Reads the data, renders a prompt as the model will see it, builds the algorithm's graph, begins
+    an episode of the environment, asks rewards from outside for one row, loads losses of yours,
+    estimates memory and disk, and says what to change. Exit code 0: nothing would fail; 1:
+    something would; 2: the recipe cannot be read; 3: nothing was found, but --timeout left checks
+    out, which are named.
     """
     try:
         loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
@@ -41,6 +49,8 @@ def check(
     asyncio.run(_show(loaded, timeout, shown))
     if shown.counts[Level.FAIL]:
         raise typer.Exit(EXIT_FAILED)
+    if shown.counts[Level.SKIP]:
+        raise typer.Exit(EXIT_NOT_WHOLE)
 
 
 async def _show(recipe: Recipe, timeout_s: float, shown: FindingsShown) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -376,6 +377,14 @@ def print_summary(console: Console, summary: RunSummary) -> None:
             f"best checkpoint: step {held_out.step}, {summary.best.metric} {held_out.value:.4g}",
             highlight=False,
         )
+        if held_out.step != summary.steps:
+            console.print(
+                f"to export it: rolemesh export {shlex.quote(str(summary.directory))} "
+                f"--step {held_out.step} --to FOLDER",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
     if summary.recoveries:
         spent_s = sum(one.seconds for one in summary.recoveries)
         console.print(f"recovered {len(summary.recoveries)} times, in {spent_s:.0f} s")

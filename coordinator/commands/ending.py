@@ -12,6 +12,8 @@ from rolemesh.coordinator.commands.console import JsonConsole
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_NOT_WHOLE = 3
+"""Nothing failed, but not everything was looked at."""
 EXIT_INTERRUPTED = 130
 
 

@@ -16,7 +16,9 @@ class Level(enum.IntEnum):
 
     OK = 0
     WARN = 1
-    FAIL = 2
+    SKIP = 2
+    """It was not looked at."""
+    FAIL = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Finding:
         }
 
 
-_COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+_COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.SKIP: "yellow", Level.FAIL: "red"}
 
 
 class FindingsShown:

@@ -154,8 +154,10 @@ def _asked(module: str, *arguments: str, input: str = "") -> str:
             "data in the recipe later"
         ) from error
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise InitError(f"{module} failed: {last.removeprefix('error: ')}")
+        last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+        is_broken = re.search(r"^(ModuleNotFound|Import)Error\b", done.stderr, re.MULTILINE)
+        hint = "; run `rolemesh doctor`, which names what is wrong with an installation"
+        raise InitError(f"{module} failed: {last}{hint if is_broken else ''}")
     return done.stdout
 
 

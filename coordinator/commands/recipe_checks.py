@@ -1,7 +1,7 @@
 """What `rolemesh check` looks at: a recipe as a run would find it, without loading a model.
 
-The data, one rendered prompt and one judged row come from a process of the services
-(`rolemesh.services.preview`), which has a tokenizer and no torch. Everything else is of the recipe.
+The data, one rendered prompt, one judged row and the user's code come from a process of the
+services (`rolemesh.services.preview`), which has a tokenizer. Everything else is of the recipe.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,12 @@ from rolemesh.coordinator.run.installation import INSTALL
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.records import check_directory_is_free
 from rolemesh.coordinator.run.start_checks import check_start, services_in
-from rolemesh.engine.specs import ArithmeticRewardSpec, named_sources
+from rolemesh.engine.specs import (
+    ArithmeticRewardSpec,
+    OutsideRewardSpec,
+    WeightedRewardSpec,
+    named_sources,
+)
 
 _GIVEN = {
     "sft": "demonstration",
@@ -43,6 +48,9 @@ _GIVEN = {
 _ANSWER_MARGIN_S = 2.0
 """Seconds that are left of the time limit when a reward's answer is no longer waited for."""
 
+_LONGER_S = 60.0
+"""The time limit that is advised where the given one was too short, in seconds, at least."""
+
 _SHOWN_CHARACTERS = 800
 _SHM = Path("/dev/shm")
 
@@ -52,7 +60,7 @@ async def recipe_findings(recipe: Recipe, timeout_s: float) -> AsyncIterator[Fin
 
     Args:
         recipe: The recipe.
-        timeout_s: Longest time for data and rewards, in seconds.
+        timeout_s: Longest time for data, rewards and the user's code, in seconds.
 
     Yields:
         Findings, each as soon as it is known.
@@ -119,6 +127,7 @@ async def _preview(
     assert process.stderr is not None
     errors = asyncio.create_task(process.stderr.read())
     is_whole = False
+    left = _previewed(recipe, spec, _rewards(recipe, services))
     try:
         async with asyncio.timeout(timeout_s):
             process.stdin.write(json.dumps(spec).encode())
@@ -127,16 +136,19 @@ async def _preview(
                 told = json.loads(line)
                 if told["type"] == "data":
                     counts.update(told)
+                left = _left(left, told)
                 for finding in _told(recipe, services, told):
                     yield finding
             await process.wait()
             is_whole = True
     except TimeoutError:
-        yield _warn(
-            "data",
-            f"data and rewards were not looked at wholly within {timeout_s:g} s",
-            "give it more time with --timeout; the run itself has no such limit",
-        )
+        longer_s = max(_LONGER_S, 4 * timeout_s)
+        for what in left:
+            yield Finding(
+                level=Level.SKIP,
+                what=what,
+                text=f"not looked at within {timeout_s:g} s; give --timeout {longer_s:g}",
+            )
     finally:
         if process.returncode is None:
             process.kill()
@@ -144,6 +156,38 @@ async def _preview(
     if is_whole and process.returncode:
         last = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
         yield _fail("data", f"the process that reads the data failed: {last}")
+
+
+def _rewards(recipe: Recipe, services: Mapping[str, str | None]) -> list[WeightedRewardSpec]:
+    sections = [getattr(recipe, role) for role in ("reward", "cost") if role in services]
+    return [one for section in sections for one in named_sources(section.source)]
+
+
+def _previewed(
+    recipe: Recipe, spec: Mapping[str, Any], rewards: Sequence[WeightedRewardSpec]
+) -> tuple[str, ...]:
+    """What depends on the process, in the order in which it tells of it."""
+    is_evaluated = recipe.run.evaluation.num_prompts and can_evaluate(recipe, roles_in(recipe))
+    outside = any(isinstance(one.source, OutsideRewardSpec) for one in rewards)
+    checks = {
+        "data": True,
+        "evaluation": is_evaluated,
+        "prompt": True,
+        "lengths": spec["max_model_len"] is not None,
+        "environment": spec["environment"] is not None,
+        "reward": outside,
+        "own functions": bool(spec["own_functions"]),
+    }
+    return tuple(what for what, is_made in checks.items() if is_made)
+
+
+def _left(checks: tuple[str, ...], told: Mapping[str, Any]) -> tuple[str, ...]:
+    """The checks that come behind what the process has told now."""
+    kind = told["what"] if told["type"] == "error" else told["type"]
+    # The number of held-out rows is in what it tells of the data.
+    told_of = {"data": ("data", "evaluation"), "functions": ("own functions",)}.get(kind, (kind,))
+    ended = max((at for at, what in enumerate(checks) if what in told_of), default=-1)
+    return checks[ended + 1 :]
 
 
 def _preview_spec(
@@ -159,12 +203,9 @@ def _preview_spec(
     model = section.model if reader == "actor" else section.source.model
     kind = recipe.algorithm.type
     given = _GIVEN.get(kind, "prompt" if not isinstance(recipe.algorithm, CustomSpec) else "any")
-    rewards = [
-        one.model_dump(mode="json")
-        for role in ("reward", "cost")
-        if role in services
-        for one in named_sources(getattr(recipe, role).source)
-    ]
+    environment = getattr(
+        section if recipe.rollout is None else recipe.rollout, "environment", None
+    )
     return {
         "model": str(model.path),
         "data": data.model_dump(mode="json"),
@@ -172,7 +213,8 @@ def _preview_spec(
         "given": given,
         "max_model_len": sampler.max_model_len if sampler and sampling else None,
         "max_new_tokens": sampling.max_new_tokens if sampling else None,
-        "rewards": rewards,
+        "environment": None if environment is None else environment.model_dump(mode="json"),
+        "rewards": [one.model_dump(mode="json") for one in _rewards(recipe, services)],
         "reward_timeout_s": max(1.0, timeout_s / 2 - _ANSWER_MARGIN_S),
         "own_functions": {
             field: one.model_dump(mode="json") for field, one in recipe.own_functions().items()
@@ -188,18 +230,23 @@ def _told(
         case "error" if told["what"] == "packages":
             yield _warn("data", f"not looked at: {told['text']}", INSTALL)
         case "error":
-            address = services.get("actor")
-            what = "algorithm" if told["what"] == "functions" else "data"
+            what = {"functions": "own functions"}.get(told["what"], told["what"])
+            role = "actor"
+            if what == "environment" and recipe.rollout is not None:
+                role = recipe.services_of("rollout")[0]
+            address = services.get(role)
             if address is None:
                 yield _fail(what, told["text"])
             else:
                 yield _warn(
                     what,
                     f"not looked at: {told['text']}",
-                    f"the actor at {address} reads its own disk: run the check there",
+                    f"the {role} at {address} reads its own disk: run the check there",
                 )
         case "functions":
-            yield _ok("algorithm", f"loaded {', '.join(told['names'])}")
+            yield _ok("own functions", f"loaded {', '.join(told['names'])}")
+        case "environment":
+            yield _ok("environment", f"{told['name']} begins an episode with the first prompt")
         case "data":
             yield from _data(recipe, told)
         case "prompt":

@@ -145,7 +145,8 @@ class RunMesh:
         except RolemeshError as error:
             # By itself it would look like a failure of the node that needs the devices.
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
-        self._observer.on_phase(service, "", 0, 0)
+        finally:
+            self._observer.on_phase(service, "", 0, 0)
 
     async def replace(
         self,

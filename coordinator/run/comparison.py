@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
 import math
@@ -23,6 +24,9 @@ MAX_RUNS = 16
 
 HELD_OUT = "held_out/score"
 HELD_OUT_ERROR = "held_out/standard_error"
+
+_FEW = 6
+"""Names of metrics that a message lists, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +144,8 @@ class Comparison:
             known = self.metrics(least=1)
             found = fnmatch.filter(known, pattern)
             if not found:
-                listed = ", ".join(known) or "none: no run has made a step"
                 raise ValueError(
-                    f"--metric {pattern!r}: no run has such a metric; there are {listed}"
+                    f"--metric {pattern!r}: no run has such a metric; {_nearest(pattern, known)}"
                 )
             names |= dict.fromkeys(found)
         return list(names)
@@ -269,6 +272,20 @@ def _read_run(directory: Path, label: str) -> ComparedRun:
         raise NoRunError(
             f"{directory} cannot be read: a file of it is not as a run writes it ({cause})"
         ) from error
+
+
+def _nearest(pattern: str, known: Sequence[str]) -> str:
+    """What to name in place of a pattern that is that of no metric."""
+    if not known:
+        return "there are none: no run has made a step"
+    wider = f"{pattern.rstrip('/*')}/*"
+    if fnmatch.filter(known, wider):
+        return f"use {wider!r}"
+    near = difflib.get_close_matches(pattern, known, n=_FEW)
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    rest = f" and {len(known) - _FEW} more (--json lists all)" if len(known) > _FEW else ""
+    return f"there are {', '.join(known[:_FEW])}{rest}"
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ LAST_CHECKPOINT_DEADLINE_S = 600.0
 
 
 async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> None:
-    """Saves the newest step of a run, unless that was done, and tells the observer how it went.
+    """Saves the newest step of a run, unless that was done, and tells how the run can go on.
 
     Args:
         parts: Of the run.
@@ -28,14 +28,19 @@ async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> No
     """
     step, tell = parts.progress.step, parts.observer.on_event
     assert isinstance(attempt.loop, TrainingLoop)
-    if step == 0 or step in attempt.loop.checkpoints.committed():
+    if step == 0:
+        return
+    goes_on = f"`rolemesh train --resume {parts.directory}` goes on from"
+    committed = attempt.loop.checkpoints.committed()
+    if step in committed:
+        tell(f"step {step} is saved as a checkpoint; {goes_on} it")
         return
     trained = [known.service for known in attempt.mesh.trained]
     gone = sorted(lost.names.keys() & set(trained))
     if gone:
         tell(
             f"step {step} was not saved as a checkpoint, since {', '.join(gone)} is gone; "
-            f"`rolemesh train --resume {parts.directory}` goes on from what is left"
+            f"{goes_on} what is left"
         )
         return
     # Which role of a pool is awake is not known any more, so all of them take part.
@@ -49,10 +54,11 @@ async def save_last(parts: RunParts, attempt: Attempt, lost: LostServices) -> No
     try:
         async with asyncio.timeout(LAST_CHECKPOINT_DEADLINE_S):
             folder = await saver.save_last(dict.fromkeys(services, MEET_AGAIN_DEADLINE_S))
-        tell(f"step {step} was saved before the end: {folder}")
+        tell(f"step {step} was saved before the end: {folder}; {goes_on} it")
     except (RunError, RolemeshError, TimeoutError) as error:
         why = str(error) or f"not within {LAST_CHECKPOINT_DEADLINE_S:.0f} s"
-        tell(f"step {step} could not be saved as a checkpoint: {why}")
+        older = f"; {goes_on} what is left" if committed else ""
+        tell(f"step {step} could not be saved as a checkpoint: {why}{older}")
     finally:
         await saver.mesh.close()
         # Services are given back under the newest epoch.

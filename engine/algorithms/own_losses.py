@@ -78,14 +78,14 @@ class PythonPolicyLoss(PolicyLoss[PythonPolicyLossSpec]):
 
     def _checked(self, given: Any, what: str, tokens: PolicyTokens) -> torch.Tensor:
         like_M = tokens.logprobs_M
+        wanted = (
+            f"give a tensor [M] on {like_M.device}, one number for each sampled token (M was "
+            f"{len(like_M)} in this call): do not sum or average"
+        )
         if not isinstance(given, torch.Tensor):
-            raise self._function.wrong(
-                f"{what} as a {type(given).__name__}: give a tensor of shape [{len(like_M)}], one "
-                "number for each unmasked token"
-            )
+            raise self._function.wrong(f"{what} as a {type(given).__name__}: {wanted}")
         if given.shape != like_M.shape or given.device != like_M.device:
             raise self._function.wrong(
-                f"{what} of shape {list(given.shape)} on {given.device}: give one number for each "
-                f"of {len(like_M)} unmasked tokens, [{len(like_M)}] on {like_M.device}"
+                f"{what} of shape {list(given.shape)} on {given.device}: {wanted}"
             )
         return given

@@ -5,6 +5,7 @@ A source may be written as one text (`outside_source`); the long form has every 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -18,6 +19,9 @@ FORMS = (
     "python:module:function, python:path/to/file.py:function, or a mapping with a type"
 )
 """What a source may be written as, for messages."""
+
+_PLACE = re.compile(r"[\w./-]+")
+"""A file or a module of a user."""
 
 
 class FailSpec(Spec):
@@ -303,4 +307,15 @@ def outside_source(text: str) -> dict[str, Any]:
     if scheme in ("http", "https") and rest:
         is_verify = urlsplit(text).path.rstrip("/").endswith("/verify")
         return {"type": "nemo_gym" if is_verify else "openrlhf", "urls": [text]}
-    raise ValueError(f"{text!r} is no source of rewards: give {FORMS}")
+    raise ValueError(f"{text!r} is no source of rewards{_near(text)}: give {FORMS}")
+
+
+def _near(text: str) -> str:
+    """The form that a text is probably meant to have, as a question; empty where none is near."""
+    place, _, name = text.removeprefix("python:").partition(":")
+    if not _PLACE.fullmatch(place) or (name and not name.isidentifier()):
+        return ""
+    if not name and not place.endswith(".py"):
+        return ""
+    file = place if place.endswith(".py") else f"{place}.py"
+    return f" (did you mean python:{file}:{name or 'FUNCTION'}?)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -64,7 +64,11 @@ class EnvironmentRewardSpec(Spec):
 
 def _from_text(source: Any) -> Any:
     """The long form of a source that is one text."""
-    return outside_source(source) if isinstance(source, str) else source
+    if not isinstance(source, str):
+        return source
+    if source in _OWN_TYPES:
+        raise ValueError(f"{source!r} is a type: write source: {{type: {source}}}")
+    return outside_source(source)
 
 
 def _from_list(source: Any) -> Any:
@@ -78,6 +82,8 @@ OwnRewardSpec = (
     ArithmeticRewardSpec | ReasoningGymRewardSpec | ClassifierRewardSpec | EnvironmentRewardSpec
 )
 """A source that the reward service judges with by itself."""
+
+_OWN_TYPES = frozenset(one.model_fields["type"].default for one in get_args(OwnRewardSpec))
 
 SingleRewardSpec = Annotated[OwnRewardSpec | AnyOutsideRewardSpec, Field(discriminator="type")]
 """A source that is no sum of others."""

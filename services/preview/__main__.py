@@ -1,14 +1,15 @@
 """Looks at a recipe's data and rewards: python -m rolemesh.services.preview < SPEC.
 
 SPEC is a `PreviewSpec` in JSON. Prints one JSON object a line as soon as each is known: "data",
-"lengths", "prompt", "reward", "functions", and "error" for what a role would fail with at its
-start. Always ends with exit code 0 unless it cannot work at all: what is found is for the caller to
-judge.
+"prompt", "lengths", "environment", "reward", "functions", and "error" for what a role would fail
+with at its start. Always ends with exit code 0 unless it cannot work at all: what is found is for
+the caller to judge.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from typing import Any
@@ -49,11 +50,21 @@ def main() -> int:
     except ValueError as error:
         _tell("error", what="data", text=str(error))
         return 0
+    if spec.environment is not None:
+        try:
+            # What the user's code prints is none of our lines.
+            with contextlib.redirect_stdout(sys.stderr):
+                name = preview.environment()
+        except UserCodeError as error:
+            _tell("error", what="environment", text=str(error))
+        else:
+            _tell("environment", name=name)
     for found in asyncio.run(preview.rewards()):
         _tell("reward", **found)
     if spec.own_functions:
         try:
-            OwnFunctions(spec.own_functions)
+            with contextlib.redirect_stdout(sys.stderr):
+                OwnFunctions(spec.own_functions)
         except UserCodeError as error:
             _tell("error", what="functions", text=str(error))
         else:

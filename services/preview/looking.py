@@ -12,14 +12,18 @@ from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.specs import (
     DataSpec,
+    EnvironmentSpec,
     OutsideRewardSpec,
     OwnFunctionSpec,
+    PythonEnvironmentSpec,
     PythonRewardSpec,
     Spec,
     WeightedRewardSpec,
 )
+from rolemesh.engine.user_code import UserCodeError, raised_at
 from rolemesh.services.reward.outside.base import OutsideRewardError
 from rolemesh.services.reward.outside.check.recipe_rows import rows_of_prompt
 from rolemesh.services.reward.outside.make import make_outside_reward
@@ -53,6 +57,8 @@ class PreviewSpec(Spec):
     """Longest sequence of the sampler, in tokens; None: nothing is sampled."""
     max_new_tokens: int | None = None
     """Longest completion that is sampled, in tokens."""
+    environment: EnvironmentSpec | None = None
+    """What the policy talks to while it is sampled; None: nothing."""
     rewards: tuple[WeightedRewardSpec, ...] = ()
     """Sources of reward and cost, each with a name."""
     reward_timeout_s: float = 3.0
@@ -144,6 +150,35 @@ class Preview:
             "longest": longest,
             "where": where,
         }
+
+    def environment(self) -> str:
+        """Makes the environment as the sampler does, and begins an episode with the first prompt.
+
+        Returns:
+            Its name, empty where the recipe has none.
+
+        Raises:
+            UserCodeError: It cannot be loaded or made, or its reset fails.
+        """
+        spec = self._spec.environment
+        if spec is None:
+            return ""
+        environment = environment_maker(spec)()
+        prompt, _ = self.first()
+        if prompt is not None:
+            try:
+                text = environment.reset(prompt)
+            except Exception as error:
+                # The user's code: it may raise anything.
+                raise UserCodeError(
+                    f"reset of the environment failed for the first prompt: "
+                    f"{type(error).__name__}: {error}{raised_at(error)}"
+                ) from error
+            if text is not None and not isinstance(text, str):
+                raise UserCodeError(
+                    f"reset of the environment gave a {type(text).__name__}: return text, or None"
+                )
+        return spec.environment if isinstance(spec, PythonEnvironmentSpec) else spec.type
 
     async def rewards(self) -> list[dict[str, Any]]:
         """What each reward from outside says of the first prompt with its answer as completion.

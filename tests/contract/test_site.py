@@ -77,6 +77,13 @@ def test_the_navigation_has_every_page_once(pages: dict[str, str]) -> None:
     assert sorted(nav) == sorted({"index.md", *written, *pages})
 
 
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda path: path.name)
+def test_a_page_says_something(page: Path) -> None:
+    title, _, text = page.read_text().partition("\n")
+    assert title.startswith("# ")
+    assert len(text.split()) > 50
+
+
 def test_the_reference_has_every_key_metric_reason_and_command(pages: dict[str, str]) -> None:
     recipe = "\n".join(text for name, text in pages.items() if "recipe-" in name)
     sections = [Recipe]

@@ -15,6 +15,8 @@ from support import warm_processes
 from support.slow_cases import mostly_slow
 from support.tiny_models import write_tiny_llama
 
+from rolemesh.coordinator.commands import recipe_checks
+
 ROLEMESH = [sys.executable, "-m", "rolemesh.coordinator.commands.cli"]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_losses.py"
 REWARD = """
@@ -116,13 +118,14 @@ def test_losses_and_estimators_of_the_user_are_loaded_and_tried(
     put(recipe, "algorithm.policy_loss", loss)
     code, findings, _ = check(tmp_path, recipe, "--json")
     assert code == 0
-    graph, functions = (text for _, text, _ in found(findings, "algorithm"))
+    ((_, graph, _),) = found(findings, "algorithm")
+    ((_, functions, _),) = found(findings, "own functions")
     assert "actor.compute_advantages -> actor.update" in graph
     assert functions == f"loaded {EXAMPLE}:group_relative, {EXAMPLE}:clipped"
     put(recipe, "algorithm.policy_loss.config", {"hihg": 0.3})
     code, findings, _ = check(tmp_path, recipe, "--json")
     assert code == 1
-    (level, text, _) = found(findings, "algorithm")[1]
+    ((level, text, _),) = found(findings, "own functions")
     assert level == "FAIL"
     assert text.startswith("algorithm.policy_loss.config is {'hihg': 0.3}, and ")
     assert f"({EXAMPLE}:" in text
@@ -277,19 +280,84 @@ def test_a_reward_that_keeps_silent_does_not_hold_the_check(
     assert "2 s" in text
 
 
+ENVIRONMENT = """
+from rolemesh.engine.environments.base import Environment, Observation
+
+class Talk(Environment):
+    def __init__(self, cost=0.1):
+        pass
+
+    def reset(self, row):
+        print("a line of the user")
+        if row.answer:
+            self.answer = REACHED
+
+    def step(self, completion_text):
+        return Observation(done=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "text"),
+    mostly_slow(
+        (0, 3),
+        [
+            ({}, "OK", "env.py:Talk begins an episode with the first prompt"),
+            ({"config": {"csot": 1}}, "FAIL", "environment.config is {'csot': 1}, and 'env.py:T"),
+            ({"environment": "env.py:Tlak"}, "FAIL", "env.py has no 'Tlak': name another"),
+            ({"environment": "late.py:Talk"}, "FAIL", "NameError: name 'REACHED' is not defined"),
+        ],
+    ),
+)
+def test_an_environment_is_loaded_made_and_begun(
+    changes: dict[str, Any], level: str, text: str, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "late.py").write_text(ENVIRONMENT)
+    (tmp_path / "env.py").write_text(ENVIRONMENT.replace("REACHED", "row.answer"))
+    made = {"type": "python", "environment": "env.py:Talk", **changes}
+    put(recipe, "actor.environment", made)
+    code, findings, _ = check(tmp_path, recipe, "--json")
+    ((told_level, told_text, _),) = found(findings, "environment")
+    assert told_level == level
+    assert text in told_text
+    assert code == (level == "FAIL")
+    # The checks behind it are made all the same.
+    assert found(findings, "reward")
+
+
 def test_data_that_take_too_long_leave_the_rest_of_the_findings(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "curriculum.py").write_text("import time\ntime.sleep(600)\n")
     curriculum = {"type": "python", "function": "curriculum.py:order"}
     put(recipe, "actor.data.curriculum", curriculum)
+    put(recipe, "algorithm.advantages", f"python:{EXAMPLE}:group_relative")
     code, findings, _ = check(tmp_path, recipe, "--json", "--timeout", "3")
-    assert found(findings, "data")[0][:2] == (
-        "WARN",
-        "data and rewards were not looked at wholly within 3 s",
-    )
+    skipped = [(one["what"], one["text"]) for one in findings if one["level"] == "SKIP"]
+    text = "not looked at within 3 s; give --timeout 60"
+    wanted = ("data", "evaluation", "prompt", "lengths", "reward", "own functions")
+    assert skipped == [(what, text) for what in wanted]
     assert found(findings, "disk")
-    assert code == 0
+    assert code == 3
+
+
+CHECKS = ("data", "evaluation", "prompt", "reward", "own functions")
+
+
+@pytest.mark.parametrize(
+    ("told", "left"),
+    [
+        ({"type": "data"}, ("prompt", "reward", "own functions")),
+        # Rows that are text alone have no prompt: what comes behind it tells that it was its turn.
+        ({"type": "reward"}, ("own functions",)),
+        ({"type": "error", "what": "functions"}, ()),
+        ({"type": "error", "what": "packages"}, CHECKS),
+    ],
+)
+def test_what_is_left_of_the_checks_stands_behind_what_was_told(
+    told: dict[str, str], left: tuple[str, ...]
+) -> None:
+    assert recipe_checks._left(CHECKS, told) == left
 
 
 def test_a_recipe_that_cannot_be_read_is_bad_input(recipe: dict[str, Any], tmp_path: Path) -> None:

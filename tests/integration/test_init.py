@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -299,3 +300,17 @@ def test_bad_input_is_one_clear_message_and_nothing_is_written(
     assert ended.output.startswith("error: ")
     assert not (folder / "new.yaml").exists()
     assert (folder / "there.yaml").read_text() == "mine"
+
+
+def test_an_installation_that_is_broken_is_sent_to_the_doctor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "broken").mkdir()
+    (folder / "broken" / "transformers.py").write_text("raise ImportError('first\\nsecond')\n")
+    # Of a process that starts cold: a warm one has the package already.
+    places = [one for one in os.environ["PYTHONPATH"].split(os.pathsep) if Path(one).name != "warm"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "broken"), *places]))
+    words = ["init", "--from", "my.jsonl", "--reward", "rewards.py:f", "--tiny"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2
+    assert "run `rolemesh doctor`, which names what is wrong with an installation" in ended.output

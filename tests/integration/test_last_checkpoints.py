@@ -53,7 +53,8 @@ async def failed_in(
 
 
 def check_saved(directory: Path, events: list[str]) -> None:
-    assert any(f"step {NEWEST} was saved before the end" in text for text in events), events
+    (told,) = (text for text in events if f"step {NEWEST} was saved before the end" in text)
+    assert told.endswith(f"`rolemesh train --resume {directory}` goes on from it")
     assert (directory / f"checkpoints/step-{NEWEST:08d}").is_dir()
 
 
@@ -90,6 +91,19 @@ async def test_of_roles_that_sleep_at_most_one_is_awake(tmp_path: Path) -> None:
 
 def plain_recipe(**settings: Any) -> Recipe:
     return fake_recipe(evaluation={"num_prompts": 0}, **settings)
+
+
+async def test_a_newest_step_that_had_been_saved_is_what_the_run_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A step is made while its predecessor is written, so that the order of the two is by chance.
+    monkeypatch.setattr(Checkpoints, "committed", lambda _: [1, NEWEST])
+    async with fake_mesh(has_cuts=True) as mesh:
+        events, _ = await failed_in(mesh, plain_recipe(), "actor.Update", tmp_path)
+    assert (
+        f"step {NEWEST} is saved as a checkpoint; `rolemesh train --resume {tmp_path}` goes on "
+        "from it"
+    ) in events
 
 
 async def test_a_second_signal_ends_the_run_while_its_last_checkpoint_is_saved(

@@ -81,12 +81,13 @@ def test_names_given_twice_are_refused():
         source_of([{"source": "http://a/x", "name": "a"}, {"source": "http://b/x", "name": "a"}])
 
 
-@pytest.mark.parametrize("text", ["ftp://h/x", "h:5000", "python:module", "grpc://", "arithmetic"])
+@pytest.mark.parametrize("text", ["ftp://h/x", "h:5000", "python:module", "grpc://", "sum"])
 def test_a_text_that_is_no_source_is_refused_with_all_forms(text):
     with pytest.raises(ValidationError) as error:
         source_of(text)
     message = str(error.value)
     assert repr(text) in message
+    assert "did you mean" not in message
     for form in ("grpc://host:port", "get_reward", "/verify", "python:module:function", "type"):
         assert form in message
 
@@ -113,6 +114,23 @@ def test_a_text_that_is_no_source_is_refused_with_all_forms(text):
 def test_what_makes_no_sense_is_refused(given):
     with pytest.raises(ValidationError):
         source_of({"source": given})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("rewards:letters", "did you mean python:rewards.py:letters?"),
+        ("my/rewards.py:letters", "did you mean python:my/rewards.py:letters?"),
+        ("python:rewards.py", "did you mean python:rewards.py:FUNCTION?"),
+        ("rewards.py", "did you mean python:rewards.py:FUNCTION?"),
+        ("arithmetic", "'arithmetic' is a type: write source: {type: arithmetic}"),
+    ],
+)
+def test_a_text_that_lacks_a_part_is_answered_with_the_whole_form(text, hint):
+    for reward in (text, [text]):
+        with pytest.raises(ValidationError) as caught:
+            source_of(reward)
+        assert hint in str(caught.value)
 
 
 def test_a_password_in_a_url_is_refused_and_not_repeated():

@@ -262,6 +262,8 @@ def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path: Path) -> N
         ([one, damaged], "damaged cannot be read: a file of"),
         ([one, bare], "bare has no config.yaml"),
         ([one, two, "--metric", "kl/*"], "--metric 'kl/*': no run has such a metric; there are"),
+        ([one, two, "--metric", "reward/"], "no run has such a metric; use 'reward/*'"),
+        ([one, two, "--metric", "reward/maen"], "metric; did you mean reward/mean"),
         ([one, two, "--out", tmp_path / "no" / "x.html"], "x.html cannot be written"),
     ):
         code, shown = called(*arguments)

@@ -23,6 +23,7 @@ from rolemesh.coordinator.commands.console import (
     print_summary,
 )
 from rolemesh.coordinator.dataflow.observer import RECOVERING
+from rolemesh.coordinator.run.best import BestCheckpoint, HeldOut
 from rolemesh.coordinator.run.evaluation import Evaluation
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.store import RunState
@@ -260,6 +261,18 @@ def test_summary_tells_before_after_files_and_curves(tmp_path: Path) -> None:
         f"--logdir {tmp_path / 'tensorboard'}",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize(("step", "is_told"), [(3, True), (4, False)])
+def test_summary_tells_how_to_export_the_best_checkpoint_if_it_is_not_the_last(
+    step: int, is_told: bool, tmp_path: Path
+) -> None:
+    best = BestCheckpoint(metric="held_out/score", held_out=HeldOut(step, 0.5), directory=tmp_path)
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=200), summary(tmp_path, best=best))
+    assert f"best checkpoint: step {step}, held_out/score 0.5" in stream.getvalue()
+    command = f"to export it: rolemesh export {tmp_path} --step {step} --to FOLDER"
+    assert (command in stream.getvalue()) == is_told
 
 
 def test_summary_tells_losses_before_and_after_where_there_is_no_score(tmp_path: Path) -> None:
