@@ -1,6 +1,7 @@
 """Hooks of the site: its home page is the README, its reference comes from the code.
 
 Pages link files of the repository, as GitHub shows them. The site has a page for each such file.
+A page without a body fails the build.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import reference
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -36,6 +38,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Turns links into the repository into links of the site."""
     name = page.file.src_uri
     return markdown if page.file.generated_by else _for_site(name, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Passes a page on; raises PluginError for one that has nothing but a title."""
+    body = re.sub(r"<h1\b.*?</h1>", "", html, flags=re.DOTALL)
+    if not re.sub(r"<[^>]*>", "", body).strip():
+        raise PluginError(f"{page.file.src_uri} has no body: write it, or take it out of the nav")
+    return html
 
 
 def _written(files: Files, made: dict[str, str]) -> list[File]:

@@ -37,7 +37,10 @@ RECIPE_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """Pages of the recipe's keys: name, title, top-level keys."""
 
 CLASSES: Mapping[str, tuple[str, ...]] = {
-    "Environments": ("rolemesh.engine.environments.base",),
+    "Environments": (
+        "rolemesh.engine.environments.base",
+        "rolemesh.engine.data.prompts.Prompt",
+    ),
     "Trackers": ("rolemesh.coordinator.trackers.tracker",),
     "Handles of an algorithm": ("rolemesh.coordinator.dataflow.roles",),
     "Estimators": (
@@ -53,7 +56,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "Samplers": ("rolemesh.engine.rollout.base",),
     "Reward sources": ("rolemesh.engine.rewards.sources",),
 }
-"""Modules of the engine and the coordinator whose classes users write or call."""
+"""Modules and classes of the engine and the coordinator that users write or call."""
 
 
 def pages() -> dict[str, str]:
@@ -69,9 +72,16 @@ def pages() -> dict[str, str]:
     }
 
 
+def _plain(text: str) -> str:
+    """Text in which stars and angle brackets are characters, but for code in backticks."""
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [part.replace("*", "\\*").replace("<", "&lt;") for part in parts[::2]]
+    return "".join(parts)
+
+
 def _cell(text: str) -> str:
-    """Text that may stand in a table: bars and brackets have no meaning there."""
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    """Text that may stand in a table: bars, stars and brackets have no meaning there."""
+    return " ".join(_plain(text).replace("|", "\\|").split())
 
 
 def _code(text: str) -> str:
@@ -158,7 +168,9 @@ def _key_table(keys: list[Key], homes: Mapping[type[BaseModel], str], page: str)
 
 def _prose(text: str) -> str:
     """A docstring as Markdown: indented parts become code, and sections of Google's form lists."""
-    return re.sub(r"^(Example|Invariant):+", r"**\1.**", text, flags=re.MULTILINE)
+    # Nothing is escaped in code, where Markdown shows every character as it is.
+    lines = (line if line.startswith("    ") else _plain(line) for line in text.split("\n"))
+    return re.sub(r"^(Example|Invariant):+", r"**\1.**", "\n".join(lines), flags=re.MULTILINE)
 
 
 # Tables
@@ -208,7 +220,7 @@ def _commands_page() -> str:
 
 
 def _command(name: str, command: Any) -> Iterator[str]:
-    yield f"## {name}\n\n{command.help or ''}\n"
+    yield f"## {name}\n\n{_prose(command.help or '')}\n"
     inner = getattr(command, "commands", None)
     if inner:
         for word, each in inner.items():

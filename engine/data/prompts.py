@@ -25,7 +25,11 @@ Split = Literal["train", "held_out", "pretraining"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt that is ready for sampling."""
+    """A prompt that is ready for sampling; an environment's `reset` gets it as its row.
+
+    Example: of the row {"prompt": "2 + 3?", "answer": 5, "level": 1} the answer is "5" and the
+    metadata '{"level": 1}'; the text is what the chat template makes of the prompt.
+    """
 
     prompt_id: int
     """Index of the row: training rows, then held-out rows, then rows of pretraining."""
@@ -34,7 +38,9 @@ class Prompt:
     tokens: Sequence[int]
     """Token ids of the rendered prompt."""
     answer: str
+    """Expected answer as text; empty when the data has none."""
     metadata: str
+    """A JSON object of the row's other columns, as text: `json.loads(row.metadata)["level"]`."""
 
 
 class EmptyDataError(ValueError):

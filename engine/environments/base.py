@@ -112,8 +112,15 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, row: Prompt) -> str | None:
-        """Begins with a prompt. A returned text is put before the first turn, masked."""
+        """Begins with a prompt of the data, `row`: its answer and its other columns.
+
+        A returned text is put before the first turn, masked.
+        """
 
     @abstractmethod
     def step(self, completion_text: str) -> Observation:
-        """Takes the text of the policy's turn, without special tokens."""
+        """Takes the text of the policy's turn, without special tokens.
+
+        Declare it as `def step(self, completion_text, end)` to be told why the turn ended, too: a
+        TurnEnd. The parameter is found by its name `end`.
+        """

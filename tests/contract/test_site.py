@@ -25,6 +25,7 @@ from rolemesh.coordinator.dataflow.roles import (
 )
 from rolemesh.coordinator.explained.keys import keys_of
 from rolemesh.coordinator.explained.metrics import all_metrics
+from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.rpc.reasons import REASONS
 
@@ -103,6 +104,40 @@ def test_every_row_of_a_reference_table_has_the_cells_of_its_head(pages: dict[st
         for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             rows = [len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()]
             assert len(set(rows)) == 1, f"{name}: {table[:200]}"
+
+
+def test_stars_are_characters_in_the_reference(pages: dict[str, str]) -> None:
+    assert r"""as in 'reward/\*'.""" in pages["reference/commands.md"]
+
+
+def test_the_recipes_for_given_answers_are_whole(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "given-answers.md").read_text()
+    files = dict(re.findall(r"`([\w-]+\.yaml)`:\n\n```yaml\n(.*?)^```", page, re.M | re.S))
+    found = {}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        found[name] = load_recipe([tmp_path / name]).algorithm.type
+    assert found == {"sft.yaml": "sft", "dpo.yaml": "dpo"}
+
+
+@pytest.mark.parametrize(("html", "passes"), [("<h1>A</h1>\n", False), ("<h1>A</h1><p>b", True)])
+def test_a_page_without_a_body_fails_the_build(html: str, passes: bool) -> None:
+    if not GENERATOR.exists():
+        pytest.skip("there is no .venv-docs: make docs makes it")
+    code = (
+        "import sys, types, hooks\n"
+        "page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri='state.md'))\n"
+        "hooks.on_page_content(sys.argv[1], page, None, None)\n"
+    )
+    made = subprocess.run(
+        [GENERATOR, "-c", code, html],
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'docs'}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (made.returncode == 0) is passes
+    assert ("state.md has no body" in made.stderr) is not passes
 
 
 @pytest.fixture(scope="module")
