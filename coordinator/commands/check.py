@@ -33,7 +33,7 @@ def check(
     ] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Looks for what a recipe's run would fail from, and loads no model.
+    """Looks for problems that would stop a recipe's run, and loads no model.
 
     Reads the data, renders a prompt as the model will see it, builds the algorithm's graph, begins
     an episode of the environment, asks rewards from outside for one row, loads losses of yours,

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 COMMANDS = {
     "init": "Writes a small recipe that trains a model on your data with your reward.",
-    "check": "Looks for what a recipe's run would fail from, and loads no model. Exit code 0: "
+    "check": "Looks for problems that would stop a recipe's run, and loads no model. Exit code 0: "
     "nothing.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",

@@ -93,7 +93,7 @@ def init(
     for line in found.told(lengths):
         print(line)
     print(f"{out}: written; next:")
-    print(f"  rolemesh check {out}    # what a run would fail from, in seconds")
+    print(f"  rolemesh check {out}    # problems that would stop a run, in seconds")
     print(f"  rolemesh train {out}")
 
 

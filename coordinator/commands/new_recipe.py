@@ -239,7 +239,7 @@ def recipe_text(
     return f"""\
 # GRPO on {found.path.name}, written by `rolemesh init`. Start here:
 #
-#   rolemesh check {out}    # what a run would fail from, in seconds
+#   rolemesh check {out}    # problems that would stop a run, in seconds
 #   rolemesh train {out}
 #
 # Relative paths start at the folder in which these commands are called. All other settings with

@@ -1,4 +1,4 @@
-"""`rolemesh check` finds what a run would fail from, says what to change, and loads no model."""
+"""`rolemesh check` finds problems that would stop a run, says what to change, and loads no model."""
 
 from __future__ import annotations
 
