@@ -37,8 +37,8 @@ def check(
 
     Reads the data, renders a prompt as the model will see it, builds the algorithm's graph, begins
     an episode of the environment, asks rewards from outside for one row, loads losses of yours,
-    estimates memory and disk, and says what to change. Exit code 0: nothing would fail; 1:
-    something would; 2: the recipe cannot be read; 3: nothing was found, but --timeout left checks
+    estimates memory and disk, and says what to change. Exit code 0: there is none; 1: there
+    is one; 2: the recipe cannot be read; 3: none was found, but --timeout left checks
     out, which are named.
     """
     try:

@@ -1,4 +1,4 @@
-"""`rolemesh check` finds problems that would stop a run, says what to change, and loads no model."""
+"""`rolemesh check` finds what would stop a run, says what to change, and loads no model."""
 
 from __future__ import annotations
 
