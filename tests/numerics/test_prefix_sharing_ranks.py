@@ -19,8 +19,10 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.specs import PpoPolicyLossSpec, PpoValueLossSpec
 
-GRADIENT_TOLERANCE = 5e-6
-"""Relative, of each gradient's norm: float32 sums in another order (test_parallel_training)."""
+GRADIENT_TOLERANCE = 8e-6
+"""Relative, of each gradient's norm: float32 sums in another order (test_parallel_training), here
+also over tokens that are computed once and not in each row. The gradient of a head's norm is eight
+numbers, sums over all tokens and heads that cancel: 5.2e-6 on a CPU with AVX-512 and no AMX."""
 METRIC_TOLERANCE = 1e-5
 
 GROUP = 4

@@ -43,6 +43,7 @@ def write_tiny_classifier(
     *,
     seed: int = 0,
     num_labels: int = 2,
+    max_position_embeddings: int = 512,
 ) -> Path:
     """Writes a sequence classifier folder with the same backbone shape and tokenizer.
 
@@ -50,12 +51,13 @@ def write_tiny_classifier(
         directory: made if absent.
         seed: of the random weights.
         num_labels: logits of the head.
+        max_position_embeddings: longest sequence.
 
     Returns:
         The folder.
     """
     directory = Path(directory)
-    config = tiny_config(tied=False)
+    config = tiny_config(tied=False, max_position_embeddings=max_position_embeddings)
     config.num_labels = num_labels
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
