@@ -108,6 +108,11 @@ class KnownData:
         too_long = sum(length > lengths.prompt for length in facts["lengths"])
         if too_long:
             yield f"{too_long} prompts of more than {lengths.prompt} tokens are left out"
+        if self.num_evaluated == 0:
+            yield (
+                f"held out: nothing of {facts['num_distinct']} prompts, so no score will be "
+                "compared; with 10 prompts or more, a tenth is"
+            )
 
 
 def known_data(path: Path, model: Path, prompt: str | None, answer: str | None) -> KnownData:

@@ -87,6 +87,7 @@ def test_columns_are_found_and_told(model: Path) -> None:
         "rolemesh check my-recipe.yaml",
     ):
         assert text in output
+    assert "held out: nothing" not in output
     # Every section explains itself.
     assert Path("my-recipe.yaml").read_text().count("#") > 10
 
@@ -223,6 +224,7 @@ def test_the_columns_that_are_chosen(
     assert recipe.actor.data.columns.model_dump(exclude_none=True) == columns
     shown = "expected answer: none" if answer is None else f"expected answer: column {answer!r}"
     assert shown in ended.output
+    assert f"held out: nothing of {len(rows)} prompts" in ended.output
 
 
 @pytest.mark.parametrize(
