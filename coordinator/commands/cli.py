@@ -13,8 +13,7 @@ from typer.core import TyperGroup
 
 COMMANDS = {
     "init": "Writes a small recipe that trains a model on your data with your reward.",
-    "check": "Looks for problems that would stop a recipe's run, and loads no model. Exit code 0: "
-    "none was found.",
+    "check": "Looks for problems that would stop a recipe's run, and loads no model.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",
