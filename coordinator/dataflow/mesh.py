@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection, unbroken
 from rolemesh.coordinator.dataflow.errors import NodeFailedError
@@ -127,21 +128,32 @@ class RunMesh:
     async def sleep(self, service: str, step: int) -> None:
         """Has a service move what it holds to host memory."""
         key = self._journal.next_key(step, f"{service}.sleep")
-        client = self.connections[service].client
-        await self._moved(service, "sleep", step, lambda: client.sleep(key))
+        await self._moved(service, "sleep", step, lambda client: client.sleep(key))
 
     async def wake(self, service: str, step: int) -> None:
         """Has a service bring what it holds back to its devices."""
         key = self._journal.next_key(step, f"{service}.wake")
-        client = self.connections[service].client
-        await self._moved(service, "wake", step, lambda: client.wake(key))
+        await self._moved(service, "wake", step, lambda client: client.wake(key))
 
     async def _moved(
-        self, service: str, move: str, step: int, call: Callable[[], Awaitable[object]]
+        self, service: str, move: str, step: int, call: Callable[[ServiceClient], Awaitable[object]]
     ) -> None:
+        connection = self.connections[service]
+
+        async def once() -> None:
+            client = connection.client
+            # Nothing is left of a lost process, and the next one is awake once it has loaded.
+            if not connection.is_present:
+                return
+            try:
+                await call(client)
+            except RolemeshError:
+                if connection.is_present and client is connection.client:
+                    raise
+
         self._observer.on_phase(service, move, 0, 0)
         try:
-            await unbroken(call)
+            await unbroken(once)
         except RolemeshError as error:
             # By itself it would look like a failure of the node that needs the devices.
             raise NodeFailedError(f"{service}.{move}", step, service, error) from error
@@ -155,6 +167,7 @@ class RunMesh:
         recipe: Recipe,
         deadline_s: float,
         step: int,
+        room: AbstractAsyncContextManager[None],
         prepare: Callable[[RoleConnection, OnPhase], Awaitable[None]],
     ) -> None:
         """Puts a new process in the place of one that is lost, and gives it the run.
@@ -166,6 +179,7 @@ class RunMesh:
             deadline_s: Longest wait for its first answer, in seconds.
             step: Steps committed. Each replacement has a key of its own: a service of others may
                 still be the process that knows the key of its first Initialize.
+            room: Holds the service's devices for it.
             prepare: Gives the process what the lost one had beside its models, before the calls
                 that wait for it go on.
 
@@ -177,12 +191,13 @@ class RunMesh:
         try:
             await new.wait_healthy(deadline_s)
             await new.learn_capabilities()
-            await self._load(new, recipe, self._journal.next_key(step, f"{service}.replace"))
-            await prepare(new, self._observer.on_phase)
+            async with room:
+                await self._load(new, recipe, self._journal.next_key(step, f"{service}.replace"))
+                await prepare(new, self._observer.on_phase)
+                self.connections[service].replace(new)
         except BaseException:
             await new.close()
             raise
-        self.connections[service].replace(new)
 
     async def attach(self, recipe: Recipe) -> bool:
         """Goes on with services that hold the run; False where one does not.

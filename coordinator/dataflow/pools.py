@@ -14,6 +14,9 @@ from rolemesh.coordinator.recipe.placement import PoolSpec
 AFTER_ALL_NODES = 2**62
 """Place in the order of calls of what is no node of a step."""
 
+_BEFORE_ALL_NODES = -1
+"""The same, of what the nodes of a step wait for."""
+
 
 class Sleeper(Protocol):
     """Takes roles off their devices, and brings them back."""
@@ -29,9 +32,9 @@ class Sleeper(Protocol):
 class Pool:
     """A device set and its one lease.
 
-    Invariant: at most one holder. When the lease gets free, a waiting call of the service that is
-    awake has it next, and otherwise the one that was made first. Where roles sleep, at most one of
-    them is awake.
+    Invariant: at most one service holds it. When the lease gets free, a waiting call of the service
+    that is awake has it next, and otherwise the one that was made first. Where roles sleep, at most
+    one of them is awake.
 
     Owner: one asyncio loop.
 
@@ -49,8 +52,18 @@ class Pool:
     """The service on the devices, where roles sleep."""
     num_switches: int = 0
     """Times that another service was woken."""
-    is_held: bool = False
+    holder: str | None = None
+    """The service that has the lease."""
+    _num_holders: int = 0
+    """A call, and the load of the process that it waits for."""
+    _moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while services are put to sleep, woken or loaded."""
     _waiting: list[tuple[tuple[int, ...], str, asyncio.Future[None]]] = field(default_factory=list)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a service has the lease."""
+        return self.holder is not None
 
     @asynccontextmanager
     async def lease(self, order: tuple[int, ...], service: str) -> AsyncIterator[dict[str, float]]:
@@ -71,20 +84,51 @@ class Pool:
 
     async def switch_to(self, service: str, step: int) -> dict[str, float]:
         """Wakes the service for the holder of the lease; gives the seconds of each phase."""
-        if self.sleeper is None or self.awake == service:
+        if self.sleeper is None:
             return {}
-        seconds = {}
-        if self.awake is not None:
-            started, previous = time.monotonic(), self.awake
-            # Half asleep is not awake: should the move fail, the next holder wakes it again.
-            self.awake = None
-            await self.sleeper.sleep(previous, step)
-            seconds["sleep"] = time.monotonic() - started
-        started = time.monotonic()
-        await self.sleeper.wake(service, step)
-        self.awake = service
-        self.num_switches += 1
-        return {**seconds, "wake": time.monotonic() - started}
+        async with self._moving:
+            if self.awake == service:
+                return {}
+            seconds = await self._vacate(self.sleeper, step)
+            started = time.monotonic()
+            await self.sleeper.wake(service, step)
+            self.awake = service
+            self.num_switches += 1
+            return {**seconds, "wake": time.monotonic() - started}
+
+    async def _vacate(self, sleeper: Sleeper, step: int) -> dict[str, float]:
+        """Puts the service that is awake to sleep."""
+        if self.awake is None:
+            return {}
+        started, previous = time.monotonic(), self.awake
+        # Half asleep is not awake: should the move fail, the next holder wakes it again.
+        self.awake = None
+        await sleeper.sleep(previous, step)
+        return {"sleep": time.monotonic() - started}
+
+    @asynccontextmanager
+    async def loading(self, service: str, step: int) -> AsyncIterator[None]:
+        """Holds the devices while the new process of a lost service loads its models on them.
+
+        A call of the service may wait for that process, and hold the lease meanwhile: both have it
+        then. Where no role sleeps, nothing is held.
+        """
+        if self.sleeper is None:
+            yield
+            return
+        if self.holder == service:
+            self._num_holders += 1
+        else:
+            await self.acquire((step, _BEFORE_ALL_NODES), service)
+        try:
+            async with self._moving:
+                if self.awake != service:
+                    await self._vacate(self.sleeper, step)
+                # Should it fail, its calls fail too: no other service takes its turn.
+                self.awake = service
+                yield
+        finally:
+            self.pass_on()
 
     async def acquire(self, order: tuple[int, ...], service: str) -> None:
         """Waits for the lease. A caller that has it must `pass_on`."""
@@ -94,7 +138,7 @@ class Pool:
             # Services that become ready in the same turn of the loop take part in the choice.
             await asyncio.sleep(0)
             if not self.is_held:
-                self.pass_on()
+                self._give()
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
@@ -104,14 +148,19 @@ class Pool:
             raise
 
     def pass_on(self) -> None:
-        """Gives the lease to the next service."""
-        self.is_held = False
+        """Lets the lease go; the last who has it gives it to the next service."""
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._give()
+
+    def _give(self) -> None:
+        self.holder = None
         self._waiting = [waiter for waiter in self._waiting if not waiter[2].done()]
         if not self._waiting:
             return
         chosen = min(self._waiting, key=lambda waiter: (waiter[1] != self.awake, waiter[0]))
         self._waiting.remove(chosen)
-        self.is_held = True
+        self.holder, self._num_holders = chosen[1], 1
         chosen[2].set_result(None)
 
 

@@ -20,8 +20,5 @@ def replaceable_services(recipe: Recipe, mesh: RunMesh) -> frozenset[str]:
     return frozenset(
         service
         for service in mesh.connections
-        if role_of(service) in roles
-        and service not in trained
-        # A pool keeps track of which role is awake; a new process would not be known to it.
-        and not recipe.sleeps(service)
+        if role_of(service) in roles and service not in trained
     )

@@ -99,6 +99,7 @@ class Replacements:
                 parts.recipe,
                 deadline_s,
                 attempt.loop.step,
+                attempt.loop.room(service),
                 attempt.loop.prepare,
             )
             self._lost.new.discard(service)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,10 @@ class TrainingLoop(RunLoop):
         newest = [] if self.dataflow is None else [self.dataflow]
         for dataflow in (*newest, *self._ahead.begun):
             dataflow.lost(service)
+
+    def room(self, service: str) -> AbstractAsyncContextManager[None]:
+        """Holds a service's devices for its new process."""
+        return self._pools.of(service).loading(service, self.step + 1)
 
     async def prepare(self, new: RoleConnection, on_phase: OnPhase) -> None:
         """Gives the new process of a lost service what the lost one had beside its models."""

@@ -76,6 +76,81 @@ async def test_a_cancelled_waiter_does_not_keep_the_lease(num_turns: int) -> Non
         await work(2)
 
 
+class Moves:
+    """A sleeper that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    async def sleep(self, service: str, step: int) -> None:
+        self.made.append(f"sleep {service}")
+
+    async def wake(self, service: str, step: int) -> None:
+        self.made.append(f"wake {service}")
+
+
+async def test_a_new_process_loads_when_no_other_service_is_on_the_devices() -> None:
+    moves = Moves()
+    pool, turns = Pool("main", ("cuda:0",), moves), moves.made
+
+    async def load() -> None:
+        async with pool.loading("reward", 1):
+            turns.append("load reward")
+            await settle()
+
+    async def call(order: int, service: str) -> None:
+        async with pool.lease((1, order), service):
+            turns.append(f"call {service}")
+
+    async with pool.lease((1, 0), "critic"):
+        tasks = [asyncio.create_task(call(order, "reward")) for order in (1, 2)]
+        tasks.append(asyncio.create_task(load()))
+        await settle()
+        assert turns == ["wake critic"]
+    await asyncio.gather(*tasks)
+    # Its calls come after it, and need not wake it.
+    assert turns[1:] == ["sleep critic", "load reward", "call reward", "call reward"]
+    assert not pool.is_held
+
+
+async def test_a_call_that_waits_for_a_new_process_keeps_the_devices_for_it() -> None:
+    pool, is_loaded = Pool("main", ("cuda:0",), Moves()), asyncio.Event()
+    may_end, others = asyncio.Event(), []
+
+    async def call() -> None:
+        async with pool.lease((1, 0), "reward"):
+            await is_loaded.wait()
+
+    async def load() -> None:
+        async with pool.loading("reward", 1):
+            is_loaded.set()
+            await may_end.wait()
+
+    async def other() -> None:
+        async with pool.lease((1, 1), "critic"):
+            others.append("critic")
+
+    tasks = [asyncio.create_task(call())]
+    await settle()
+    tasks += [asyncio.create_task(load()), asyncio.create_task(other())]
+    await settle()
+    # The call has ended, but the process still comes to be.
+    assert (tasks[0].done(), others) == (True, [])
+    may_end.set()
+    await asyncio.gather(*tasks)
+    assert (others, pool.is_held) == (["critic"], False)
+
+
+async def test_a_load_that_fails_leaves_the_devices_to_others() -> None:
+    pool = Pool("main", ("cuda:0",), Moves())
+    with pytest.raises(OSError, match="no memory"):
+        async with pool.loading("reward", 1):
+            raise OSError("no memory")
+    async with asyncio.timeout(5), pool.lease((1, 1), "critic"):
+        pass
+    assert not pool.is_held
+
+
 def test_a_role_without_a_pool_is_named() -> None:
     pools = Pools({"main": PoolSpec(roles=("actor",))})
     assert pools.of("actor").name == "main"
