@@ -141,20 +141,24 @@ class ServiceServer:
         self._background.append(asyncio.create_task(self.metrics.watch_loop()))
         await server.start()
         self._server = server
-        if config.rank_store is not None:
-            await self._meet_ranks(config.rank_store)
+        if config.rank_store is not None and not await self._meet_ranks(config.rank_store):
+            return runtime.address
         for name in ("", LIVENESS, READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return runtime.address
 
-    async def _meet_ranks(self, store: Path) -> None:
+    async def _meet_ranks(self, store: Path) -> bool:
+        """Returns once all ranks have met; False where this one is told to end before."""
         config, runtime = self.config, self.runtime
         runtime.meeting = Meeting(store, config.rank, config.world_size)
-        addresses = await asyncio.to_thread(runtime.meeting.exchange, runtime.address)
+        addresses = await runtime.meeting.exchange(runtime.address, runtime.exit_requested.is_set)
+        if addresses is None:
+            return False
         runtime.rank_addresses = addresses
         if runtime.is_face:
             peers = [runtime.peer(address) for address in addresses[1:]]
             runtime.face = Face(config.role, peers, self._ranks_diverged)
+        return True
 
     def _ranks_diverged(self, why: str) -> None:
         logger.critical(

@@ -6,8 +6,11 @@ interfaces without authentication.
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +21,9 @@ from rolemesh.engine.parallel.mesh import RankMesh
 
 MEET_TIMEOUT_S = 300.0
 """Longest wait for a rank to start. It imports torch and vLLM first."""
+
+_LOOK_S = 0.05
+"""Pause between two looks for the other ranks."""
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait inside one collective operation: another rank may be in a long forward pass. The
@@ -47,17 +53,33 @@ class Meeting:
         self._store = FileStore(str(path), world_size)
         self._store.set_timeout(datetime.timedelta(seconds=MEET_TIMEOUT_S))
 
-    def exchange(self, address: str) -> list[str]:
+    async def exchange(self, address: str, is_ended: Callable[[], bool]) -> list[str] | None:
         """Gives this rank's address to all ranks, and waits for theirs.
 
+        Args:
+            address: "host:port" of this rank.
+            is_ended: Whether this rank is told to end; it then waits no longer.
+
         Returns:
-            "host:port" by rank.
+            "host:port" by rank; None where this rank is to end first.
 
         Raises:
             RuntimeError: A rank did not come within MEET_TIMEOUT_S.
         """
         self._store.set(f"address/{self._rank}", address)
-        return [self._store.get(f"address/{rank}").decode() for rank in range(self._world_size)]
+        keys = [f"address/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + MEET_TIMEOUT_S
+        # `get` would wait where no signal reaches it.
+        while absent := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if is_ended():
+                return None
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self._rank}: the ranks {absent} did not come within "
+                    f"{MEET_TIMEOUT_S:.0f} s: see their logs"
+                )
+            await asyncio.sleep(_LOOK_S)
+        return [self._store.get(key).decode() for key in keys]
 
     def connect(self, layout: HybridLayout) -> RankMesh:
         """Makes the process groups of a run, together with all other ranks."""
