@@ -61,6 +61,7 @@ def test_every_part_that_has_a_limit_exists(first_hour: ModuleType) -> None:
         check=True,
     )
     assert said.stdout.split() == list(first_hour.LIMITS_S)
+    assert sum(first_hour.LIMITS_S.values()) <= 3600.0
 
 
 @pytest.mark.parametrize(
