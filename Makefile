@@ -47,7 +47,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
+.PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu first-hour \
 	test-trackers images sbom test-containers format lint type protos protos-check sdk bench bench-peers check lock \
 	docs dist
 
@@ -97,20 +97,19 @@ test: system-packages tools ## everything that needs no GPU and is not slow; ARG
 test-slow: system-packages tools ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not containers" $(ARGS) || [ $$? -eq 5 ]
 
-# No setup: runs with what the machine has. Its pytest may lack our plugins, hence addopts.
+# No setup: runs with what the machine has. Its pytest may lack our plugins, hence addopts. A
+# PYTHONPATH that is set comes after ours, for machines whose packages lie there.
 test-gpu: ## the tests that need a CUDA device; says so and succeeds where there is none
 	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		2> /dev/null; then \
 		echo "make test-gpu: $(GPU_PYTHON) has no torch that sees a CUDA device: nothing to test"; \
-	elif [ ! -d tests/gpu ]; then \
-		echo "make test-gpu: there is no GPU test: nothing to test"; \
 	else \
-		PYTHONPATH=src:tests $(GPU_PYTHON) -m pytest -o addopts= --import-mode=importlib -ra \
-			-m gpu tests/gpu $(ARGS); code=$$?; \
-		if [ $$code -eq 5 ]; then \
-			echo "make test-gpu: no GPU test was selected: nothing to test"; \
-		else exit $$code; fi; \
+		PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -o addopts= \
+			--import-mode=importlib -ra -m gpu tests/gpu $(ARGS); \
 	fi
+
+first-hour: ## what a person with GPUs runs once and sends back: one JSON report, an hour at most
+	@tests/gpu/first_hour.sh $(ARGS)
 
 # Their packages want older versions of others than ours do: protobuf 6, for which pip finds the
 # gRPC packages only after a long search where nobody names them. sqlalchemy and alembic are what

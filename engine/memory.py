@@ -132,6 +132,8 @@ class _CudaMeter:
     def __init__(self, device: str) -> None:
         import torch
 
+        # Its statistics raise before CUDA has started.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         self._memory = torch.cuda
         self._device = torch.device(device)
 

@@ -63,4 +63,12 @@ for lock in "$@"; do
                 "that you have, e.g. TORCH=/path/to/torch.whl"
     fi
     $pip install --no-deps --require-hashes -r "$folder/$lock.lock"
+    # To pip a torch that is there already and built for the CPU is the version that the lock wants.
+    if [ "$lock" = gpu ]; then
+        torch=$("$python" -c 'import importlib.metadata as m; print(m.version("torch"))')
+        case $torch in
+        *+cpu) fail "$environment has torch $torch, which knows no GPU: take a new environment, and" \
+            "no index or folder of wheels that has such builds (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS)" ;;
+        esac
+    fi
 done

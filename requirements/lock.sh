@@ -35,6 +35,14 @@ lock dev "What developers need beside cpu.lock." \
 lock docs "The documentation site, beside light.lock." \
     --config-file requirements/uv_cpu.toml \
     --group docs --constraints requirements/light.lock --constraints requirements/dev.lock "$@"
-lock gpu "A role on a GPU." \
+# An index or a folder of wheels that the machine names beside PyPI may have torch for the CPU, and
+# uv takes what such an index has before it looks further.
+unset UV_INDEX UV_EXTRA_INDEX_URL UV_FIND_LINKS
+lock gpu "A role on a GPU, for CUDA 13." \
     --config-file requirements/uv_gpu.toml \
     pyproject.toml --extra gpu --extra tasks --extra otel requirements/model.in "$@"
+if grep -q '^torch==.*+' requirements/gpu.lock; then
+    echo "lock.sh: gpu.lock has $(grep '^torch==' requirements/gpu.lock): an index of this machine" \
+        "has another build than PyPI; resolve without it" >&2
+    exit 1
+fi

@@ -93,6 +93,15 @@ def check_packages(installed: dict[str, str]) -> Iterator[Finding]:
     torch = installed.get("torch", "")
     if "+cpu" in torch:
         yield from _check_companions(installed)
+        if "vllm" in installed:
+            yield Finding(
+                level=Level.FAIL,
+                what="torch",
+                text=f"{torch} knows no GPU, and vllm {installed['vllm']} is built for CUDA: an "
+                "index with builds for the CPU was asked first",
+                remedy=f"pip install --force-reinstall --no-deps 'torch{wanted['torch']}' without "
+                "such an index (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS)",
+            )
 
 
 def _wanted(extra: str) -> dict[str, SpecifierSet]:
@@ -188,7 +197,7 @@ def check_nccl(installed: dict[str, str]) -> Finding:
         return Finding(
             level=Level.WARN,
             what="nccl",
-            text="cupy is not installed: a role of several ranks cannot use GPUs",
+            text="cupy is not installed: ranks on GPUs exchange weights by torch, which is slower",
             remedy="install rolemesh[gpu], or cupy of the same CUDA version as torch",
         )
     found = f"{cupy} {installed[cupy]}, "

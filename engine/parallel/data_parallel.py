@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rolemesh.engine.devices import use_device
 from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 
 BUCKET_BYTES = 64 * 2**20
@@ -47,6 +48,8 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh, device: torch.device) -> Non
     group = mesh.fsdp
     if group.process_group is None:
         return
+    # FSDP2 takes the thread's current GPU, and has no argument for another.
+    use_device(device)
     axis = DeviceMesh.from_group(group.process_group, device.type)
     # torch finds layers by no other mark that all families share.
     layers = [

@@ -43,6 +43,10 @@ class RolloutBackend(ABC):
     policy_version: int = -1
     """Version of the last whole update; -1 while the back end holds no whole set of weights."""
 
+    yields_to_training: bool = False
+    """Whether `sleep` frees device memory that the next update fills anyway. Then the owner puts
+    the back end to sleep before its trainer computes, and wakes it for that update."""
+
     between_steps: Callable[[], None] | None = None
     """Called before each decoding step of a generation, on the compute thread. It may update the
     weights, where the rank samples alone; what it raises ends the generation."""

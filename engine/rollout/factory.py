@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.specs import RolloutSpec, VllmSpec
 
 
 def make_backend(
-    spec: RolloutSpec, model_path: Path, mesh: RankMesh | None = None
+    spec: RolloutSpec,
+    model_path: Path,
+    mesh: RankMesh | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
@@ -22,6 +28,8 @@ def make_backend(
         model_path: Local Hugging Face folder of the policy; its config is read, not its weights.
         mesh: Groups of this rank, whose generation layout the back end takes; None means that the
             rank is alone.
+        device: This rank's, a GPU with its index; None takes the thread's current GPU if there is
+            one.
 
     Raises:
         LayoutError: The back end cannot generate in that layout.
@@ -30,7 +38,7 @@ def make_backend(
     if isinstance(spec, VllmSpec):
         from rolemesh.engine.rollout.vllm import VllmBackend
 
-        return VllmBackend(spec, model_path, mesh)
+        return VllmBackend(spec, model_path, mesh, device=device)
     from rolemesh.engine.rollout.hf import HfBackend
 
-    return HfBackend(spec, model_path, mesh)
+    return HfBackend(spec, model_path, mesh, device=device)

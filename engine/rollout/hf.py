@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from rolemesh.engine.devices import current_device
 from rolemesh.engine.layout.ranks import LayoutError
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
@@ -72,7 +73,7 @@ class HfBackend(RolloutBackend):
             spec: Limits of the back end.
             model_path: Local Hugging Face folder.
             mesh: Groups of this rank. Each rank generates with a whole model.
-            device: None takes the GPU if there is one.
+            device: None takes the thread's current GPU if there is one.
 
         Raises:
             LayoutError: The layout spreads generation over ranks.
@@ -88,7 +89,7 @@ class HfBackend(RolloutBackend):
                     "hf samples with whole models; give 1 for both, or rollout type vllm"
                 )
         super().__init__(spec, model_path)
-        self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = device or current_device()
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(

@@ -8,12 +8,14 @@ in `vllm_weights`, how it starts as one of several ranks in `vllm_ranks`.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rolemesh.engine.devices import current_device, free_bytes, give_back_memory
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import (
@@ -28,18 +30,21 @@ from rolemesh.engine.rollout.requests import (
 from rolemesh.engine.rollout.vllm_outputs import Drawn, drawn_from, trajectory_of
 from rolemesh.engine.rollout.vllm_process import (
     WEIGHT_TRANSFER_BACKEND,
+    has_expandable_segments,
     own_random_state,
     prepare_environment,
     prepare_vllm,
     untouched_process,
 )
 from rolemesh.engine.rollout.vllm_ranks import (
+    check_allocator,
     check_generate_layout,
     check_groups,
     end_engine,
     engine_start,
     leave_groups,
     spare_the_world,
+    wake_to_end,
 )
 from rolemesh.engine.specs import SamplingSpec, VllmSpec
 
@@ -71,6 +76,7 @@ class VllmBackend(RolloutBackend):
         model_path: Path,
         mesh: RankMesh | None = None,
         *,
+        device: torch.device | None = None,
         folder_version: int | None = None,
     ) -> None:
         """Loads the engine; with several ranks all of the mesh call it together.
@@ -79,24 +85,32 @@ class VllmBackend(RolloutBackend):
             spec: Limits of the engine.
             model_path: Local Hugging Face folder; weights are read only with folder_version.
             mesh: Groups of this rank; None means that it is alone.
+            device: This rank's, a GPU with its index; None takes the thread's current GPU if there
+                is one.
             folder_version: policy_version of the folder's own weights, which vLLM then loads in
                 its own way (on a CPU without rounding them); None starts without weights.
 
         Raises:
             LayoutError: Generation has pipeline stages.
-            ValueError: The folder is missing or does not fit the spec.
+            ValueError: The folder is missing or does not fit the spec, or a lone rank has another
+                GPU than the first.
+            RuntimeError: An engine of this process could not be closed whole.
         """
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
+        check_allocator()
         super().__init__(spec, model_path)
+        self._device = device or current_device()
+        self.yields_to_training = self._device.type == "cuda"
         self._request_numbers = itertools.count()
+        self._are_weights_asleep = False
         self._kv_cache_asleep = False
         self._world_is_ours = not (
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
         prepare_environment(spec.kv_cache_gib)
         try:
-            with untouched_process(), engine_start(mesh) as rank_arguments:
+            with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
                 self._engine = _make_engine(
                     spec, self._folder, rank_arguments, has_weights=folder_version is not None
                 )
@@ -294,6 +308,8 @@ class VllmBackend(RolloutBackend):
         """
         from rolemesh.engine.rollout.vllm_weights import model_checksums
 
+        if self._are_weights_asleep:
+            self._check_whole()
         checksums: dict[str, str]
         (checksums,) = self._engine.apply_model(model_checksums)
         return checksums
@@ -304,16 +320,18 @@ class VllmBackend(RolloutBackend):
         The engine holds no weights afterwards: wake it, then send them. All ranks of a replica
         call it. Not verified on a GPU.
         """
-        if not torch.cuda.is_available():
+        if not self.yields_to_training or self._are_weights_asleep:
             return 0
         if self._is_generating:
             raise RuntimeError("sleep came during a generation: finish or close it first")
-        free_bytes, _ = torch.cuda.mem_get_info()
+        # vLLM empties torch's cache: what others had left there is not of its own freeing.
+        give_back_memory(self._device)
+        before = free_bytes(self._device)
         # Level 2 keeps no host copy of the weights: the trainer has them.
         self._engine.sleep(level=2)
         self._hold_nothing("the engine slept and was sent no weights since")
-        self._kv_cache_asleep = True
-        return max(0, torch.cuda.mem_get_info()[0] - free_bytes)
+        self._are_weights_asleep = self._kv_cache_asleep = True
+        return max(0, free_bytes(self._device) - before)
 
     def wake(self) -> int:
         """Takes memory for the weights again; the KV cache follows with the next update.
@@ -321,14 +339,22 @@ class VllmBackend(RolloutBackend):
         Both at once would stand beside the trainer's copies at the peak. All ranks of a replica
         call it. Not verified on a GPU.
         """
-        if not self._kv_cache_asleep:
+        if not self._are_weights_asleep:
             return 0
-        free_bytes, _ = torch.cuda.mem_get_info()
+        before = free_bytes(self._device)
         self._engine.wake_up(["weights"])
-        return max(0, free_bytes - torch.cuda.mem_get_info()[0])
+        self._are_weights_asleep = False
+        return max(0, before - free_bytes(self._device))
 
     def close(self) -> None:
-        """Ends the engine and the process groups that vLLM made. Every rank calls it."""
+        """Ends the engine and the process groups that vLLM made. Every rank calls it.
+
+        A sleeping engine wakes for it, which takes its memory once more: vLLM 0.32 gives memory
+        back to the driver when it falls asleep and again when it is freed, and the second time
+        leaves an error behind that the next engine's first allocation would report.
+        """
+        if self._kv_cache_asleep:
+            wake_to_end(self._engine)
         end_engine(self._engine, world_is_ours=self._world_is_ours)
         del self._engine
 
@@ -359,6 +385,7 @@ def _make_engine(
             gpu_memory_utilization=spec.gpu_memory_utilization,
             enforce_eager=spec.enforce_eager,
             enable_sleep_mode=not current_platform.is_cpu(),
+            disable_custom_all_reduce=has_expandable_segments(os.environ),
             # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
             # and top-p. vLLM's default is before.
             logprobs_mode="processed_logprobs",

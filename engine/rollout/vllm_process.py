@@ -10,7 +10,7 @@ import ctypes
 import logging
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
@@ -49,6 +49,19 @@ def prepare_environment(kv_cache_gib: int) -> None:
     """
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
+
+
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """Whether torch's allocator on GPUs is told to use expandable segments.
+
+    VLLM's custom all-reduce shares buffers of CUDA graphs by CUDA IPC, which such memory does not
+    have: the process would end without a traceback (vllm-project/vllm issue 42609; its maintainers
+    advise `disable_custom_all_reduce`, or to leave the segments out). Sleep mode by itself is no
+    reason: vLLM 0.32 keeps graphs out of the memory that sleeps unless it is told to offload them,
+    and then copies instead of sharing (their pull requests 45611, closed, and 45623).
+    """
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:true" in environment.get(name, "").lower() for name in names)
 
 
 @cache

@@ -9,6 +9,7 @@ generation none beyond the replica.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,11 @@ from rolemesh.engine.rollout.vllm_shared_memory import shared_memory_name
 
 SHARED_MEMORY_NAME = "rolemesh_shared_memory_name"
 """Key in the engine's additional_config under which our CPU worker finds its name."""
+
+logger = logging.getLogger(__name__)
+
+_spoilt_by = ""
+"""Why an engine of this process could not be ended in order; vLLM's allocator is the process's."""
 
 _CPU_WORKER = "rolemesh.engine.rollout.vllm_worker.NamedCpuWorker"
 
@@ -37,15 +43,27 @@ def check_generate_layout(mesh: RankMesh) -> None:
 
 
 @contextmanager
-def engine_start(mesh: RankMesh) -> Iterator[dict[str, Any]]:
+def engine_start(mesh: RankMesh, device: torch.device) -> Iterator[dict[str, Any]]:
     """Surrounds the making of an engine; gives the arguments that make it one of several.
 
     All ranks of the mesh enter together.
+
+    Args:
+        mesh: Groups of this rank.
+        device: On which the engine is to compute, a GPU with its index.
+
+    Raises:
+        ValueError: The rank is alone, and its GPU is not the first: vLLM would take that one.
     """
+    if mesh.world.size == 1 and device.type == "cuda" and device.index != 0:
+        raise ValueError(
+            f"device is {device}, but an engine of one rank takes the first GPU that its process "
+            "sees: show it no other one (CUDA_VISIBLE_DEVICES)"
+        )
     with ExitStack() as stack:
         arguments: dict[str, Any] = {}
         if mesh.world.size > 1:
-            stack.enter_context(launched_rank(mesh.torch_rank(mesh.rank), mesh.world.size))
+            stack.enter_context(launched_rank(mesh.torch_rank(mesh.rank), mesh.world.size, device))
             arguments["distributed_executor_backend"] = "external_launcher"
             arguments["tensor_parallel_size"] = mesh.generate_tp.size
         if mesh.generate_tp.size > 1 and _is_cpu():
@@ -80,6 +98,29 @@ def spare_the_world(engine: Any) -> None:
     when the last reference to it goes. From here on only `end_engine` does.
     """
     engine.engine_core._finalizer.detach()
+
+
+def wake_to_end(engine: Any) -> None:
+    """Takes all memory of a sleeping engine again, so that it can be freed in order.
+
+    Where there is no room for it, the engine is ended all the same, and `check_allocator` refuses
+    the next one.
+    """
+    global _spoilt_by
+    try:
+        engine.wake_up()
+    except RuntimeError as error:
+        _spoilt_by = str(error)
+        logger.warning("a sleeping vLLM engine is ended without room to wake it: %s", error)
+
+
+def check_allocator() -> None:
+    """Raises RuntimeError where vLLM's allocator of this process can make no further engine."""
+    if _spoilt_by:
+        raise RuntimeError(
+            f"the engine before was ended asleep, since there was no room to wake it ({_spoilt_by})"
+            ", and vLLM cannot allocate in this process any more: start the service again"
+        )
 
 
 def end_engine(engine: Any, *, world_is_ours: bool) -> None:
@@ -122,15 +163,17 @@ def leave_groups(*, world_is_ours: bool) -> None:
 
 
 @contextmanager
-def launched_rank(torch_rank: int, world_size: int) -> Iterator[None]:
+def launched_rank(torch_rank: int, world_size: int, device: torch.device) -> Iterator[None]:
     """Tells vLLM's external launcher which rank this is, and takes it back after the block.
 
     Args:
         torch_rank: Number of this rank in torch's world.
         world_size: Ranks in it.
+        device: Of this rank. On GPUs vLLM 0.32 reads LOCAL_RANK as an index into what
+            CUDA_VISIBLE_DEVICES shows, which is torch's index of the device, and makes it the
+            thread's current one (vllm/v1/worker/gpu_worker.py, init_device).
     """
-    # On a GPU the number of the device; the rank has chosen one before.
-    local_rank = torch.cuda.current_device() if torch.cuda.is_available() else torch_rank
+    local_rank = device.index if device.type == "cuda" else torch_rank
     values = {"RANK": torch_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
     # VLLM_DIST_IDENT is written by vLLM's CPU worker.
     before = {name: os.environ.get(name) for name in (*values, "VLLM_DIST_IDENT")}

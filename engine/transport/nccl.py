@@ -31,6 +31,7 @@ UNIQUE_ID_BYTES = 128
 """sizeof(ncclUniqueId)."""
 
 _POLL_S = 1e-4
+_REMEDY = "install rolemesh[gpu], or cupy and nvidia-nccl of the same CUDA version as torch"
 _RESTART = "NCCL cannot take back what hangs in it: end this process and start the services again"
 
 
@@ -41,12 +42,14 @@ def load_nccl() -> Any:
         OSError: Cupy, or NCCL in it, is not installed.
     """
     try:
-        return importlib.import_module("cupy.cuda.nccl")
+        nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        raise OSError(
-            f"cupy's NCCL is not available ({error}): install rolemesh[gpu], or cupy of the same "
-            "CUDA version as torch"
-        ) from error
+        raise OSError(f"cupy's NCCL is not available ({error}): {_REMEDY}") from error
+    # Without libnccl cupy has the module all the same, and its calls fail one by one: a rank would
+    # notice only when the others wait for it.
+    if not getattr(nccl, "available", True):
+        raise OSError(f"cupy finds no libnccl: {_REMEDY}")
+    return nccl
 
 
 def encode_unique_id(unique_id: bytes | tuple[int, ...]) -> str:

@@ -28,6 +28,7 @@ from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.engine.transport.shm_ring import SLOT_BYTES, shm_ring_transport
+from rolemesh.engine.transport.torch_pairs import HostMemoryTransport, TorchPairsTransport
 
 CONNECT_TIMEOUT_S = 120.0
 """Longest wait for all ranks to connect."""
@@ -38,8 +39,12 @@ RING_BYTES = 64 << 20
 NCCL_SHARES_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable of NCCL >= 2.30: "1" lets several ranks have one device."""
 
-Way: TypeAlias = Literal["shared memory", "gloo", "CUDA IPC", "NCCL"]
+Way: TypeAlias = Literal[
+    "shared memory", "gloo", "CUDA IPC", "NCCL", "torch's NCCL", "gloo through host memory"
+]
 """A transport by its name."""
+
+_Connected: TypeAlias = RingTransport | NcclTransport | TorchPairsTransport
 
 WorkT = TypeVar("WorkT")
 
@@ -109,7 +114,7 @@ def possible_ways(ranks: Sequence[Surroundings]) -> tuple[Way, ...]:
     if len(holders) == len(ranks) or all(rank.nccl_shares_devices for rank in ranks):
         nccl = ("NCCL",)
     if len(holders) == 1 and can_ring:
-        return ("CUDA IPC", *nccl)
+        return ("CUDA IPC", *nccl, "gloo through host memory")
     if not nccl:
         uuid, shared = next(pair for pair in holders.items() if len(pair[1]) > 1)
         raise TransportUnavailableError(
@@ -117,7 +122,9 @@ def possible_ways(ranks: Sequence[Surroundings]) -> tuple[Way, ...]:
             "each rank a device of its own, or all the same one on one host, or set "
             f"{NCCL_SHARES_DEVICES}=1 on all ranks (NCCL 2.30 and newer)"
         )
-    return nccl
+    if len(holders) < len(ranks):
+        return (*nccl, "gloo through host memory")
+    return (*nccl, "torch's NCCL", "gloo through host memory")
 
 
 def make_transport(
@@ -126,8 +133,9 @@ def make_transport(
     """Connects the ranks of a mesh; all of them call it together.
 
     One rank needs no transport. On CPUs: shared memory within one x86-64 host, else gloo. On GPUs:
-    NCCL through cupy, or CUDA IPC where all ranks share one device. What cannot be used after all
-    (a full /dev/shm, say) is left by all ranks for the next in that order.
+    NCCL through cupy, or CUDA IPC where all ranks share one device; without cupy torch's own NCCL,
+    and at last gloo with copies in host memory. What cannot be used after all (a full /dev/shm, a
+    cupy without libnccl on one rank) is left by all ranks for the next in that order.
 
     Args:
         mesh: Its process groups take tensors in host memory ("gloo", "cpu:gloo,cuda:nccl").
@@ -138,7 +146,7 @@ def make_transport(
         A connected transport. `close` it before the mesh.
 
     Raises:
-        TransportUnavailableError: No transport can be used; the same ones on all ranks.
+        TransportUnavailableError: The ranks' devices fit no transport; on all ranks alike.
         RuntimeError: A rank vanished while they spoke.
     """
     if mesh.world.size == 1:
@@ -147,26 +155,24 @@ def make_transport(
         device = torch.device("cuda", torch.cuda.current_device())
     own = asdict(Surroundings.of(device))
     ways = possible_ways([Surroundings(**theirs) for theirs in _tell(own, mesh)])
-    refusals: list[str] = []
-    for way in ways:
-        if way == "gloo":
-            return GlooTransport(mesh, timeout_s=timeout_s)
+    *first, last = ways
+    for way in first:
         try:
             return _connected(partial(_make, way, mesh, device), mesh, timeout_s)
         except TransportUnavailableError as error:
             _LOG.warning("%s cannot be used between the ranks: %s", way, error)
-            refusals.append(f"{way}: {error}")
-            cause = error
-    raise TransportUnavailableError(
-        f"no transport between the {mesh.world.size} ranks on GPUs: {'; '.join(refusals)}"
-    ) from cause
+    # A group of the mesh's own kind: what would refuse it has refused the mesh.
+    kind = GlooTransport if last == "gloo" else HostMemoryTransport
+    return kind(mesh, timeout_s=timeout_s)
 
 
-def _make(way: Way, mesh: RankMesh, device: torch.device) -> RingTransport | NcclTransport:
+def _make(way: Way, mesh: RankMesh, device: torch.device) -> _Connected:
     rank, size = mesh.rank, mesh.world.size
     if way == "shared memory":
         slot_bytes = min(SLOT_BYTES, RING_BYTES // (2 * size))
         return shm_ring_transport(rank, size, slot_bytes=slot_bytes)
+    if way == "torch's NCCL":
+        return TorchPairsTransport(mesh, device)
     queue = CudaQueue(device)
     if way == "NCCL":
         return NcclTransport(rank, size, queue=queue)
@@ -174,14 +180,12 @@ def _make(way: Way, mesh: RankMesh, device: torch.device) -> RingTransport | Ncc
     return cuda_ipc_transport(rank, size, queue=queue, device_uuid=uuid)
 
 
-def _connected(
-    make: Callable[[], RingTransport | NcclTransport], mesh: RankMesh, timeout_s: float
-) -> Transport:
+def _connected(make: Callable[[], _Connected], mesh: RankMesh, timeout_s: float) -> Transport:
     """Makes and connects a transport on all ranks, or raises on all and leaves nothing."""
     deadline = Deadline(timeout_s)
     with ExitStack() as closing_all:
 
-        def offer() -> tuple[RingTransport | NcclTransport, str]:
+        def offer() -> tuple[_Connected, str]:
             made = make()
             closing_all.callback(made.close)
             return made, made.offer.decode()

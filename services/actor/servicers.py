@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+from torch.utils.hooks import RemovableHandle
 
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
@@ -16,7 +17,7 @@ from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.specs import ActorSpec, RolloutSpec
 from rolemesh.engine.weights.resharding import Resharder
-from rolemesh.engine.weights.reuse import LentWeights
+from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Runtime
@@ -47,7 +48,9 @@ from rolemesh.v1 import (
 class ActorRole(ModelRole, SamplingRole):
     """Holds the policy's trainer, its sampler and the prompts.
 
-    Invariant: before a completion is sampled, the sampler holds the trainer's policy_version.
+    Invariant: before a completion is sampled, the sampler holds the trainer's policy_version. A
+    sampler that can free device memory sleeps while the trainer computes, from its first pass after
+    a generation until the next generation brings weights: the two never hold their most at once.
     """
 
     name = "actor"
@@ -58,6 +61,7 @@ class ActorRole(ModelRole, SamplingRole):
         self._backend: RolloutBackend | None = None
         self._resharder: Resharder | None = None
         self._lent: LentWeights | None = None
+        self._rest: RemovableHandle | None = None
         self._source: PromptSource | None = None
         self._is_sampler_stale = False
 
@@ -94,12 +98,18 @@ class ActorRole(ModelRole, SamplingRole):
         )
 
     def _load_sampler(self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh) -> None:
-        self._backend = make_backend(spec, model.spec.path, mesh=mesh)
+        self._backend = make_backend(spec, model.spec.path, mesh=mesh, device=rank_device())
         keeper = self._backend if isinstance(self._backend, HfBackend) else None
+        if self._backend.yields_to_training:
+            self._rest = before_each_pass(model, self._put_sampler_to_sleep)
         if mesh.world.size > 1:
             self._resharder = Resharder(model, spec.dtype, keeper=keeper)
         elif keeper is not None:
             self._lent = LentWeights(model, keeper)
+
+    def _put_sampler_to_sleep(self) -> None:
+        """Before a pass of the trainer; nothing where the sampler sleeps already."""
+        self.backend.sleep()
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rollout, training, log-probs, weights and data."""
@@ -158,6 +168,8 @@ class ActorRole(ModelRole, SamplingRole):
         Returns:
             Bytes that this rank received from others for it.
         """
+        # The memory of its weights alone: that of keys and values follows when those have come.
+        self.backend.wake()
         is_current = self.backend.policy_version == self.trainer.policy_version
         if is_current and not self._is_sampler_stale:
             return 0
@@ -177,15 +189,14 @@ class ActorRole(ModelRole, SamplingRole):
         self._is_sampler_stale = True
 
     def sleep(self) -> int:
-        """Moves trainer and sampler to host memory."""
+        """Moves trainer and sampler to host memory. The sampler wakes with its next weights."""
         return super().sleep() + (0 if self._backend is None else self._backend.sleep())
-
-    def wake(self) -> int:
-        """Brings trainer and sampler back."""
-        return super().wake() + (0 if self._backend is None else self._backend.wake())
 
     def close(self) -> None:
         """Ends the sampler and drops the weights."""
+        if self._rest is not None:
+            self._rest.remove()
+            self._rest = None
         if self._backend is not None:
             self._backend.close()
             self._backend = None

@@ -37,6 +37,7 @@ from rolemesh.services.runtime.experience.published_weights import (
     layout_of,
     manifest_of,
 )
+from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,
@@ -89,7 +90,7 @@ class RolloutRole(Role, SamplingRole):
         except UnsupportedFamilyError:
             # Then weights come from one rank to whole models; `plan` refuses everything else.
             self._shape = None
-        self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
+        self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh, device=rank_device())
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
         progress("ready", 2, 2)
         return InitializeResult(

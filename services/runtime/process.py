@@ -34,6 +34,7 @@ from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
 from rolemesh.services.runtime.experience.fetch import ExperienceServicer
 from rolemesh.services.runtime.ranks.agent import as_rank, run_ranks
+from rolemesh.services.runtime.ranks.device import select_device
 from rolemesh.services.runtime.ranks.face import Face
 from rolemesh.services.runtime.ranks.meeting import Meeting
 from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
@@ -66,7 +67,7 @@ EXIT_USAGE = 2
 
 
 class ServiceStartError(RuntimeError):
-    """The service cannot listen where it was told to."""
+    """The service cannot listen where it was told to, or has no device."""
 
 
 class ServiceServer:
@@ -94,7 +95,8 @@ class ServiceServer:
         """Binds, registers everything and serves; returns host:port for peers.
 
         Raises:
-            ServiceStartError: The port is in use, or the host is not of this machine.
+            ServiceStartError: The port is in use, the host is not of this machine, or there are
+                fewer GPUs than ranks.
         """
         try:
             return await self._start()
@@ -104,6 +106,7 @@ class ServiceServer:
 
     async def _start(self) -> str:
         config, runtime = self.config, self.runtime
+        await self._select_device()
         server = grpc.aio.server(
             interceptors=[ServiceInterceptor(runtime.role.name, config.rank, self.metrics)],
             options=SERVER_OPTIONS,
@@ -146,6 +149,15 @@ class ServiceServer:
         for name in ("", LIVENESS, READINESS, *runtime.services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return runtime.address
+
+    async def _select_device(self) -> None:
+        """Before anything else touches CUDA: the loop's thread and the one that computes."""
+        try:
+            device = select_device()
+            await self.runtime.compute.run(select_device)
+        except ValueError as error:
+            raise ServiceStartError(str(error)) from error
+        logger.info("computes on %s", device)
 
     async def _meet_ranks(self, store: Path) -> bool:
         """Returns once all ranks have met; False where this one is told to end before."""

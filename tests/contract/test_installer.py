@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ LOCKS = ("cpu", "gpu", "light", "dev")
 
 def program(folder: Path, name: str, text: str) -> Path:
     """A program that stands in for one of the machine's."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -102,6 +103,16 @@ def test_a_lock_that_there_is_not_is_refused_with_those_that_there_are(
         assert lock in said
 
 
+def test_a_torch_for_the_cpu_is_refused_in_an_environment_for_gpus(tmp_path: Path) -> None:
+    """To pip it is the version that the lock wants, so that it stays where it is."""
+    environment = tmp_path / "env"
+    for build, code in (("2.13.0+cpu", 1), ("2.13.0", 0), ("2.13.0+cu130", 0)):
+        program(environment / "bin", "python", f'[ "$1" = -m ] || echo {build}')
+        completed = run(INSTALL, sys.executable, environment, "gpu")
+        assert completed.returncode == code, completed
+        assert ("has torch 2.13.0+cpu, which knows no GPU" in completed.stderr) is bool(code)
+
+
 # --- system_packages.sh ---------------------------------------------------------------------
 
 
@@ -180,6 +191,13 @@ def test_every_locked_package_has_hashes_and_locks_keep_markers(lock: str) -> No
     pinned = [entry for entry in entries if "==" in entry and not entry.startswith("#")]
     assert pinned
     assert all("--hash=sha256:" in entry for entry in pinned)
+
+
+def test_the_lock_of_a_gpu_has_no_build_for_the_cpu_and_one_version_of_cuda() -> None:
+    text = (REPOSITORY / "requirements" / "gpu.lock").read_text()
+    assert re.search(r"^torch==[0-9.]+ ", text, re.MULTILINE)
+    assert {"cupy-cuda13x", "nvidia-nccl-cu13"} <= names("gpu")
+    assert not {"cupy-cuda12x", "nvidia-nccl-cu12"} & names("gpu")
 
 
 @pytest.mark.parametrize("lock", ["cpu", "light"])

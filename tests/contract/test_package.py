@@ -23,7 +23,7 @@ FOLDERS = {
     *("coordinator", "engine", "services"),
     *("src/rolemesh/quickstart", "src/rolemesh/rpc", "src/rolemesh/v1"),
 }
-EXTRAS = {"cpu", "gpu", "tasks", "otel", "wandb", "mlflow", "trackio", "swanlab"}
+EXTRAS = {"cpu", "gpu", "gpu-cuda12", "tasks", "otel", "wandb", "mlflow", "trackio", "swanlab"}
 HEAVY = ("torch", "vllm", "transformers")
 
 

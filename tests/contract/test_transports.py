@@ -232,10 +232,31 @@ def megabytes_to_all(transport: Transport, num_rounds: int) -> None:
         ).wait(WAIT_S)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", ["gloo", "shm", "host memory", "pairs"])
 def test_processes_exchange_over_many_rounds(kind: str, rank_pool: RankPool) -> None:
     totals = rank_pool.run(all_patterns, 4, kind)
     assert sum(sent for sent, _ in totals) == sum(received for _, received in totals) > 0
+
+
+def silent_rank_of_pairs(context: RankContext) -> str:
+    """Rank 1 stays away for longer than rank 0's deadline."""
+    with process_transport(context, "pairs") as transport:
+        store = context.store("turns")
+        if context.rank == 1:
+            store.get("rank 0 is done")
+            return ""
+        exchange = transport.exchange([], [Message(1, torch.zeros(LARGE, dtype=torch.uint8))])
+        with pytest.raises(TransferFailedError, match="torch reports") as caught:
+            exchange.wait(SHORT_S)
+        with pytest.raises(TransferFailedError, match="failed before"):
+            transport.exchange([], [Message(1, torch.zeros(1, dtype=torch.uint8))])
+        store.set("rank 0 is done", "1")
+        assert caught.value.seconds < PROMPT_S
+        return str(caught.value)
+
+
+def test_a_round_of_torch_ends_at_its_deadline(rank_pool: RankPool) -> None:
+    assert "its peers over torch's NCCL" in rank_pool.run(silent_rank_of_pairs, 2)[0]
 
 
 def silent_rank(context: RankContext, kind: str) -> str:

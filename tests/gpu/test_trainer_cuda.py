@@ -18,6 +18,7 @@ from support.token_batches import token_batch
 from support.updates import update_whole
 
 from rolemesh.engine.algorithms.ragged import decayed_sums
+from rolemesh.engine.devices import free_bytes, give_back_memory
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.models.logprobs import token_logprobs
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
@@ -112,17 +113,22 @@ def test_bfloat16_logits_are_float32_on_cuda_too():
     assert bool(entropy.isfinite().all())
 
 
-def test_sleep_frees_the_device_and_wake_brings_the_same_weights_back(model):
-    trainer = Trainer.policy(spec(model), OptimizerSpec(), device="cuda")
+def test_sleep_frees_the_device_and_wake_brings_the_same_weights_back(tmp_path):
+    # 0.4 GB of weights, and twice as much for the moments: cuBLAS's workspace is small beside it.
+    large = write_tiny_llama(tmp_path / "large", hidden_size=2048, num_layers=4)
+    device = torch.device("cuda", 0)
+    trainer = Trainer.policy(spec(large), OptimizerSpec(), device=device)
     update_whole(trainer, ppo_batch(), PpoPolicyLossSpec(), epochs=1, mini_batch_rows=4, seed=5)
     before = {name: weight.cpu().clone() for name, weight in trainer.named_weights()}
-    held = torch.cuda.memory_allocated()
+    give_back_memory(device)
+    free = free_bytes(device)
     moved = trainer.move_to(torch.device("cpu"))
-    assert moved > 0
-    assert torch.cuda.memory_allocated() <= held - moved
-    assert trainer.move_to(torch.device("cuda", 0)) == moved
+    give_back_memory(device)
+    # By what the driver gives to other processes, and not by what torch says it has in use.
+    assert free_bytes(device) - free >= 0.95 * moved > 1e9
+    assert trainer.move_to(device) == moved
     for name, weight in trainer.named_weights():
-        assert weight.device.type == "cuda"
+        assert weight.device == device
         assert torch.equal(weight.cpu(), before[name])
 
 

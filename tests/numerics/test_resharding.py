@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_nccl import FakeQueue
+from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue
 from support.rank_processes import RankContext, RankPool
 from support.sampler_shards import folder_weights
 from support.tiny_models import write_tiny_llama
@@ -29,8 +31,8 @@ from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport import selection, shm_ring
-from rolemesh.engine.transport.base import TransferFailedError
-from rolemesh.engine.transport.selection import TransportUnavailableError, make_transport
+from rolemesh.engine.transport.base import Message, TransferFailedError
+from rolemesh.engine.transport.selection import make_transport
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
 from rolemesh.engine.weights.resharding import Resharder
 
@@ -273,24 +275,52 @@ def test_when_one_rank_cannot_share_memory_all_take_gloo(trouble: str, rank_pool
     assert set(leftovers()) <= before
 
 
-def choose_on_gpus(at: RankContext) -> str:
-    """Ranks that take themselves for ranks on two GPUs, without cupy."""
+def choose_on_gpus(at: RankContext, cupy: str) -> tuple[str, list[str]]:
+    """The way between ranks that take themselves for ranks on two GPUs, and why not another.
+
+    What they exchange lies on the CPU: it must arrive all the same.
+    """
     told = selection.Surroundings(
         device="cuda", uuid=f"GPU-{at.rank}", host="a", nccl_shares_devices=False
     )
+    warnings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection.Surroundings, "of", lambda device: told)
         patch.setattr(selection, "CudaQueue", lambda device: FakeQueue())
+        patch.setattr(selection._LOG, "warning", lambda text, *of: warnings.append(text % of))
+        if cupy == "without libnccl on rank 1":
+            there: Any = FakeNccl(FakeFabric())
+            there.available = at.rank == 0
+            patch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+            patch.setitem(sys.modules, "cupy.cuda", types.ModuleType("cupy.cuda"))
+            patch.setitem(sys.modules, "cupy.cuda.nccl", there)
         with (
             at.connect(HybridLayout(TrainLayout(dp=2))) as mesh,
-            pytest.raises(TransportUnavailableError) as caught,
+            make_transport(mesh, torch.device("cuda", 0), timeout_s=WAIT_S) as transport,
         ):
-            make_transport(mesh, torch.device("cuda", 0))
-    return str(caught.value)
+            ours = torch.full((5,), at.rank, dtype=torch.uint8)
+            theirs = torch.full((5,), 9, dtype=torch.uint8)
+            peer = 1 - at.rank
+            transport.exchange([Message(peer, ours)], [Message(peer, theirs)]).wait(WAIT_S)
+            assert theirs.tolist() == [peer] * 5
+            return transport.name, warnings
 
 
-def test_gpus_without_cupy_are_an_error_with_a_remedy_on_all_ranks(rank_pool: RankPool) -> None:
-    messages = rank_pool.run(choose_on_gpus, 2)
-    assert messages[0] == messages[1]
-    assert "NCCL: rank 0: cupy's NCCL is not available" in messages[0]
-    assert "install rolemesh[gpu]" in messages[0]
+@pytest.mark.parametrize("cupy", ["not installed", "without libnccl on rank 1"])
+def test_gpus_without_cupys_nccl_on_some_rank_fall_back_on_all(
+    cupy: str, rank_pool: RankPool
+) -> None:
+    """A rank that began with NCCL alone would wait in it for ever."""
+    missing = {
+        "not installed": "rank 0: cupy's NCCL is not available",
+        "without libnccl on rank 1": "rank 1: cupy finds no libnccl",
+    }
+    (name, warnings), other = rank_pool.run(choose_on_gpus, 2, cupy)
+    assert (name, warnings) == other
+    # This torch is the build for CPUs, so that torch's own NCCL is left as well.
+    assert name == "gloo through host memory"
+    ours, torchs = warnings
+    assert f"NCCL cannot be used between the ranks: {missing[cupy]}" in ours
+    assert "install rolemesh[gpu]" in ours
+    assert "torch's NCCL cannot be used" in torchs
+    assert "built without NCCL" in torchs

@@ -7,6 +7,7 @@ and four processes at once take minutes on two cores.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from support.rollout_checks import (
 from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
 from support.tiny_models import write_tiny_llama
 
+from rolemesh.engine.devices import give_back_memory
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout import vllm
@@ -182,9 +184,13 @@ def chunk_prompts(chunk: int) -> list[RolloutRequest]:
 def one_rank_greedy(at: RankContext, folder: Path) -> list[RolloutTrajectory]:
     backend = VllmBackend(SPEC, folder, folder_version=3)
     try:
+        (model,) = backend._engine.apply_model(weakref.ref)
         return list(backend.generate(prompts(12), GREEDY))
     finally:
         backend.close()
+        give_back_memory(torch.device("cpu"))
+        # A second run of the process would find its memory taken.
+        assert model() is None
 
 
 def fails_then_starts(at: RankContext, folder: Path, layout: HybridLayout) -> list[float]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.rank_processes import RankContext, RankPool
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
@@ -120,7 +121,7 @@ def test_the_launchers_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch)
     for name in ("WORLD_SIZE", "VLLM_DIST_IDENT"):
         # Engines of other tests in this process may have left theirs.
         monkeypatch.delenv(name, raising=False)
-    with launched_rank(1, 4):
+    with launched_rank(1, 4, torch.device("cpu")):
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "4")
         os.environ["VLLM_DIST_IDENT"] = "some name"
     assert os.environ["RANK"] == "9"

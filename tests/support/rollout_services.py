@@ -36,9 +36,8 @@ class Caller:
     async def initialize(self, **spec: Any) -> worker_pb2.InitializeResult:
         # A new process on a busy machine may drop the first handshake.
         await self.channel.channel_ready()
-        return await self._client.initialize(
-            self._key("initialize", 0), {"data": DATA, **spec}, SEED
-        )
+        given = {key: value for key, value in {"data": DATA, **spec}.items() if value is not None}
+        return await self._client.initialize(self._key("initialize", 0), given, SEED)
 
     async def generate(
         self, step: int, *, start: int = 0, count: int = 4, **sampling: Any

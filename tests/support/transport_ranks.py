@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from support.fake_nccl import FakeFabric, FakeNccl, FakeQueue, FakeRuntime
 from support.rank_processes import RankContext
 
@@ -18,6 +19,7 @@ from rolemesh.engine.transport.local import LocalHub
 from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.shm_ring import shm_ring_transport
+from rolemesh.engine.transport.torch_pairs import HostMemoryTransport, TorchPairsTransport
 
 CONNECT_S = 60.0
 SLOT_BYTES = 4096
@@ -102,12 +104,21 @@ def cluster(kind: str, world_size: int) -> Iterator[Cluster]:
 
 @contextmanager
 def process_transport(context: RankContext, kind: str, *, name: str = "") -> Iterator[Transport]:
-    """The transport of a rank that is a process: "gloo" or "shm"."""
+    """The transport of a rank that is a process: "shm", "gloo", "host memory" or "pairs".
+
+    The last is what torch's NCCL carries on GPUs, over gloo here.
+    """
     with ExitStack() as stack:
-        if kind == "gloo":
+        if kind != "shm":
             layout = HybridLayout(TrainLayout(dp=context.world_size))
             mesh = stack.enter_context(context.connect(layout, name=f"mesh{name}"))
-            yield stack.enter_context(GlooTransport(mesh))
+            if kind == "pairs":
+                pairs = TorchPairsTransport(mesh, torch.device("cpu"), backend="gloo")
+                pairs.connect((), timeout_s=CONNECT_S)
+                yield stack.enter_context(pairs)
+            else:
+                made = GlooTransport if kind == "gloo" else HostMemoryTransport
+                yield stack.enter_context(made(mesh))
         else:
             transport = shm_ring_transport(context.rank, context.world_size)
             stack.enter_context(transport)

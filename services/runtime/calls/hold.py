@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -201,6 +202,7 @@ class RunHold:
     async def initialization_failed(self, error: BaseException) -> None:
         """Ends the hold of a run whose Initialize failed, and frees what it had made already."""
         self.failure = f"Initialize failed: {describe(error).message}"
+        let_go_of_locals(error)
         try:
             await self._compute.run(self._close)
         finally:
@@ -374,3 +376,19 @@ class RunHold:
         self.part = None
         self.is_asleep = False
         self.failure = ""
+
+
+def let_go_of_locals(error: BaseException) -> None:
+    """Frees what the functions held that an error has ended; its traceback still says where.
+
+    Otherwise the model that was being loaded lives as long as the error does.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        waiting += [one.__cause__, one.__context__]

@@ -60,8 +60,8 @@ class KeyedCalls:
     `Runtime` is one, and adds what the work of a call needs.
     """
 
-    def __init__(self, role: Role, config: ServiceConfig, close_role: Callable[[], None]) -> None:
-        """Prepares; `close_role` frees what Initialize made, on the compute thread."""
+    def __init__(self, role: Role, config: ServiceConfig, forget_role: Callable[[], None]) -> None:
+        """Prepares; `forget_role` frees what Initialize made, on the compute thread."""
         self.role = role
         self.config = config
         self.compute = ComputeThread()
@@ -72,7 +72,7 @@ class KeyedCalls:
         )
         self.ledger = OperationLedger()
         self.hold = RunHold(
-            role, self.compute, self.store, self.ledger, close_role, self._give_back_others
+            role, self.compute, self.store, self.ledger, forget_role, self._give_back_others
         )
         self.face: Face | None = None
         """On rank 0 of several: passes calls on to all ranks."""

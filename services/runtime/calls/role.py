@@ -12,6 +12,7 @@ import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import RoleSpec
+from rolemesh.services.runtime.ranks.device import rank_device
 
 
 class ProgressCallback(Protocol):
@@ -89,7 +90,7 @@ class Role(ABC):
 
     def devices(self) -> list[str]:
         """Devices in use, for people."""
-        if not torch.cuda.is_available():
+        device = rank_device()
+        if device.type == "cpu":
             return ["cpu"]
-        index = torch.cuda.current_device()
-        return [f"cuda:{index} {torch.cuda.get_device_name(index)}"]
+        return [f"{device} {torch.cuda.get_device_name(device)}"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rolemesh.engine.devices import give_back_memory
 from rolemesh.engine.experience import Experience, payload_layout, read_payload
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
@@ -23,6 +24,7 @@ from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.keyed import Context, KeyedCalls
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.experience.fetch import fetch_rows, take_rows
+from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.ranks.meeting import Meeting
 from rolemesh.services.runtime.server.config import ServiceConfig
 from rolemesh.services.runtime.server.metrics import ServiceMetrics
@@ -65,7 +67,7 @@ class Runtime(KeyedCalls):
     """
 
     def __init__(self, role: Role, config: ServiceConfig) -> None:
-        super().__init__(role, config, self.close_role)
+        super().__init__(role, config, self.forget_role)
         self.started_at = time.time()
         self.host_id = host_identity() if config.shared_memory else ""
         self.traffic = ChannelTraffic()
@@ -105,11 +107,29 @@ class Runtime(KeyedCalls):
             self.mesh = self.meeting.connect(layout)
         return self.mesh
 
+    def sleep_role(self) -> int:
+        """Moves weights to host memory, and gives the GPU's back to other processes.
+
+        On the compute thread. Returns the device bytes that the role freed (0 on a CPU).
+        """
+        freed = self.role.sleep()
+        device = rank_device()
+        if device.type != "cpu":
+            give_back_memory(device)
+        return freed
+
     def close_role(self) -> None:
         """Frees what Initialize made. On the compute thread."""
         self.role.close()
         self.mesh.close()
         self.mesh = RankMesh.single()
+
+    def forget_role(self) -> None:
+        """The same, and gives the memory back, since the process goes on. On the compute thread."""
+        try:
+            self.close_role()
+        finally:
+            give_back_memory(rank_device())
 
     # --- shares ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.ranks.face import Face
 from rolemesh.v1 import worker_pb2
 
@@ -92,20 +93,20 @@ class _Gpu:
 
     @classmethod
     def of_this_rank(cls) -> _Gpu | None:
-        """The current CUDA device; None if NVML is not installed or does not know it."""
+        """The rank's GPU; None if NVML is not installed or does not know it."""
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
             logger.info("pynvml is not installed: use of the CPU is shown instead of the GPU's")
             return None
-        index = torch.cuda.current_device()
+        device = rank_device()
         try:
             nvml.nvmlInit()
             # By id, since CUDA_VISIBLE_DEVICES renumbers GPUs for CUDA but not for NVML.
-            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), f"cuda:{index}")
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), str(device))
         except nvml.NVMLError as error:
-            logger.warning("NVML does not know cuda:%d: %s", index, error)
+            logger.warning("NVML does not know %s: %s", device, error)
             return None
 
     def look(self, rank: int) -> worker_pb2.DeviceUse | None:

@@ -155,7 +155,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # Set before: what is begun meanwhile would find the weights gone.
             runtime.hold.is_asleep = True
             try:
-                freed = await call.compute(runtime.role.sleep)
+                freed = await call.compute(runtime.sleep_role)
             except BaseException:
                 runtime.hold.is_asleep = False
                 raise

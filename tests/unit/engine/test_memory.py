@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.fake_cuda import FakeCuda
 
 from rolemesh.engine import memory as memory_module
 from rolemesh.engine.memory import PhaseMemory
@@ -114,3 +115,16 @@ def test_a_failed_phase_is_closed() -> None:
 def test_a_device_without_a_meter_is_refused() -> None:
     with pytest.raises(ValueError, match="device is 'mps': give 'cpu', 'cuda'"):
         PhaseMemory("mps")
+
+
+def test_a_gpu_is_measured_though_nothing_has_started_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's statistics raise until then, and ranks above 0 ask for nothing else before."""
+    cuda = FakeCuda(monkeypatch, num_devices=2)
+    monkeypatch.setattr(memory_module, "_gauges", {})
+    cuda.used_bytes[1] = LARGE
+    with PhaseMemory("cuda:1") as memory:
+        pass
+    assert memory.peak_bytes == LARGE
+    assert memory.source == "cuda"

@@ -101,6 +101,15 @@ def test_cuda_torchvision_beside_cpu_torch_fails() -> None:
     assert "torchvision" not in levels(list(check_packages({**GOOD, "torchvision": "0.28.0+cpu"})))
 
 
+def test_a_torch_for_the_cpu_beside_vllm_for_gpus_fails() -> None:
+    gpu = {**GOOD, "vllm": "0.32.0", "torch": "2.13.0+cpu"}
+    broken = next(f for f in check_packages(gpu) if f.level is Level.FAIL)
+    assert broken.text.startswith("2.13.0+cpu knows no GPU, and vllm 0.32.0 is built for CUDA")
+    assert "--force-reinstall --no-deps 'torch==2.13.0' without such an index" in broken.remedy
+    for torch in ("2.13.0", "2.13.0+cu130"):
+        assert Level.FAIL not in levels(list(check_packages({**gpu, "torch": torch}))).values()
+
+
 def test_small_memory_is_a_warning() -> None:
     assert check_memory(4 * 2**30, 2).level is Level.WARN
     assert check_memory(24 * 2**30, 2).level is Level.OK

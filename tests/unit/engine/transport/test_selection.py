@@ -15,6 +15,9 @@ from rolemesh.engine.transport.selection import (
     possible_ways,
 )
 
+HOST = "gloo through host memory"
+"""What is left when nothing else can be used."""
+
 
 def at(**changes: Any) -> Surroundings:
     """A rank on a CPU of host a, with changes."""
@@ -33,15 +36,15 @@ def gpu(uuid: str, **changes: Any) -> Surroundings:
         ([at(), at(host="b")], ("gloo",)),
         # No shared memory, or no x86-64: an equal "" is no common host.
         ([at(host=""), at(host="")], ("gloo",)),
-        ([gpu("1"), gpu("2")], ("NCCL",)),
-        ([gpu("1"), gpu("2", host="b")], ("NCCL",)),
-        ([gpu("1"), gpu("1")], ("CUDA IPC",)),
-        ([gpu("1", nccl_shares_devices=True)] * 2, ("CUDA IPC", "NCCL")),
+        ([gpu("1"), gpu("2")], ("NCCL", "torch's NCCL", HOST)),
+        ([gpu("1"), gpu("2", host="b")], ("NCCL", "torch's NCCL", HOST)),
+        ([gpu("1"), gpu("1")], ("CUDA IPC", HOST)),
+        ([gpu("1", nccl_shares_devices=True)] * 2, ("CUDA IPC", "NCCL", HOST)),
         (
             [gpu("1", nccl_shares_devices=True)] * 2 + [gpu("2", nccl_shares_devices=True)],
-            ("NCCL",),
+            ("NCCL", HOST),
         ),
-        ([gpu("1", host="", nccl_shares_devices=True)] * 2, ("NCCL",)),
+        ([gpu("1", host="", nccl_shares_devices=True)] * 2, ("NCCL", HOST)),
     ],
 )
 def test_ways_follow_from_hosts_and_devices(

@@ -10,6 +10,7 @@ from typing import Any, cast
 import psutil
 import pytest
 import torch
+from support.fake_cuda import FakeCuda
 
 from rolemesh.rpc.errors import UnavailableError
 from rolemesh.services.runtime.ranks import device_use
@@ -71,7 +72,7 @@ def nvml_with(utilization: Any) -> types.ModuleType:
     module = cast(Any, types.ModuleType("pynvml"))
     module.NVMLError = NvmlError
     module.nvmlInit = lambda: None
-    module.nvmlDeviceGetHandleByUUID = {"GPU-abc": "handle"}.__getitem__
+    module.nvmlDeviceGetHandleByUUID = {"GPU-uuid-1": "handle"}.__getitem__
     module.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=5, total=8)
     module.nvmlDeviceGetUtilizationRates = utilization
     return cast(types.ModuleType, module)
@@ -79,10 +80,8 @@ def nvml_with(utilization: Any) -> types.ModuleType:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    properties = types.SimpleNamespace(uuid="abc")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    FakeCuda(monkeypatch, num_devices=2, rank=1)
+    torch.cuda.set_device(1)
 
 
 @pytest.mark.usefixtures("cuda")

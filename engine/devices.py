@@ -1,0 +1,45 @@
+"""The device that a thread works on, and giving its memory back.
+
+Not for choosing one: a rank's service does that (`services/runtime/ranks/device.py`), and hands the
+device down.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the calling thread's current one, and starts CUDA where it has not begun.
+
+    The current device is the thread's own, and a new thread begins with the first GPU: what asks
+    for "the current device" (FSDP2, events, NCCL) would take that one on every rank. Does nothing
+    for a CPU, or for "cuda" without an index, which means the current device.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def current_device() -> torch.device:
+    """The calling thread's GPU; without GPUs the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Hands memory that nothing uses any more to the system, and on a GPU to other processes.
+
+    A model lies in cycles (modules, hooks), so only the collector frees it; and torch keeps what
+    was freed until it is told not to.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that no process holds; 0 for a CPU, where nothing is given back by sleep."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

@@ -1,0 +1,72 @@
+"""vLLM on a GPU beside a trainer: sleep of level 2, new weights, graphs, and a second engine.
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install rolemesh[gpu]")
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.rollout_checks import load_trainer_model, make_requests
+from support.tiny_models import write_tiny_llama
+
+from rolemesh.engine.devices import free_bytes, give_back_memory
+from rolemesh.engine.rollout.model_folder import WeightsStaleError
+from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.specs import SamplingSpec, VllmSpec
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+SLACK = 1 << 30
+"""Graphs, workspaces and kernels that stay."""
+GREEDY = SamplingSpec(greedy=True, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
+def test_an_engine_sleeps_takes_weights_wakes_and_makes_room_for_the_next(
+    tmp_path: Path, enforce_eager: bool
+) -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    folder = write_tiny_llama(tmp_path / "model", hidden_size=512)
+    weights = list(load_trainer_model(folder).named_parameters())
+    spec = VllmSpec(
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.3,
+        enforce_eager=enforce_eager,
+    )
+    free: list[int] = []
+    for _ in range(2):
+        backend = VllmBackend(spec, folder, device=DEVICE)
+        backend.update_weights(weights, 0)
+        first = {row.row: row.tokens for row in backend.generate(make_requests(6), GREEDY)}
+        awake = free_bytes(DEVICE)
+        freed = backend.sleep()
+        # Most of the share that the spec gave it.
+        assert freed > 0.2 * torch.cuda.mem_get_info(DEVICE)[1]
+        assert free_bytes(DEVICE) >= awake + freed - SLACK
+        with pytest.raises(WeightsStaleError):
+            list(backend.generate(make_requests(1), GREEDY))
+        woken = backend.wake()
+        assert woken < freed
+        backend.update_weights(weights, 1)
+        again = {row.row: row.tokens for row in backend.generate(make_requests(6), GREEDY)}
+        assert again == first
+        # Asleep, as a run leaves it whose actor trained last.
+        backend.sleep()
+        backend.close()
+        give_back_memory(DEVICE)
+        assert CuMemAllocator.get_instance().get_current_usage() == 0
+        free.append(free_bytes(DEVICE))
+    assert abs(free[1] - free[0]) < SLACK
