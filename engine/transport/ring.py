@@ -1,7 +1,8 @@
 """Messages through memory that both ranks can reach: a ring of slots for each ordered pair.
 
-The protocol of two transports, which differ in where the slots lie: `shm_ring` (host memory) and
-`cuda_ipc` (memory of one device). The counters always lie in shared host memory.
+The protocol of three transports, which differ in what the slots are: `shm_ring` (host memory),
+`cuda_ipc` (memory of one device) and `process_memory` (they only say where the sender's bytes lie).
+The counters always lie in shared host memory.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class RingTransport(Transport):
             raise OSError(f"{slots.name} is for x86-64, not {platform.machine()}: use gloo")
         super().__init__(rank, world_size)
         self.name = slots.name
+        self.takes_views = slots.takes_views
         self._slots = slots
         self._slot_bytes = slot_bytes
         self._segment = Segment.create(8 * (_WORDS * world_size + 1))
@@ -198,9 +200,12 @@ class RingTransport(Transport):
             self._changed.notify_all()
         return exchange
 
+    def _has_given_up(self, peer: int) -> bool:
+        return bool(self._theirs[peer][-1] == _GONE)
+
     def _gone(self, peer: int) -> str:
         """Why a peer can do no more, or nothing."""
-        if self._theirs[peer][-1] == _GONE:
+        if self._has_given_up(peer):
             return "it gave up or closed its transport"
         if not self._peers[peer].is_owner_alive():
             return "its process ended"
@@ -313,6 +318,7 @@ class _Lane:
         # Last: the receiver reads slot and length once it sees the new number.
         self._own[_WRITTEN] = written + 1
         self._transport._count_sent(length, part.is_control)
+        self._transport._count_copied(length * self._slots.copies_in, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.sends.popleft()
@@ -351,8 +357,13 @@ class _Lane:
 
     def _take(self, length: int) -> None:
         part = self.receives[0]
+        if not self._slots.copies_in and self._transport._has_given_up(self._peer):
+            # The sender kept its memory as it was until it gave up, not longer.
+            self.trouble = "it gave up while its memory was read"
+            return
         self._own[_TAKEN] += 1
         self._transport._count_received(length, part.is_control)
+        self._transport._count_copied(length, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.receives.popleft()

@@ -23,6 +23,10 @@ class Slots(ABC):
 
     name: str
     """Name of the transport."""
+    copies_in: bool = True
+    """Whether `write` copies the bytes, so that `read` copies them a second time."""
+    takes_views: bool = False
+    """Whether messages may be views of rows."""
 
     @property
     @abstractmethod

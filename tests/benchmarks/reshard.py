@@ -1,6 +1,6 @@
 """Resharding of an actor, against a plain copy of the same bytes and against full gather and slice.
 
-    python tests/benchmarks/reshard.py [--transport shm] [--repetitions 7] [--train 1-4-1]
+    python tests/benchmarks/reshard.py [--transport memory] [--repetitions 7] [--train 1-4-1]
         [--generate 1-2]
 
 Four processes, one decoder of some 40 MB in float32, from the training layout to vLLM's fused
@@ -94,7 +94,7 @@ def measure(
             context.connect(HybridLayout(TrainLayout(dp=context.world_size)), name="barrier")
         )
         transport: Transport = stack.enter_context(
-            process_transport(context, "shm") if kind == "shm" else GlooTransport(mesh)
+            GlooTransport(mesh) if kind == "gloo" else process_transport(context, kind)
         )
 
         def run(plan: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def sizes(text: str, count: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--transport", choices=["shm", "gloo"], default="shm")
+    parser.add_argument("--transport", choices=["memory", "shm", "gloo"], default="memory")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--train", default="1-4-1", help="p-t-d")
     parser.add_argument("--generate", default="1-2", help="p_g-t_g")

@@ -16,6 +16,7 @@ from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.gloo import GlooTransport
 from rolemesh.engine.transport.local import LocalHub
 from rolemesh.engine.transport.nccl import NcclTransport
+from rolemesh.engine.transport.process_memory import process_memory_transport
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.shm_ring import shm_ring_transport
 
@@ -23,7 +24,7 @@ CONNECT_S = 60.0
 SLOT_BYTES = 4096
 """Far smaller than the large messages of the tests, which so go round the ring many times."""
 
-THREADED = ["local", "shm", "nccl", "cuda_ipc"]
+THREADED = ["local", "memory", "shm", "nccl", "cuda_ipc"]
 """Transports whose ranks can be threads; the last two over fakes."""
 
 
@@ -65,6 +66,8 @@ class Cluster:
         self.transports = list(made)
 
     def _make(self, kind: str, rank: int, world_size: int) -> RingTransport | NcclTransport:
+        if kind == "memory":
+            return process_memory_transport(rank, world_size)
         if kind == "shm":
             return shm_ring_transport(rank, world_size, slot_bytes=SLOT_BYTES)
         if kind == "nccl":
@@ -102,14 +105,15 @@ def cluster(kind: str, world_size: int) -> Iterator[Cluster]:
 
 @contextmanager
 def process_transport(context: RankContext, kind: str, *, name: str = "") -> Iterator[Transport]:
-    """The transport of a rank that is a process: "gloo" or "shm"."""
+    """The transport of a rank that is a process: "gloo", "shm" or "memory"."""
     with ExitStack() as stack:
         if kind == "gloo":
             layout = HybridLayout(TrainLayout(dp=context.world_size))
             mesh = stack.enter_context(context.connect(layout, name=f"mesh{name}"))
             yield stack.enter_context(GlooTransport(mesh))
         else:
-            transport = shm_ring_transport(context.rank, context.world_size)
+            make = process_memory_transport if kind == "memory" else shm_ring_transport
+            transport = make(context.rank, context.world_size)
             stack.enter_context(transport)
             offers = context.tell(transport.offer, f"offers{name}")
             transport.connect(offers, timeout_s=CONNECT_S)
