@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 
 from rolemesh.engine.transport.rendezvous import OfferInvalidError
 from rolemesh.engine.transport.ring import RingTransport
-from rolemesh.engine.transport.ring_slots import NUM_SLOTS, Copying, Slots
+from rolemesh.engine.transport.ring_slots import Copying, Slots
 from rolemesh.engine.transport.shm import PeerSegment, Segment, host_identity
 
 _WHOLE_MESSAGES = 1 << 62
@@ -34,6 +35,13 @@ _IOV_MAX = 1024
 _MOST_BYTES = 1 << 30
 """Most bytes of one call: Linux takes a little less than 2 GiB."""
 _PR_SET_PTRACER = 0x59616D61
+
+_READ_ARGUMENTS = (
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_ulong),
+    *(ctypes.c_void_p, ctypes.c_ulong),
+    ctypes.c_ulong,
+)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -69,15 +77,18 @@ class MemorySlots(Slots):
     """
 
     name = "process memory"
+    num_slots = 64
     copies_in = False
     takes_views = True
 
     def __init__(self, rank: int, world_size: int) -> None:
         if not hasattr(_LIBC, "process_vm_readv"):
             raise OSError("process_vm_readv is missing: it is for Linux; use shared memory")
+        _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+        _LIBC.process_vm_readv.argtypes = _READ_ARGUMENTS
         self._rank = rank
-        self._shape = (world_size, NUM_SLOTS, _WORDS)
-        self._num_bytes = 8 * world_size * NUM_SLOTS * _WORDS
+        self._shape = (world_size, self.num_slots, _WORDS)
+        self._num_bytes = 8 * world_size * self.num_slots * _WORDS
         self._segment = Segment.create(self._num_bytes)
         self._own = np.frombuffer(self._segment.buffer, dtype=np.int64).reshape(self._shape)
         self._peers: dict[int, PeerSegment] = {}
@@ -170,11 +181,12 @@ class _Runs:
     @classmethod
     def of(cls, view: torch.Tensor) -> _Runs:
         """Those of a view, uint8 of any shape with unit stride in its last dimension."""
-        run, outer = 1, view.dim()
-        while outer and (view.shape[outer - 1] == 1 or view.stride(outer - 1) == run):
+        shape, strides = tuple(view.shape), view.stride()
+        run, outer = 1, len(shape)
+        while outer and (shape[outer - 1] == 1 or strides[outer - 1] == run):
             outer -= 1
-            run *= view.shape[outer]
-        return cls(view.data_ptr(), run, tuple(view.shape[:outer]), view.stride()[:outer])
+            run *= shape[outer]
+        return cls(view.data_ptr(), run, shape[:outer], strides[:outer])
 
     def words(self) -> npt.NDArray[np.int64]:
         """As int64 [_WORDS]."""
@@ -187,14 +199,17 @@ class _Runs:
     @classmethod
     def from_words(cls, words: npt.NDArray[np.int64]) -> _Runs:
         address, run, *rest = words.tolist()
-        return cls(address, run, tuple(rest[:_MAX_DIMS]), tuple(rest[_MAX_DIMS:]))
+        dims = sum(size > 1 for size in rest[:_MAX_DIMS])
+        return cls(address, run, tuple(rest[:dims]), tuple(rest[_MAX_DIMS : _MAX_DIMS + dims]))
 
     @property
     def num_bytes(self) -> int:
-        return self.run * int(np.prod(self.sizes, dtype=np.int64))
+        return self.run * math.prod(self.sizes)
 
     def vectors(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """int64 [runs, 2]: address and length of what holds bytes `start` to `stop` of it."""
+        if not self.sizes:
+            return np.array(((self.address + start, stop - start),), dtype=np.int64)
         first, last = start // self.run, -(-stop // self.run)
         numbers = np.arange(first, last, dtype=np.int64)
         vectors = np.full((len(numbers), 2), self.run, dtype=np.int64)
@@ -224,12 +239,7 @@ def _read(pid: int, source: _Runs, target: _Runs) -> None:
         stop = min(total, source.reach(at), target.reach(at), at + _MOST_BYTES)
         into, out_of = target.vectors(at, stop), source.vectors(at, stop)
         copied = _LIBC.process_vm_readv(
-            ctypes.c_int(pid),
-            ctypes.c_void_p(into.ctypes.data),
-            ctypes.c_ulong(len(into)),
-            ctypes.c_void_p(out_of.ctypes.data),
-            ctypes.c_ulong(len(out_of)),
-            ctypes.c_ulong(0),
+            pid, into.ctypes.data, len(into), out_of.ctypes.data, len(out_of), 0
         )
         if copied <= 0:
             code = ctypes.get_errno() if copied < 0 else errno.EFAULT

@@ -139,10 +139,10 @@ def lend(
 
 def byte_view(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     """A tensor of any shape as a view of uint8 that may travel as `dtype`; None if none could."""
-    view = torch.atleast_1d(held.detach())
-    if view.dtype != dtype or view.stride(-1) != 1:
+    if held.dtype != dtype or (held.dim() and held.stride(-1) != 1):
         return None
-    return view.view(torch.uint8)
+    view = held.detach()
+    return (view if view.dim() else view.reshape(1)).view(torch.uint8)
 
 
 def _held(copy: Copy, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

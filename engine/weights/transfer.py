@@ -185,11 +185,14 @@ class WeightTransfer:
         for number in range(len(rounds)):
             assert under_way is not None  # one for each round
             following = sent(number + 1) if number + 1 < len(rounds) else None
-            for parcel in rounds[number].receives:
+            if following is not None and self._lends:
+                # It takes no buffer that the round under way fills.
+                following.start()
+            for parcel in rounds[number].receives if not self._lends else ():
                 for carried in parcel.parts:
                     arriving.begin(carried.copy.target_tensor)
             under_way.wait()
-            if following is not None:
+            if following is not None and not self._lends:
                 following.start()
             for parcel in rounds[number].receives:
                 message = parcel.of(incoming[number % 2])

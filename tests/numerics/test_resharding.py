@@ -120,7 +120,7 @@ def test_the_sampler_holds_the_trainers_weights_and_each_run_counts_its_own_byte
     layout: HybridLayout, rank_pool: RankPool, folder: Path
 ) -> None:
     results = rank_pool.run(deliver_twice, 4, folder, layout)
-    assert {name for name, _ in results} == {"shared memory"}
+    assert {name for name, _ in results} == {"process memory"}
     for _, (planned, before, first, second, _) in results:
         assert before == 0
         assert first == second == planned > 0
