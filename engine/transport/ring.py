@@ -34,7 +34,7 @@ from rolemesh.engine.transport.ring_slots import Copying, Slots
 from rolemesh.engine.transport.shm import PeerSegment, Segment, host_identity
 
 _LINE_WORDS = 16
-"""int64 words of two cache lines: records of writers begin so far apart that they do not collide."""
+"""int64 words of two cache lines: records begin so far apart that their writers do not collide."""
 _WRITTEN, _TAKEN, _LENGTH = 0, 1, 2
 """Chunks put for the peer, chunks taken from it, bytes in each slot (a word for each)."""
 _OPEN, _CONNECTED, _GONE = 0, 1, 2

@@ -22,8 +22,9 @@ class Assembly:
     A tensor is allocated when its first box arrives and handed over when its last one has. What no
     box covers (the padded rows of a vocabulary) is 0.
 
-    Invariant: every box arrives once, by `put` or by `arrived`. A rank that needs a box in two tensors (`duplicates`) gets it
-    for the first one; the second one copies it when the first is whole.
+    Invariant: every box arrives once, by `put` or by `arrived`. A rank that needs a box in two
+    tensors (`duplicates`) gets it for the first one; the second one copies it when the first is
+    whole.
 
     Example, of a tensor of 4 rows that arrives in two boxes::
 

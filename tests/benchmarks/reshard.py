@@ -3,8 +3,8 @@
     python tests/benchmarks/reshard.py [--transport memory] [--repetitions 7] [--train 1-4-1]
         [--generate 1-2] [--scale 1]
 
-Four processes, one decoder of some 40 MB in float32 (--scale 3: 300), from the training layout to vLLM's fused
-generation layout:
+Four processes, one decoder of some 40 MB in float32 (--scale 3: 220), from the training layout to
+vLLM's fused generation layout:
     reshard  WeightTransfer: local reuse, and each missing element once
     full     what verl's FSDP path does: every rank gathers every parameter whole, one bucket after
              the other, and slices its generation tensors out of it
@@ -189,8 +189,7 @@ def main() -> None:
     median = {name: statistics.median(times) for name, times in slowest.items()}
     cpu = {
         name: statistics.median(
-            sum(times)
-            for times in zip(*(rank["cpu_seconds"][name] for rank in ranks), strict=True)
+            sum(times) for times in zip(*(rank["cpu_seconds"][name] for rank in ranks), strict=True)
         )
         for name in names
     }

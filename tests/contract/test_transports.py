@@ -252,7 +252,7 @@ def test_what_was_read_while_the_sender_gave_up_is_no_message(
         monkeypatch.setattr(MemorySlots, "read", read_late)
         ranks.transports[1].exchange([Message(0, bytes_of(8))], [])
         exchange = ranks.transports[0].exchange([], [Message(1, bytes_of(8))])
-        with pytest.raises(TransferFailedError, match="with rank 1 .*gave up"):
+        with pytest.raises(TransferFailedError, match=r"with rank 1 .*gave up"):
             exchange.wait(WAIT_S)
         assert ranks.transports[0].received_bytes == 0
 

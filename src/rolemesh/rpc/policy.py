@@ -72,9 +72,7 @@ def method_policies() -> Mapping[str, Policy]:
         idle_s = _seconds(declared.idle) if declared.HasField("idle") else None
         unspecified = declared.idempotency == operation_pb2.IDEMPOTENCY_UNSPECIFIED
         if deadline_s > 0 and not unspecified:
-            policies[full_method] = Policy(
-                deadline_s, Idempotency(declared.idempotency), idle_s
-            )
+            policies[full_method] = Policy(deadline_s, Idempotency(declared.idempotency), idle_s)
     return MappingProxyType(policies)
 
 

@@ -74,7 +74,9 @@ async def test_a_call_may_take_as_long_as_it_makes_progress() -> None:
 
 
 async def test_a_call_that_only_says_that_it_lives_is_given_up() -> None:
-    with pytest.raises(DeadlineError, match="host:1 has told of no progress .* since 'decode'") as e:
+    with pytest.raises(
+        DeadlineError, match=r"host:1 has told of no progress .* since 'decode'"
+    ) as e:
         await working(1, 2, *[3] * 40)
     assert e.value.reason == "CALL_IDLE"
     with pytest.raises(DeadlineError):
