@@ -7,6 +7,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rollout.base import RolloutBackend, generated
@@ -14,9 +17,12 @@ from rolemesh.engine.rollout.episodes import Episode, EpisodeRunner, as_episode
 from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import SamplingSpec
-from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS
+from rolemesh.engine.specs.columns import COLUMNS, ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
 
 Progress = Callable[[str, int, int], None]
+
+_Row = dict[str, Any]
+"""A finished row: its value of each column."""
 
 
 class Decoder(Protocol):
@@ -114,7 +120,7 @@ def sample_experience(
     for row, block in enumerate(blocks):
         members.setdefault(block, []).append(row)
     missing = Counter(blocks)
-    finished: dict[int, Episode] = {}
+    finished: dict[int, _Row] = {}
     assembled: dict[int, Experience] = {}
     played = (
         _single_turns(backend, requests, sampling)
@@ -124,19 +130,16 @@ def sample_experience(
     # Closed: if the caller gives the work up, the back end must not wait for the garbage collector.
     with closing(played):
         for done, episode in enumerate(played, start=1):
-            finished[episode.row] = episode
+            row = episode.row
+            finished[row] = _row_of(rows[row], sample_indexes[row], episode, tokenizer)
             progress("generate", done, len(requests))
-            block = blocks[episode.row]
+            block = blocks[row]
             missing[block] -= 1
             if missing[block]:
                 continue
             here = members[block]
             assembled[block] = _assemble(
-                [rows[row] for row in here],
-                [sample_indexes[row] for row in here],
-                [finished.pop(row) for row in here],
-                tokenizer,
-                has_rewards=episodes is not None,
+                [finished.pop(member) for member in here], has_rewards=episodes is not None
             )
             if block_rows and on_block is not None:
                 on_block(block, assembled[block])
@@ -147,7 +150,7 @@ def sample_experience(
             "completions"
         )
     if not assembled:
-        return _assemble([], [], [], tokenizer, has_rewards=episodes is not None)
+        return _assemble([], has_rewards=episodes is not None)
     if len(assembled) == 1:
         return next(iter(assembled.values()))
     return Experience.concat([assembled[block] for block in sorted(assembled)])
@@ -175,33 +178,34 @@ def check_block_rows(block_rows: int, sampling: SamplingSpec) -> None:
         )
 
 
-def _assemble(
-    rows: Sequence[Prompt],
-    sample_indexes: Sequence[int],
-    episodes: Sequence[Episode],
-    tokenizer: Decoder,
-    *,
-    has_rewards: bool,
-) -> Experience:
-    completions = [episode.completion_tokens for episode in episodes]
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in completions]
-    columns: dict[str, Sequence[Any]] = {
-        "tokens": [[*row.tokens, *tokens] for row, tokens in zip(rows, completions, strict=True)],
-        "prompt_lengths": [len(row.tokens) for row in rows],
-        "logprobs": [episode.logprobs for episode in episodes],
-        "loss_mask": [episode.loss_mask for episode in episodes],
-        "policy_versions": [episode.policy_versions for episode in episodes],
-        "prompt_ids": [row.prompt_id for row in rows],
-        "sample_indexes": sample_indexes,
-        "finished": [episode.finish_reason == "stop" for episode in episodes],
-        "prompt_text": [row.text for row in rows],
-        "completion_text": texts,
-        "answer": [row.answer for row in rows],
-        "metadata": [row.metadata for row in rows],
+def _row_of(prompt: Prompt, sample_index: int, episode: Episode, tokenizer: Decoder) -> _Row:
+    """What a finished row brings to each column, packed, so that little is left for the end."""
+    completion = episode.completion_tokens
+    return {
+        "tokens": _packed("tokens", [*prompt.tokens, *completion]),
+        "prompt_lengths": len(prompt.tokens),
+        "logprobs": _packed("logprobs", episode.logprobs),
+        "loss_mask": _packed("loss_mask", episode.loss_mask),
+        "policy_versions": _packed("policy_versions", episode.policy_versions),
+        "prompt_ids": prompt.prompt_id,
+        "sample_indexes": sample_index,
+        "finished": episode.finish_reason == "stop",
+        "prompt_text": prompt.text,
+        "completion_text": tokenizer.decode(completion, skip_special_tokens=True),
+        "answer": prompt.answer,
+        "metadata": prompt.metadata,
+        ENVIRONMENT_REWARDS: episode.reward,
     }
-    if has_rewards:
-        columns[ENVIRONMENT_REWARDS] = [episode.reward for episode in episodes]
-    return Experience.of_rows(columns)
+
+
+def _packed(name: str, values: Sequence[float]) -> torch.Tensor:
+    """Numbers as one row of the column of that name: a tenth of their size in Python's lists."""
+    return torch.from_numpy(np.array(values, dtype=COLUMNS[name].dtype))
+
+
+def _assemble(rows: Sequence[_Row], *, has_rewards: bool) -> Experience:
+    names = (*ROLLOUT_COLUMNS, ENVIRONMENT_REWARDS) if has_rewards else ROLLOUT_COLUMNS
+    return Experience.of_rows({name: [row[name] for row in rows] for name in names})
 
 
 SAMPLING_COLUMNS = ("logprobs", "loss_mask", "policy_versions", "finished")

@@ -56,7 +56,8 @@ class Message:
     peer: int
     """The other rank."""
     buffer: torch.Tensor
-    """uint8 [n], contiguous, n > 0. Belongs to the exchange until that was waited for."""
+    """uint8 [n], contiguous, n > 0. Belongs to the exchange until that was waited for. Where the
+    transport takes views: of any shape, the last dimension contiguous, sent in row-major order."""
 
 
 class Exchange(ABC):
@@ -98,6 +99,9 @@ class Transport(ABC):
 
     name: str
     """Name of the transport in errors and metrics."""
+    takes_views: bool = False
+    """Whether a message may be a view of rows in a larger tensor: what is sent then needs no
+    packing, and what is received lies in its place at once."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
@@ -110,6 +114,8 @@ class Transport(ABC):
         """Payload handed to the wire."""
         self.received_bytes = 0
         """Payload taken from the wire."""
+        self.copied_bytes = 0
+        """Payload that this end copied, on its way in and on its way out; rings alone count it."""
         self._failure = ""
 
     def exchange(
@@ -181,6 +187,9 @@ class Transport(ABC):
     def _count_received(self, num_bytes: int, is_control: bool) -> None:
         self.received_bytes += 0 if is_control else num_bytes
 
+    def _count_copied(self, num_bytes: int, is_control: bool) -> None:
+        self.copied_bytes += 0 if is_control else num_bytes
+
     def _check(self, message: Message) -> None:
         if not 0 <= message.peer < self.world_size:
             raise ValueError(f"peer is {message.peer}: give 0 to {self.world_size - 1}")
@@ -189,7 +198,9 @@ class Transport(ABC):
                 f"peer is {message.peer}, this rank itself: copy in memory, without a transport"
             )
         buffer = message.buffer
-        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        is_flat = buffer.dim() == 1 and buffer.is_contiguous()
+        is_view = self.takes_views and buffer.dim() > 1 and buffer.stride(-1) == 1
+        if buffer.dtype != torch.uint8 or not (is_flat or is_view):
             raise ValueError(
                 f"message with rank {message.peer} is {buffer.dtype} {list(buffer.shape)}: give "
                 "contiguous uint8 [n]"

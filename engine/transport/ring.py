@@ -1,7 +1,8 @@
 """Messages through memory that both ranks can reach: a ring of slots for each ordered pair.
 
-The protocol of two transports, which differ in where the slots lie: `shm_ring` (host memory) and
-`cuda_ipc` (memory of one device). The counters always lie in shared host memory.
+The protocol of three transports, which differ in what the slots are: `shm_ring` (host memory),
+`cuda_ipc` (memory of one device) and `process_memory` (they only say where the sender's bytes lie).
+The counters always lie in shared host memory.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from rolemesh.engine.transport.rendezvous import (
     decode_offer,
     encode_offer,
 )
-from rolemesh.engine.transport.ring_slots import NUM_SLOTS, Copying, Slots
+from rolemesh.engine.transport.ring_slots import Copying, Slots
 from rolemesh.engine.transport.shm import PeerSegment, Segment, host_identity
 
-_WORDS = 16
-"""int64 words of each (owner, peer) record; two cache lines, so that writers do not collide."""
+_LINE_WORDS = 16
+"""int64 words of two cache lines: records begin so far apart that their writers do not collide."""
 _WRITTEN, _TAKEN, _LENGTH = 0, 1, 2
-"""Chunks put for the peer, chunks taken from it, bytes in each slot (NUM_SLOTS words)."""
+"""Chunks put for the peer, chunks taken from it, bytes in each slot (a word for each)."""
 _OPEN, _CONNECTED, _GONE = 0, 1, 2
 """The owner's state, the first word behind the records."""
 
@@ -64,9 +65,12 @@ class RingTransport(Transport):
             raise OSError(f"{slots.name} is for x86-64, not {platform.machine()}: use gloo")
         super().__init__(rank, world_size)
         self.name = slots.name
+        self.takes_views = slots.takes_views
         self._slots = slots
         self._slot_bytes = slot_bytes
-        self._segment = Segment.create(8 * (_WORDS * world_size + 1))
+        # Of each (owner, peer) record.
+        self._words = -(-(_LENGTH + slots.num_slots) // _LINE_WORDS) * _LINE_WORDS
+        self._segment = Segment.create(8 * (self._words * world_size + 1))
         self._own = np.frombuffer(self._segment.buffer, dtype=np.int64)
         self._peers: dict[int, PeerSegment] = {}
         self._theirs: dict[int, npt.NDArray[np.int64]] = {}
@@ -132,8 +136,8 @@ class RingTransport(Transport):
             theirs = np.frombuffer(segment.view, dtype=np.int64)
             self._theirs[peer] = theirs
             self._slots.open(peer, offer["handle"])
-            own_record = self._own[_WORDS * peer : _WORDS * (peer + 1)]
-            their_record = theirs[_WORDS * self.rank : _WORDS * (self.rank + 1)]
+            own_record = self._own[self._words * peer : self._words * (peer + 1)]
+            their_record = theirs[self._words * self.rank : self._words * (self.rank + 1)]
             self._lanes[peer] = _Lane(self, peer, own_record, their_record)
         self._own[-1] = _CONNECTED
         for peer in self._peers:
@@ -198,9 +202,12 @@ class RingTransport(Transport):
             self._changed.notify_all()
         return exchange
 
+    def _has_given_up(self, peer: int) -> bool:
+        return bool(self._theirs[peer][-1] == _GONE)
+
     def _gone(self, peer: int) -> str:
         """Why a peer can do no more, or nothing."""
-        if self._theirs[peer][-1] == _GONE:
+        if self._has_given_up(peer):
             return "it gave up or closed its transport"
         if not self._peers[peer].is_owner_alive():
             return "its process ended"
@@ -251,6 +258,8 @@ class _PendingMessage:
         self.position = 0
 
     def next_chunk(self, slot_bytes: int) -> torch.Tensor:
+        if self.buffer.numel() <= slot_bytes:
+            return self.buffer
         return self.buffer[self.position : self.position + slot_bytes]
 
 
@@ -267,6 +276,7 @@ class _Lane:
         self._transport = transport
         self._slots = transport._slots
         self._slot_bytes = transport._slot_bytes
+        self._num_slots = transport._slots.num_slots
         self._peer = peer
         self._own = own
         self._theirs = theirs
@@ -296,10 +306,10 @@ class _Lane:
             self._publish(length)
             return True
         written = int(self._own[_WRITTEN])
-        if not self.sends or written - int(self._theirs[_TAKEN]) >= NUM_SLOTS:
+        if not self.sends or written - int(self._theirs[_TAKEN]) >= self._num_slots:
             return False
         chunk = self.sends[0].next_chunk(self._slot_bytes)
-        copying_or_done = self._slots.write(self._peer, written % NUM_SLOTS, chunk)
+        copying_or_done = self._slots.write(self._peer, written % self._num_slots, chunk)
         if copying_or_done is None:
             self._publish(chunk.numel())
         else:
@@ -309,10 +319,11 @@ class _Lane:
     def _publish(self, length: int) -> None:
         part = self.sends[0]
         written = int(self._own[_WRITTEN])
-        self._own[_LENGTH + written % NUM_SLOTS] = length
+        self._own[_LENGTH + written % self._num_slots] = length
         # Last: the receiver reads slot and length once it sees the new number.
         self._own[_WRITTEN] = written + 1
         self._transport._count_sent(length, part.is_control)
+        self._transport._count_copied(length * self._slots.copies_in, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.sends.popleft()
@@ -338,11 +349,18 @@ class _Lane:
         if not self.receives or self.trouble or int(self._theirs[_WRITTEN]) <= taken:
             return False
         chunk = self.receives[0].next_chunk(self._slot_bytes)
-        length = int(self._theirs[_LENGTH + taken % NUM_SLOTS])
+        length = int(self._theirs[_LENGTH + taken % self._num_slots])
         if length != chunk.numel():
             self.trouble = f"it sent {length} bytes where {chunk.numel()} are expected"
             return False
-        copying_or_done = self._slots.read(self._peer, taken % NUM_SLOTS, chunk)
+        try:
+            copying_or_done = self._slots.read(self._peer, taken % self._num_slots, chunk)
+        except OSError:
+            # A peer that gives up may free what it has offered.
+            self.trouble = self._transport._gone(self._peer)
+            if not self.trouble:
+                raise
+            return False
         if copying_or_done is None:
             self._take(length)
         else:
@@ -351,8 +369,13 @@ class _Lane:
 
     def _take(self, length: int) -> None:
         part = self.receives[0]
+        if not self._slots.copies_in and self._transport._has_given_up(self._peer):
+            # The sender kept its memory as it was until it gave up, not longer.
+            self.trouble = "it gave up while its memory was read"
+            return
         self._own[_TAKEN] += 1
         self._transport._count_received(length, part.is_control)
+        self._transport._count_copied(length, part.is_control)
         part.position += length
         if part.position == part.buffer.numel():
             self.receives.popleft()

@@ -23,6 +23,12 @@ class Slots(ABC):
 
     name: str
     """Name of the transport."""
+    num_slots: int = NUM_SLOTS
+    """Slots of each ordered pair of ranks."""
+    copies_in: bool = True
+    """Whether `write` copies the bytes, so that `read` copies them a second time."""
+    takes_views: bool = False
+    """Whether messages may be views of rows."""
 
     @property
     @abstractmethod

@@ -25,6 +25,7 @@ from rolemesh.engine.transport.cuda_queue import CudaQueue
 from rolemesh.engine.transport.gloo import GlooTransport
 from rolemesh.engine.transport.local import LocalTransport
 from rolemesh.engine.transport.nccl import NcclTransport
+from rolemesh.engine.transport.process_memory import process_memory_transport
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.engine.transport.shm_ring import SLOT_BYTES, shm_ring_transport
@@ -40,7 +41,13 @@ NCCL_SHARES_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable of NCCL >= 2.30: "1" lets several ranks have one device."""
 
 Way: TypeAlias = Literal[
-    "shared memory", "gloo", "CUDA IPC", "NCCL", "torch's NCCL", "gloo through host memory"
+    "process memory",
+    "shared memory",
+    "gloo",
+    "CUDA IPC",
+    "NCCL",
+    "torch's NCCL",
+    "gloo through host memory",
 ]
 """A transport by its name."""
 
@@ -106,7 +113,7 @@ def possible_ways(ranks: Sequence[Surroundings]) -> tuple[Way, ...]:
         )
     can_ring = ranks[0].host != "" and len({rank.host for rank in ranks}) == 1
     if kinds[0] == "cpu":
-        return ("shared memory", "gloo") if can_ring else ("gloo",)
+        return ("process memory", "shared memory", "gloo") if can_ring else ("gloo",)
     holders: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         holders.setdefault(rank.uuid, []).append(number)
@@ -132,10 +139,11 @@ def make_transport(
 ) -> Transport:
     """Connects the ranks of a mesh; all of them call it together.
 
-    One rank needs no transport. On CPUs: shared memory within one x86-64 host, else gloo. On GPUs:
-    NCCL through cupy, or CUDA IPC where all ranks share one device; without cupy torch's own NCCL,
-    and at last gloo with copies in host memory. What cannot be used after all (a full /dev/shm, a
-    cupy without libnccl on one rank) is left by all ranks for the next in that order.
+    One rank needs no transport. On CPUs within one x86-64 host: out of the sender's own memory, or
+    through shared memory where that is not allowed; else gloo. On GPUs: NCCL through cupy, or CUDA
+    IPC where all ranks share one device; without cupy torch's own NCCL, and at last gloo with
+    copies in host memory. What cannot be used after all (a full /dev/shm, a cupy without libnccl on
+    one rank) is left by all ranks for the next in that order.
 
     Args:
         mesh: Its process groups take tensors in host memory ("gloo", "cpu:gloo,cuda:nccl").
@@ -168,6 +176,8 @@ def make_transport(
 
 def _make(way: Way, mesh: RankMesh, device: torch.device) -> _Connected:
     rank, size = mesh.rank, mesh.world.size
+    if way == "process memory":
+        return process_memory_transport(rank, size)
     if way == "shared memory":
         slot_bytes = min(SLOT_BYTES, RING_BYTES // (2 * size))
         return shm_ring_transport(rank, size, slot_bytes=slot_bytes)

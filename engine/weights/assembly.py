@@ -22,8 +22,9 @@ class Assembly:
     A tensor is allocated when its first box arrives and handed over when its last one has. What no
     box covers (the padded rows of a vocabulary) is 0.
 
-    Invariant: every box arrives once. A rank that needs a box in two tensors (`duplicates`) gets it
-    for the first one; the second one copies it when the first is whole.
+    Invariant: every box arrives once, by `put` or by `arrived`. A rank that needs a box in two
+    tensors (`duplicates`) gets it for the first one; the second one copies it when the first is
+    whole.
 
     Example, of a tensor of 4 rows that arrives in two boxes::
 
@@ -108,6 +109,14 @@ class Assembly:
             self._begun[name] = values
         else:
             place(self.begin(name), piece, values)
+        self._count(piece, is_lasting)
+
+    def arrived(self, piece: Piece) -> None:
+        """Says that a box lies in its place already: it was received into the tensor of `begin`."""
+        self._count(piece, False)
+
+    def _count(self, piece: Piece, is_lasting: bool) -> None:
+        name = piece.tensor
         self._awaited[name] -= num_elements(piece.box)
         if self._awaited[name]:
             return

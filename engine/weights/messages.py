@@ -14,6 +14,7 @@ import torch
 
 from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.layout.payload import aligned
+from rolemesh.engine.transport.base import Message
 from rolemesh.engine.weights.copies import Copy
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
@@ -111,11 +112,45 @@ def pack(
         tensors: Of this rank by name, floating, shaped as the source layout says.
     """
     for parcel in parcels:
-        message = parcel.of(outgoing)
         for carried in parcel.parts:
-            copy = carried.copy
-            held = part(tensors[copy.source_tensor], copy.source_origin, copy.box)
-            carried.values(message).copy_(held)
+            _pack_part(carried, parcel.of(outgoing), _held(carried.copy, tensors))
+
+
+@torch.no_grad()
+def lend(
+    parcels: Sequence[Parcel], outgoing: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> list[Message]:
+    """Messages that are the parts themselves where they lie, one each; for transports with views.
+
+    Only what travels in another element type than it is held in, or is held column by column, is
+    packed. Arguments as of `pack`; the tensors must stay as they are until the messages arrived.
+    """
+    messages = []
+    for parcel in parcels:
+        for carried in parcel.parts:
+            held = _held(carried.copy, tensors)
+            lent = byte_view(held, carried.dtype)
+            if lent is None:
+                _pack_part(carried, parcel.of(outgoing), held)
+                lent = parcel.of(outgoing)[carried.start : carried.stop]
+            messages.append(Message(parcel.peer, lent))
+    return messages
+
+
+def byte_view(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor of any shape as a view of uint8 that may travel as `dtype`; None if none could."""
+    if held.dtype != dtype or (held.dim() and held.stride(-1) != 1):
+        return None
+    view = held.detach()
+    return (view if view.dim() else view.reshape(1)).view(torch.uint8)
+
+
+def _held(copy: Copy, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return part(tensors[copy.source_tensor], copy.source_origin, copy.box)
+
+
+def _pack_part(carried: CopySpan, message: torch.Tensor, held: torch.Tensor) -> None:
+    carried.values(message).copy_(held)
 
 
 def checksums(parcel: Parcel, message: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Carries out a plan over a transport: weights leave one layout and arrive in another.
 
 The next bucket is packed while one travels, and one travels while the last one is unpacked. A
-target tensor exists from its first element on and is handed over as soon as it is whole.
+target tensor exists from its first element on and is handed over as soon as it is whole. Over a
+transport that takes views nothing is packed or unpacked: boxes go from tensor to tensor.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from rolemesh.engine.weights.messages import (
     Parcel,
     Round,
     buffer_bytes,
+    byte_view,
     checksums,
+    lend,
     make_parcels,
     pack,
 )
 from rolemesh.engine.weights.plan import Bucket, Plan
-from rolemesh.engine.weights.sharded_tensors import tensor_dtypes
+from rolemesh.engine.weights.sharded_tensors import part, tensor_dtypes
 
 _HEADER = struct.Struct("<8sq32s?")
 _MAGIC = b"rolemesh"
@@ -63,7 +66,8 @@ class WeightTransfer:
     """One rank's side of a plan, for as many transfers as one likes. Owned by one thread.
 
     All ranks of the plan run it together. Extra memory while it runs: two buffers for what goes out
-    and two for what comes in, each of a bucket, and target tensors that are not whole yet.
+    and two for what comes in, each of a bucket (not where the transport takes views, except for
+    casts), and target tensors that are not whole yet.
 
     Example::
 
@@ -108,6 +112,8 @@ class WeightTransfer:
         self._timeout_s = timeout_s
         self._device = torch.device(device)
         self._checks_bytes = checks_bytes
+        # A sum is taken of bytes that nothing changes any more: of packed ones.
+        self._lends = transport.takes_views and not checks_bytes
         self._digest = plan_digest(plan)
         self._rounds = [
             round_
@@ -167,26 +173,35 @@ class WeightTransfer:
         outgoing = [self._buffer(round_.sends for round_ in self._rounds) for _ in range(2)]
         incoming = [self._buffer(round_.receives for round_ in self._rounds) for _ in range(2)]
         rounds = self._rounds
-        under_way = _Sent(self, rounds[0], outgoing[0], incoming[0], tensors) if rounds else None
+
+        def sent(number: int) -> _Sent:
+            turn = number % 2
+            return _Sent(self, rounds[number], outgoing[turn], incoming[turn], tensors, arriving)
+
+        under_way = sent(0) if rounds else None
         if under_way is not None:
             under_way.start()
         yield from arriving.whole()
         for number in range(len(rounds)):
             assert under_way is not None  # one for each round
-            following = None
-            if number + 1 < len(rounds):
-                turn = (number + 1) % 2
-                following = _Sent(self, rounds[number + 1], outgoing[turn], incoming[turn], tensors)
-            for parcel in rounds[number].receives:
-                for part in parcel.parts:
-                    arriving.begin(part.copy.target_tensor)
+            following = sent(number + 1) if number + 1 < len(rounds) else None
+            if following is not None and self._lends:
+                # It takes no buffer that the round under way fills.
+                following.start()
+            for parcel in rounds[number].receives if not self._lends else ():
+                for carried in parcel.parts:
+                    arriving.begin(carried.copy.target_tensor)
             under_way.wait()
-            if following is not None:
+            if following is not None and not self._lends:
                 following.start()
             for parcel in rounds[number].receives:
                 message = parcel.of(incoming[number % 2])
-                for part in parcel.parts:
-                    arriving.put(part.copy.wanted, part.values(message))
+                for carried in parcel.parts:
+                    wanted = carried.copy.wanted
+                    if carried.copy in under_way.placed:
+                        arriving.arrived(wanted)
+                    else:
+                        arriving.put(wanted, carried.values(message))
                     yield from arriving.whole()
             under_way = following
 
@@ -269,14 +284,36 @@ class _Sent:
         outgoing: torch.Tensor,
         incoming: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
+        arriving: Assembly,
     ) -> None:
         self._transfer = transfer
         self._round = round_
         self._exchanges: list[Exchange] = []
+        self._sums: list[torch.Tensor] = []
+        self.placed: set[Copy] = set()
+        """What is received into its place in a target tensor."""
+        if transfer._lends:
+            self._sends = lend(round_.sends, outgoing, tensors)
+            self._receives = self._places(incoming, arriving)
+            return
         self._sends = [Message(parcel.peer, parcel.of(outgoing)) for parcel in round_.sends]
         self._receives = [Message(parcel.peer, parcel.of(incoming)) for parcel in round_.receives]
         pack(round_.sends, outgoing, tensors)
-        self._sums: list[torch.Tensor] = []
+
+    def _places(self, incoming: torch.Tensor, arriving: Assembly) -> list[Message]:
+        """Where the parts of the round go: to their places, or (for a cast) to the buffer."""
+        messages = []
+        for parcel in self._round.receives:
+            for carried in parcel.parts:
+                wanted = carried.copy.wanted
+                place = part(arriving.begin(wanted.tensor), wanted.origin, wanted.box)
+                into = byte_view(place, carried.dtype)
+                if into is None:
+                    into = parcel.of(incoming)[carried.start : carried.stop]
+                else:
+                    self.placed.add(carried.copy)
+                messages.append(Message(parcel.peer, into))
+        return messages
 
     def start(self) -> None:
         transport, label = self._transfer._transport, self._round.label

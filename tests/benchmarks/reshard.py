@@ -1,10 +1,10 @@
 """Resharding of an actor, against a plain copy of the same bytes and against full gather and slice.
 
-    python tests/benchmarks/reshard.py [--transport shm] [--repetitions 7] [--train 1-4-1]
-        [--generate 1-2]
+    python tests/benchmarks/reshard.py [--transport memory] [--repetitions 7] [--train 1-4-1]
+        [--generate 1-2] [--scale 1]
 
-Four processes, one decoder of some 40 MB in float32, from the training layout to vLLM's fused
-generation layout:
+Four processes, one decoder of some 40 MB in float32 (--scale 3: 220), from the training layout to
+vLLM's fused generation layout:
     reshard  WeightTransfer: local reuse, and each missing element once
     full     what verl's FSDP path does: every rank gathers every parameter whole, one bucket after
              the other, and slices its generation tensors out of it
@@ -12,7 +12,8 @@ generation layout:
     copy     the bytes that reshard receives are copied inside each process, without any transport
     build    the generation tensors are copied from memory: what any way has to write at least
 Ways alternate, so that a slow moment of the machine meets all; a barrier stands before and after
-each, and the slowest rank counts. Every way's tensors are compared with the weights first. Bytes
+each, and the slowest rank counts. Processor time is that of all ranks, which other work on the
+machine changes less. Every way's tensors are compared with the weights first. Bytes
 are counted at the transport. Prints one JSON line.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -48,17 +50,24 @@ from rolemesh.engine.weights.transfer import WeightTransfer
 
 TIMEOUT_S = 120.0
 WARM_UP = 1
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 48,
-    "vocab_size": 4096,
-    "tie_word_embeddings": False,
-}
+WAYS = ("reshard", "full", "vanilla", "copy", "build")
+
+
+def decoder(scale: int) -> DecoderShape:
+    """A decoder of 38.5 MB in float32, with every width `scale` times as large."""
+    return DecoderShape.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 384 * scale,
+            "intermediate_size": 1024 * scale,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 48 * scale,
+            "vocab_size": 4096,
+            "tie_word_embeddings": False,
+        }
+    )
 
 
 def measure(
@@ -68,11 +77,13 @@ def measure(
     generate: GenerateLayout,
     repetitions: int,
     bucket_bytes: int,
+    scale: int,
+    names: list[str],
 ) -> dict[str, Any]:
     """Seconds of each way by repetition, and bytes that this rank received."""
     torch.set_num_threads(1)
     layout = HybridLayout(train, generate)
-    shape = DecoderShape.from_config(CONFIG)
+    shape = decoder(scale)
     source = train_layout(shape, train)
     target = generate_layout(shape, layout, "float32")
     whole = whole_layout(shape.manifest("float32"), context.world_size)
@@ -94,7 +105,7 @@ def measure(
             context.connect(HybridLayout(TrainLayout(dp=context.world_size)), name="barrier")
         )
         transport: Transport = stack.enter_context(
-            process_transport(context, "shm") if kind == "shm" else GlooTransport(mesh)
+            GlooTransport(mesh) if kind == "gloo" else process_transport(context, kind)
         )
 
         def run(plan: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -113,6 +124,7 @@ def measure(
             "copy": lambda: {"": received.clone()},
             "build": lambda: {name: tensor.clone() for name, tensor in expected.items()},
         }
+        ways = {name: ways[name] for name in names}
         moved = {}
         for name, way in ways.items():
             before = transport.received_bytes
@@ -121,15 +133,23 @@ def measure(
             if name != "copy":
                 assert_equal(tensors, expected)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
         for repetition in range(WARM_UP + repetitions):
             for name, way in ways.items():
                 dist.barrier()
-                started = time.perf_counter()
+                started, computed = time.perf_counter(), time.process_time()
                 way()
+                computed = time.process_time() - computed
                 dist.barrier()
                 if repetition >= WARM_UP:
+                    cpu_seconds[name].append(computed)
                     seconds[name].append(time.perf_counter() - started)
-        return {"seconds": seconds, "received": moved, "planned": wanted}
+        return {
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "received": moved,
+            "planned": wanted,
+        }
 
 
 def sizes(text: str, count: int) -> list[int]:
@@ -139,19 +159,27 @@ def sizes(text: str, count: int) -> list[int]:
     return numbers
 
 
+def ratios(values: dict[str, float]) -> dict[str, float]:
+    """How many times as much as resharding each other way takes."""
+    ours = values.get("reshard", math.nan)
+    return {name: value / ours for name, value in values.items() if name != "reshard"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--transport", choices=["shm", "gloo"], default="shm")
+    parser.add_argument("--transport", choices=["memory", "shm", "gloo"], default="memory")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--train", default="1-4-1", help="p-t-d")
     parser.add_argument("--generate", default="1-2", help="p_g-t_g")
     parser.add_argument("--bucket-kib", type=int, default=2048)
+    parser.add_argument("--scale", type=int, default=1, help="of all widths of the model")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     pp, tp, dp = sizes(options.train, 3)
     pp_g, tp_g = sizes(options.generate, 2)
     train, generate = TrainLayout(pp=pp, tp=tp, dp=dp), GenerateLayout(pp=pp_g, tp=tp_g)
     layout = HybridLayout(train, generate)
-    shape = DecoderShape.from_config(CONFIG)
+    shape = decoder(options.scale)
     with RankPool(layout.world_size) as pool:
         ranks = pool.run(
             measure,
@@ -161,6 +189,8 @@ def main() -> None:
             generate,
             options.repetitions,
             options.bucket_kib << 10,
+            options.scale,
+            options.ways,
             timeout_s=600,
         )
     names = list(ranks[0]["seconds"])
@@ -169,9 +199,16 @@ def main() -> None:
         for name in names
     }
     median = {name: statistics.median(times) for name, times in slowest.items()}
-    received = {
+    cpu = {
+        name: statistics.median(
+            sum(times) for times in zip(*(rank["cpu_seconds"][name] for rank in ranks), strict=True)
+        )
+        for name in names
+    }
+    received: dict[str, float] = {
         name: max(rank["received"][name] for rank in ranks)
         for name in ("reshard", "full", "vanilla")
+        if name in names
     }
     whole = sum(parameter.num_bytes for parameter in shape.manifest("float32").values())
     print(
@@ -190,13 +227,11 @@ def main() -> None:
                 "received_bytes": received,
                 "share_of_model": {name: each / whole for name, each in received.items()},
                 "median_s": median,
+                "median_cpu_s": cpu,
                 "spread_s": {name: [min(times), max(times)] for name, times in slowest.items()},
-                "bytes_full_to_reshard": received["full"] / received["reshard"],
-                "bytes_vanilla_to_reshard": received["vanilla"] / received["reshard"],
-                "time_full_to_reshard": median["full"] / median["reshard"],
-                "time_vanilla_to_reshard": median["vanilla"] / median["reshard"],
-                "time_reshard_to_copy": median["reshard"] / median["copy"],
-                "time_reshard_to_build": median["reshard"] / median["build"],
+                "bytes_to_reshard": ratios(received),
+                "time_to_reshard": ratios(median),
+                "cpu_to_reshard": ratios(cpu),
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             }

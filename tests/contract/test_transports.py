@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.transport_ranks import (
 )
 
 from rolemesh.engine.transport.base import Message, TransferFailedError, Transport
+from rolemesh.engine.transport.process_memory import MemorySlots
 
 WAIT_S = 240.0
 """What is right ends long before, also where forty others want the same two cores."""
@@ -169,7 +171,7 @@ def test_a_peer_that_does_nothing_is_named_when_the_time_is_over(kind: str) -> N
             transport.exchange([], [Message(2, into)])
 
 
-@pytest.mark.parametrize("kind", ["local", "shm", "cuda_ipc"])
+@pytest.mark.parametrize("kind", ["local", "memory", "shm", "cuda_ipc"])
 def test_a_peer_that_gives_up_ends_the_wait_at_once(kind: str) -> None:
     with cluster(kind, 2) as ranks:
         into = torch.zeros(LARGE, dtype=torch.uint8)
@@ -180,7 +182,7 @@ def test_a_peer_that_gives_up_ends_the_wait_at_once(kind: str) -> None:
         assert caught.value.seconds < PROMPT_S
 
 
-@pytest.mark.parametrize("kind", ["local", "shm", "cuda_ipc"])
+@pytest.mark.parametrize("kind", ["local", "memory", "shm", "cuda_ipc"])
 def test_a_message_of_another_size_is_an_error_and_not_data(kind: str) -> None:
     def rank(transport: Transport) -> str:
         if transport.rank == 1:
@@ -194,6 +196,69 @@ def test_a_message_of_another_size_is_an_error_and_not_data(kind: str) -> None:
     with cluster(kind, 2) as ranks:
         messages = ranks.run(rank)
     assert "it sent 9 bytes where 8 are expected" in messages[0]
+
+
+# --- out of the sender's own memory ---------------------------------------------------------
+
+
+def bytes_of(*shape: int) -> torch.Tensor:
+    """uint8 of a shape, none like its neighbours."""
+    return content(0, 0, 1, int(torch.Size(shape).numel())).view(shape)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        # More rows than one call takes, of other lengths on either side.
+        (bytes_of(3000, 6)[:, 1:5], bytes_of(2500, 9)[:2000, 3:]),
+        (bytes_of(4, 9, 5)[1:3, 2:7, :4], bytes_of(40)),
+        (bytes_of(1 << 20), bytes_of(1025, 1028)[:1024, :1024]),
+        (bytes_of(2, 3)[:, :1], bytes_of(1, 2, 1)),
+    ],
+    ids=["rows", "boxes", "one run to many", "single bytes"],
+)
+def test_views_of_rows_travel_without_being_packed(
+    source: torch.Tensor, target: torch.Tensor
+) -> None:
+    before = target.clone()
+    whole = target if target._base is None else target._base
+    around = whole.clone()
+    with cluster("memory", 2) as ranks:
+        sent = ranks.transports[1].exchange([Message(0, source)], [])
+        ranks.transports[0].exchange([], [Message(1, target)]).wait(WAIT_S)
+        sent.wait(WAIT_S)
+        copied = [transport.copied_bytes for transport in ranks.transports]
+    assert torch.equal(target.reshape(-1), source.reshape(-1))
+    assert copied == [source.numel(), 0]
+    target.copy_(before)
+    assert torch.equal(whole, around)  # nothing beside the view was written
+
+
+@pytest.mark.parametrize("kind", ["local", "shm"])
+def test_other_transports_refuse_views(kind: str) -> None:
+    with cluster(kind, 2) as ranks, pytest.raises(ValueError, match="give contiguous uint8"):
+        ranks.transports[0].exchange([Message(1, bytes_of(4, 4)[:, :2])], [])
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_what_was_read_while_the_sender_gave_up_is_no_message(
+    is_freed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster("memory", 2) as ranks:
+        read = MemorySlots.read
+
+        def read_late(slots: MemorySlots, peer: int, slot: int, target: torch.Tensor) -> None:
+            ranks.transports[1].abort()
+            if is_freed:
+                raise OSError(errno.EFAULT, "Bad address")
+            read(slots, peer, slot, target)
+
+        monkeypatch.setattr(MemorySlots, "read", read_late)
+        ranks.transports[1].exchange([Message(0, bytes_of(8))], [])
+        exchange = ranks.transports[0].exchange([], [Message(1, bytes_of(8))])
+        with pytest.raises(TransferFailedError, match=r"with rank 1 .*gave up"):
+            exchange.wait(WAIT_S)
+        assert ranks.transports[0].received_bytes == 0
 
 
 # --- ranks as processes ---------------------------------------------------------------------
@@ -232,7 +297,7 @@ def megabytes_to_all(transport: Transport, num_rounds: int) -> None:
         ).wait(WAIT_S)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm", "host memory", "pairs"])
+@pytest.mark.parametrize("kind", ["gloo", "memory", "shm", "host memory", "pairs"])
 def test_processes_exchange_over_many_rounds(kind: str, rank_pool: RankPool) -> None:
     totals = rank_pool.run(all_patterns, 4, kind)
     assert sum(sent for sent, _ in totals) == sum(received for _, received in totals) > 0
@@ -273,12 +338,12 @@ def silent_rank(context: RankContext, kind: str) -> str:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", ["gloo", "memory", "shm"])
 def test_the_deadline_of_a_wait_holds_between_processes(kind: str, rank_pool: RankPool) -> None:
     assert "with rank 1" in rank_pool.run(silent_rank, 2, kind)[0]
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", ["gloo", "memory", "shm"])
 def test_a_killed_rank_is_named_and_leaves_nothing_in_shared_memory(
     kind: str, rank_pool: RankPool
 ) -> None:

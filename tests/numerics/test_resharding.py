@@ -30,7 +30,7 @@ from rolemesh.engine.rollout.requests import RolloutRequest
 from rolemesh.engine.rollout.vllm import VllmBackend
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, SamplingSpec, VllmSpec
 from rolemesh.engine.train.trainer import Trainer
-from rolemesh.engine.transport import selection, shm_ring
+from rolemesh.engine.transport import process_memory, selection, shm_ring
 from rolemesh.engine.transport.base import Message, TransferFailedError
 from rolemesh.engine.transport.selection import make_transport
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
@@ -122,7 +122,7 @@ def test_the_sampler_holds_the_trainers_weights_and_each_run_counts_its_own_byte
     layout: HybridLayout, rank_pool: RankPool, folder: Path
 ) -> None:
     results = rank_pool.run(deliver_twice, 4, folder, layout)
-    assert {name for name, _ in results} == {"shared memory"}
+    assert {name for name, _ in results} == {"process memory"}
     for _, (planned, before, first, second, _) in results:
         assert before == 0
         assert first == second == planned > 0
@@ -229,7 +229,7 @@ def meet_late(at: RankContext, folder: Path, layout: HybridLayout) -> str:
             backend.update_shard(resharder.run(weights, policy_version=1), 1)
         store.set("over", "yes")
         assert backend.policy_version == -1
-        assert (caught.value.peer, caught.value.transport) == (1, "shared memory")
+        assert (caught.value.peer, caught.value.transport) == (1, "process memory")
         assert caught.value.seconds >= SHORT_S
         return str(caught.value)
 
@@ -240,17 +240,20 @@ def test_a_rank_that_does_not_come_is_named_with_the_seconds(
     layout = HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=1))
     message = rank_pool.run(meet_late, 2, folder, layout)[0]
     assert message.startswith(f"rank 0 waited {SHORT_S:.1f} s for the header")
-    assert "with rank 1 over shared memory: it did not do its part in time" in message
+    assert "with rank 1 over process memory: it did not do its part in time" in message
 
 
 # --- the choice of a way ------------------------------------------------------------------
 
 
 def choose_in_trouble(at: RankContext, trouble: str) -> str:
-    """Which transport comes of it when rank 1 cannot use shared memory."""
+    """Which transport comes of it when rank 1 cannot use memory of others."""
 
     def full(num_bytes: int) -> Any:
         raise OSError(28, "No space left on device")
+
+    def forbidden(*runs: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
 
     def absent(self: Any, peer: int, handle: str) -> None:
         raise FileNotFoundError(2, "No such file or directory", handle)
@@ -258,8 +261,11 @@ def choose_in_trouble(at: RankContext, trouble: str) -> str:
     with pytest.MonkeyPatch.context() as patch, at.connect(HybridLayout(TrainLayout(dp=3))) as mesh:
         if at.rank == 1 and trouble == "full":
             patch.setattr(shm_ring.Segment, "create", staticmethod(full))
-        elif at.rank == 1:
+        elif at.rank == 1 and trouble == "unreachable":
             patch.setattr(shm_ring.HostSlots, "open", absent)
+            patch.setattr(process_memory.MemorySlots, "open", absent)
+        elif at.rank == 1 and trouble == "forbidden":
+            patch.setattr(process_memory, "_read", forbidden)
         with make_transport(mesh, torch.device("cpu"), timeout_s=WAIT_S) as transport:
             return transport.name
 
@@ -268,10 +274,20 @@ def leftovers() -> Iterator[str]:
     return (path.name for path in SHM_DIRECTORY.iterdir() if path.name.startswith("rolemesh-"))
 
 
-@pytest.mark.parametrize("trouble", ["full", "unreachable"])
-def test_when_one_rank_cannot_share_memory_all_take_gloo(trouble: str, rank_pool: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "taken"),
+    [
+        ("full", "gloo"),
+        ("unreachable", "gloo"),
+        ("forbidden", "shared memory"),
+        ("", "process memory"),
+    ],
+)
+def test_all_ranks_take_the_best_way_that_each_of_them_can(
+    trouble: str, taken: str, rank_pool: RankPool
+) -> None:
     before = set(leftovers())
-    assert rank_pool.run(choose_in_trouble, 3, trouble) == ["gloo"] * 3
+    assert rank_pool.run(choose_in_trouble, 3, trouble) == [taken] * 3
     assert set(leftovers()) <= before
 
 

@@ -180,6 +180,6 @@ def test_vllm_is_quarantined_when_a_rank_is_killed_mid_transfer(
     assert "died with exit code -9" in str(killed.failure)
     assert survivor.failure is None, survivor.failure
     error, version, refusal = survivor.value
-    assert "with rank 1 over shared memory" in error
+    assert "with rank 1 over process memory" in error
     assert version == -1
     assert f"the update to policy_version 2 failed: {error}" in refusal

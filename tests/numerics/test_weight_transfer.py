@@ -6,6 +6,8 @@ import os
 import signal
 from contextlib import closing
 from fractions import Fraction
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from support.weight_ranks import (
     thinned,
     transfer_once,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout
@@ -180,7 +183,7 @@ def in_processes(context: RankContext, kind: str, layouts: list[HybridLayout]) -
     return received
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", ["gloo", "memory", "shm"])
 def test_four_processes_reshard_there_and_back(kind: str, rank_pool: RankPool) -> None:
     received = rank_pool.run(in_processes, 4, kind, SOME_LAYOUTS)
     assert all(sum(each) > 0 for each in received)
@@ -195,7 +198,7 @@ def test_eight_processes_reshard_there_and_back(rank_pool: RankPool) -> None:
     assert all(min(each) > 0 for each in received)
 
 
-@pytest.mark.parametrize("kind", ["local", "nccl"])
+@pytest.mark.parametrize("kind", ["local", "memory", "nccl"])
 def test_narrower_targets_are_cast_before_the_way_and_wider_ones_after(kind: str) -> None:
     layout = HybridLayout(TrainLayout(tp=4), GenerateLayout(tp=2))
     exact, _ = move(kind, even_train(layout), even_generate(layout))
@@ -208,6 +211,45 @@ def test_narrower_targets_are_cast_before_the_way_and_wider_ones_after(kind: str
     assert [wide.received_bytes(rank) * 2 for rank in range(4)] == [
         back.received_bytes(rank) for rank in range(4)
     ]
+
+
+class TorchCopies(TorchDispatchMode):
+    """Counts what torch copies into tensors in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.num_bytes += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "times"), [("memory", 1), ("shm", 4)])
+@pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=label)
+def test_what_a_rank_lacks_is_copied_once_where_it_may_read_the_others_memory(
+    kind: str, times: int, layout: HybridLayout
+) -> None:
+    shape = decoder()
+    train = train_layout(shape, layout.train)
+    plan = make_plan(train, generate_layout(shape, layout, "float32"), bucket_bytes=BUCKET_BYTES)
+    weights = random_weights(train.manifest)
+
+    def rank(transport: Transport) -> int:
+        held = cut(train, transport.rank, weights)
+        with TorchCopies() as copies:
+            transfer_once(transport, plan, held)
+        return copies.num_bytes + transport.copied_bytes
+
+    with cluster(kind, plan.world_size) as ranks:
+        copied = ranks.run(rank)
+    # Its own shard, and what it has received for another tensor, a rank copies in any case.
+    inside = [*chain(*plan.local), *chain(*plan.duplicates)]
+    received = sum(plan.received_bytes(rank) for rank in range(plan.world_size))
+    assert sum(copied) - sum(plan.wire_bytes(copy) for copy in inside) == times * received > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -354,7 +396,7 @@ def test_a_transport_of_another_rank_or_too_few_ranks_is_refused() -> None:
             WeightTransfer(pair_plan(), 0, LocalTransport.alone(), timeout_s=WAIT_S)
 
 
-@pytest.mark.parametrize("kind", ["local", "shm"])
+@pytest.mark.parametrize("kind", ["local", "memory", "shm"])
 def test_a_rank_that_stops_half_way_ends_the_others_at_once(kind: str) -> None:
     # A dozen rounds: the one that is under way when rank 1 stops is not the last.
     plan = pair_plan(bucket_bytes=16)

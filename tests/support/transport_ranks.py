@@ -17,6 +17,7 @@ from rolemesh.engine.transport.cuda_ipc import cuda_ipc_transport
 from rolemesh.engine.transport.gloo import GlooTransport
 from rolemesh.engine.transport.local import LocalHub
 from rolemesh.engine.transport.nccl import NcclTransport
+from rolemesh.engine.transport.process_memory import process_memory_transport
 from rolemesh.engine.transport.ring import RingTransport
 from rolemesh.engine.transport.shm_ring import shm_ring_transport
 from rolemesh.engine.transport.torch_pairs import HostMemoryTransport, TorchPairsTransport
@@ -25,7 +26,7 @@ CONNECT_S = 60.0
 SLOT_BYTES = 4096
 """Far smaller than the large messages of the tests, which so go round the ring many times."""
 
-THREADED = ["local", "shm", "nccl", "cuda_ipc"]
+THREADED = ["local", "memory", "shm", "nccl", "cuda_ipc"]
 """Transports whose ranks can be threads; the last two over fakes."""
 
 
@@ -67,6 +68,8 @@ class Cluster:
         self.transports = list(made)
 
     def _make(self, kind: str, rank: int, world_size: int) -> RingTransport | NcclTransport:
+        if kind == "memory":
+            return process_memory_transport(rank, world_size)
         if kind == "shm":
             return shm_ring_transport(rank, world_size, slot_bytes=SLOT_BYTES)
         if kind == "nccl":
@@ -104,12 +107,12 @@ def cluster(kind: str, world_size: int) -> Iterator[Cluster]:
 
 @contextmanager
 def process_transport(context: RankContext, kind: str, *, name: str = "") -> Iterator[Transport]:
-    """The transport of a rank that is a process: "shm", "gloo", "host memory" or "pairs".
+    """The transport of a rank that is a process: "shm", "memory", "gloo", "host memory" or "pairs".
 
     The last is what torch's NCCL carries on GPUs, over gloo here.
     """
     with ExitStack() as stack:
-        if kind != "shm":
+        if kind not in ("shm", "memory"):
             layout = HybridLayout(TrainLayout(dp=context.world_size))
             mesh = stack.enter_context(context.connect(layout, name=f"mesh{name}"))
             if kind == "pairs":
@@ -120,7 +123,8 @@ def process_transport(context: RankContext, kind: str, *, name: str = "") -> Ite
                 made = GlooTransport if kind == "gloo" else HostMemoryTransport
                 yield stack.enter_context(made(mesh))
         else:
-            transport = shm_ring_transport(context.rank, context.world_size)
+            make = process_memory_transport if kind == "memory" else shm_ring_transport
+            transport = make(context.rank, context.world_size)
             stack.enter_context(transport)
             offers = context.tell(transport.offer, f"offers{name}")
             transport.connect(offers, timeout_s=CONNECT_S)

@@ -312,6 +312,7 @@ class _MeshMethod:
         policy = method_policies().get(full_method)
         # Standard services (health, reflection) do not have our policies.
         self._deadline_s = None if policy is None else policy.deadline_s
+        self._idle_s = None if policy is None else policy.idle_s
 
     def __call__(
         self,
@@ -321,7 +322,8 @@ class _MeshMethod:
         metadata: Any = None,
         **options: Any,
     ) -> MeshCall:
-        """Starts the call; `timeout` in seconds, else the method's deadline."""
+        """Starts the call; `timeout` in seconds, else the method's deadline and idle time."""
+        idle_s = self._idle_s if timeout is None else None
         timeout = self._deadline_s if timeout is None else timeout
         serving = current_call()
         if serving is not None:
@@ -334,14 +336,18 @@ class _MeshMethod:
         given = (*given, *outgoing(self._full_method))
         self._traffic.calls += 1
         call = self._multi_callable(request, timeout=timeout, metadata=given, **options)
-        return MeshCall(call, self._full_method, self._address)
+        return MeshCall(call, self._full_method, self._address, idle_s)
 
 
 class MeshCall:
     """A call in flight. Await it for one response, or iterate over it for many."""
 
-    def __init__(self, call: Any, full_method: str, address: str) -> None:
+    def __init__(
+        self, call: Any, full_method: str, address: str, idle_s: float | None = None
+    ) -> None:
         self._call = call
+        self.idle_s = idle_s
+        """After how long without progress its reader is to give it up; None: it need not."""
         self._full_method = full_method
         self._address = address
 

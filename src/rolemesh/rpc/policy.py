@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.duration_pb2 import Duration
 
 import rolemesh.v1
 from rolemesh.v1 import operation_pb2
@@ -36,6 +37,8 @@ class Policy:
     """Default deadline of one call."""
     idempotency: Idempotency
     """Whether and how a repeat is safe."""
+    idle_s: float | None = None
+    """After how long without progress a call is given up; None where it tells of none."""
 
 
 def method_policy(full_method: str) -> Policy:
@@ -65,11 +68,16 @@ def method_policies() -> Mapping[str, Policy]:
         if not options.HasExtension(operation_pb2.policy):
             continue
         declared = options.Extensions[operation_pb2.policy]
-        deadline_s = declared.deadline.seconds + declared.deadline.nanos * 1e-9
+        deadline_s = _seconds(declared.deadline)
+        idle_s = _seconds(declared.idle) if declared.HasField("idle") else None
         unspecified = declared.idempotency == operation_pb2.IDEMPOTENCY_UNSPECIFIED
         if deadline_s > 0 and not unspecified:
-            policies[full_method] = Policy(deadline_s, Idempotency(declared.idempotency))
+            policies[full_method] = Policy(deadline_s, Idempotency(declared.idempotency), idle_s)
     return MappingProxyType(policies)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos * 1e-9
 
 
 @functools.cache

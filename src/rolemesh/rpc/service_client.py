@@ -64,7 +64,8 @@ class ServiceClient:
 
         Args:
             channel: To the service.
-            timeout_s: Longest time of each call in seconds; None: the deadline of its method.
+            timeout_s: Longest time of each call in seconds; None: the deadline of its method, and
+                for one that streams its progress the idle time.
             name: Of the service, for errors.
         """
         self._peer = f"{name} at {channel.address}"
@@ -430,7 +431,8 @@ class ServiceClient:
         await self._cuts.DropCuts(request, timeout=self._timeout_s)
 
     def _followed(self, method: Any, request: Any, field: str = "result") -> ResultCall[Any]:
-        return ResultCall(method(request, timeout=self._timeout_s), self._peer, field)
+        call = method(request, timeout=self._timeout_s)
+        return ResultCall(call, self._peer, field, idle_s=call.idle_s)
 
 
 def to_struct(fields: Mapping[str, Any]) -> struct_pb2.Struct:

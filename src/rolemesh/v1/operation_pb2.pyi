@@ -137,12 +137,21 @@ class MethodPolicy(_message.Message):
 
     DEADLINE_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     idempotency: Global___Idempotency.ValueType
     """Whether and how a repeat is safe."""
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """Default deadline of one call. Every call must carry a deadline; the server
-        refuses one without with INVALID_ARGUMENT (DEADLINE_MISSING).
+        refuses one without with INVALID_ARGUMENT (DEADLINE_MISSING). Where `idle` is
+        set, it only bounds what makes progress all the time.
+        """
+
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """Of a method that streams Progress: a client gives a call up when nothing but
+        the same Progress has come for so long. How long the whole call takes then
+        does not matter. Other methods have none.
         """
 
     def __init__(
@@ -150,10 +159,11 @@ class MethodPolicy(_message.Message):
         *,
         deadline: _duration_pb2.Duration | None = ...,
         idempotency: Global___Idempotency.ValueType = ...,
+        idle: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "idle", b"idle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "idempotency", b"idempotency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "idempotency", b"idempotency", "idle", b"idle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,10 +35,22 @@ def test_the_descriptors_hold_every_rpc_of_the_proto_files() -> None:
 @pytest.mark.parametrize("full_method", sorted(rolemesh_methods()))
 def test_every_rpc_has_a_deadline_and_an_idempotency(full_method: str) -> None:
     policy = method_policy(full_method)
-    # A watch lasts as long as what is watched.
-    longest_s = 86_400 if full_method in WATCHES else 3_600
+    # A watch lasts as long as what is watched, and work as long as it goes on.
+    longest_s = 86_400 if full_method in WATCHES or policy.idle_s else 3_600
     assert 0 < policy.deadline_s <= longest_s
     assert isinstance(policy.idempotency, Idempotency)
+
+
+@pytest.mark.parametrize("full_method", sorted(rolemesh_methods()))
+def test_methods_that_stream_their_progress_and_no_others_have_an_idle_time(
+    full_method: str,
+) -> None:
+    method, idle_s = rolemesh_methods()[full_method], method_policy(full_method).idle_s
+    if method.server_streaming and "progress" in method.output_type.fields_by_name:
+        assert idle_s is not None
+        assert 60 <= idle_s <= 3_600
+    else:
+        assert idle_s is None
 
 
 @pytest.mark.parametrize("full_method", sorted(rolemesh_methods()))

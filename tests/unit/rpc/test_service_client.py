@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from rolemesh.rpc.errors import DataLossError, InternalError
+from rolemesh.rpc.errors import DataLossError, DeadlineError, InternalError
 from rolemesh.rpc.payload_stream import encode_chunk
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.rpc.result_call import ResultCall
@@ -50,6 +51,37 @@ async def test_progress_and_blocks_are_told_before_the_result_is_given() -> None
         lambda progress: stages.append(progress.stage), lambda block: blocks.append(block.index)
     )
     assert (stages, blocks, result.experience.num_rows) == (["decode"], [3], 5)
+
+
+IDLE_S = 0.4
+
+
+def working(*told: int) -> ResultCall[Any]:
+    """A call that says how much is done, in each eighth of the idle time, and then answers."""
+
+    async def stream() -> AsyncIterator[Any]:
+        for done in told:
+            await asyncio.sleep(IDLE_S / 8)
+            progress = operation_pb2.Progress(stage="decode", done=done)
+            yield rollout_pb2.GenerateResponse(progress=progress)
+        yield rollout_pb2.GenerateResponse(result=made(1))
+
+    return ResultCall(stream(), "host:1", idle_s=IDLE_S)
+
+
+async def test_a_call_may_take_as_long_as_it_makes_progress() -> None:
+    assert (await working(*range(16))).experience.num_rows == 1
+
+
+async def test_a_call_that_only_says_that_it_lives_is_given_up() -> None:
+    with pytest.raises(
+        DeadlineError, match=r"host:1 has told of no progress .* since 'decode'"
+    ) as e:
+        await working(1, 2, *[3] * 40)
+    assert e.value.reason == "CALL_IDLE"
+    with pytest.raises(DeadlineError):
+        async for _ in working(*[3] * 40):
+            pass
 
 
 async def test_a_call_that_ends_without_its_result_is_an_error() -> None:

@@ -35,10 +35,9 @@ def sample(
         SamplingSpec(samples_per_prompt=samples, max_new_tokens=8),
         run_seed=RUN_SEED,
         step=STEP,
-        tokenizer=AsciiTokenizer(),
         progress=lambda *_: None,
         on_block=lambda index, rows: blocks.append((index, rows)),
-        **options,
+        **{"tokenizer": AsciiTokenizer(), **options},
     )
     return batch, blocks
 
@@ -72,6 +71,23 @@ def test_blocks_are_the_rows_of_the_batch_whatever_order_they_finish_in(
         orders.add(tuple(index for index, _ in blocks))
     # One order of n blocks in all of 20 shuffles: n!**-19 if they were uniform.
     assert len(orders) > 1 or num_prompts * samples <= block_rows
+
+
+def test_a_row_is_packed_and_decoded_before_the_next_completion_is_waited_for() -> None:
+    told: list[str] = []
+
+    def order(requests: Sequence[RolloutRequest]) -> Iterator[RolloutRequest]:
+        for request in requests:
+            told.append(f"row {request.row} ends")
+            yield request
+
+    class Noting(AsciiTokenizer):
+        def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+            told.append("decoded")
+            return super().decode(token_ids, **kwargs)
+
+    sample(ScriptedBackend(order=order), 3, 1, tokenizer=Noting())
+    assert told == [word for row in range(3) for word in (f"row {row} ends", "decoded")]
 
 
 def test_a_block_leaves_before_the_next_completion_is_waited_for() -> None:

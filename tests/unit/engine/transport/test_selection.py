@@ -32,7 +32,7 @@ def gpu(uuid: str, **changes: Any) -> Surroundings:
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([at(), at()], ("shared memory", "gloo")),
+        ([at(), at()], ("process memory", "shared memory", "gloo")),
         ([at(), at(host="b")], ("gloo",)),
         # No shared memory, or no x86-64: an equal "" is no common host.
         ([at(host=""), at(host="")], ("gloo",)),
