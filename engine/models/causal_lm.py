@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
-from rolemesh.engine.models.rounding import round_weights
+from rolemesh.engine.models.rounding import round_weights, rounded
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
@@ -73,7 +73,7 @@ class CausalLm(Decoder):
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
             # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
             # sampler's activations are bfloat16 there too.
-            round_weights(self.lm.base_model, narrow_gradients=numerics == "exact")
+            round_weights(self.lm.base_model, narrow_gradients=not self.multiplies_in_float32)
             self.autocasts = False
         self.lm.requires_grad_(trainable)
 
@@ -127,14 +127,18 @@ class CausalLm(Decoder):
         """
         self._check_last_stage()
         hidden_ND = rows.states(hidden_BTD)
-        tp = self.mesh.tp
+        tp, vocabulary_VD = self.mesh.tp, self.vocabulary_VD
+        compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
+        if self.multiplies_in_float32 and compute_dtype == torch.bfloat16:
+            # The values of the sampler's weights, as in the layers.
+            vocabulary_VD, compute_dtype = rounded(vocabulary_VD), torch.float32
         return token_logprobs(
-            hidden_ND.to(torch.promote_types(self.vocabulary_VD.dtype, torch.float32)),
-            self.vocabulary_VD,
+            hidden_ND.to(torch.promote_types(vocabulary_VD.dtype, torch.float32)),
+            vocabulary_VD,
             rows.targets_N,
             temperature=temperature,
             chunk_tokens=self.spec.logprob_chunk_tokens,
-            compute_dtype=COMPUTE_DTYPES[self.spec.compute_dtype],
+            compute_dtype=compute_dtype,
             with_entropy=with_entropy,
             group=tp,
             first_row=0 if self.shape is None else first_vocabulary_row(self.shape, tp),

@@ -102,9 +102,12 @@ class Decoder(nn.Module):
             )
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
+        machine = device_of(self.device.type)
+        self.multiplies_in_float32 = numerics == "fast" and not machine.multiplies_bfloat16
+        """Whether products of bfloat16 would only take longer, so that none are made."""
         choices = model_choices(
             spec,
-            device_of(self.device.type),
+            machine,
             _sizes(config, mesh),
             numerics=numerics,
             trains=trainable,
