@@ -49,7 +49,7 @@ def device_settings(recipe: Recipe, cpu: Device) -> Iterator[Finding]:
         on_gpu = any(name.startswith("cuda") for name in devices)
         device = Device("cuda") if on_gpu else cpu
         # A reward computes exactly: scores are compared by small differences.
-        numerics: Numerics = section.numerics or recipe.numerics
+        numerics: Numerics = section.numerics or recipe.run.numerics
         if role in ("reward", "cost"):
             numerics = "exact"
         lines: list[str] = []

@@ -80,8 +80,8 @@ class PpoPolicyLossSpec(PolicyTermsSpec):
     importance_cap: float | None = Field(default=None, gt=0)
     """Decoupled PPO (AReaL, arXiv 2505.24298, section 5.2): the ratio is that to the weights at
     the start of the update, and each token's policy loss is weighted by their ratio to the weights
-    that sampled, truncated at this. None compares with the weights that sampled, unless a recipe
-    has numerics "fast", which puts 2 in the place of a cap that is left out."""
+    that sampled, truncated at this. None compares with the weights that sampled; with
+    run.numerics "fast", a cap that is left out is 2."""
     proximal: Literal["scored", "same_pass"] = "scored"
     """Where log-probs at the start of the update come from, with importance_cap: from a scoring
     pass, or from the pass that trains, where a step makes one optimizer step: it begins with these
@@ -148,7 +148,8 @@ class ReinforcePolicyLossSpec(PolicyTermsSpec):
     """How token losses become one number."""
     importance_cap: float | None = Field(default=None, gt=0)
     """Weigh each token by the ratio of the policy to the one that sampled, at most this and
-    without a gradient of its own; None weighs all by 1, which only holds on-policy."""
+    without a gradient of its own; None weighs all by 1, which only holds on-policy. With
+    run.numerics "fast", a cap that is left out is 2."""
 
 
 class PythonPolicyLossSpec(OwnFunctionSpec, PolicyTermsSpec):

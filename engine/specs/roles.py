@@ -28,8 +28,8 @@ class RoleSpec(Spec):
     """A role's section of a recipe."""
 
     numerics: Numerics | None = None
-    """How this role computes. None: as the recipe's numerics says; for clients without a recipe,
-    "exact"."""
+    """How this role computes. None: as run.numerics says, or "exact" for clients without a recipe.
+    It has no effect on reward and cost, which compute exactly: scores differ by little."""
 
     @property
     def chosen_numerics(self) -> Numerics:

@@ -15,8 +15,8 @@ def _recipe(
     algorithm: dict[str, Any] = GRPO, *, numerics: str = "fast", prompts: int = 2
 ) -> Recipe:
     values = fake_recipe().model_dump(mode="json")
-    values["run"]["prompts_per_step"] = prompts
-    return Recipe.model_validate({**values, "algorithm": algorithm, "numerics": numerics})
+    values["run"] |= {"prompts_per_step": prompts, "numerics": numerics}
+    return Recipe.model_validate({**values, "algorithm": algorithm})
 
 
 def _loss(recipe: Recipe) -> Any:
