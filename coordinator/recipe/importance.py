@@ -34,7 +34,7 @@ def with_importance(
         return algorithm
     updates = planned_updates(algorithm, num_prompts)
     loss = algorithm.parts.fields.get("policy_loss")
-    given = getattr(loss, "model_fields_set", frozenset())
+    given: set[str] = getattr(loss, "model_fields_set", set())
     if (
         numerics == "fast"
         and isinstance(loss, PpoPolicyLossSpec | ReinforcePolicyLossSpec)
