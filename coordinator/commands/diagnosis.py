@@ -23,6 +23,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rolemesh.coordinator.algorithms.registry import roles_in
+from rolemesh.coordinator.commands.device_settings import (
+    cpu_multiplies_bfloat16,
+    device_settings,
+)
 from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
@@ -30,6 +34,7 @@ from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import INSTALL
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
+from rolemesh.engine.specs.by_device import Device
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
 QUICKSTART_MODEL = Path(".models/SmolLM2-135M-Instruct")
@@ -60,7 +65,7 @@ async def diagnose(recipe: Recipe | None = None) -> list[Finding]:
         check_disk(Path()),
         check_loopback(),
         await check_store(EmbeddedStoreSpec() if recipe is None else recipe.store),
-        check_quickstart(QUICKSTART_MODEL) if recipe is None else check_recipe(recipe),
+        *([check_quickstart(QUICKSTART_MODEL)] if recipe is None else check_recipe(recipe)),
     ]
 
 
@@ -325,12 +330,15 @@ def check_quickstart(model: Path) -> Finding:
     )
 
 
-def check_recipe(recipe: Recipe) -> Finding:
-    """Whether the files that a recipe names are there."""
+def check_recipe(recipe: Recipe) -> list[Finding]:
+    """Whether the files that a recipe names are there, and what its devices decide."""
     try:
         services = [name for role in roles_in(recipe) for name in recipe.services_of(role)]
         own = {role_of(name) for name in services if recipe.address(name) is None}
         check_paths(recipe, own)
+        cpu = Device("cpu", multiplies_bfloat16=cpu_multiplies_bfloat16())
+        settings = list(device_settings(recipe, cpu))
     except ValueError as error:
-        return Finding(level=Level.FAIL, what="recipe", text=str(error))
-    return Finding(level=Level.OK, what="recipe", text=f"{recipe.run.name}: its files are there")
+        return [Finding(level=Level.FAIL, what="recipe", text=str(error))]
+    found = f"{recipe.run.name}: its files are there"
+    return [Finding(level=Level.OK, what="recipe", text=found), *settings]

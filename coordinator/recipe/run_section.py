@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rolemesh.coordinator.recipe.checkpoints import CheckpointSpec, EarlyStoppingSpec
 from rolemesh.coordinator.recipe.health import HealthSpec
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import Numerics, Spec
 
 
 class EvaluationSpec(Spec):
@@ -64,6 +64,10 @@ class RunSpec(Spec):
     """Steps of the run: each samples, judges and trains once."""
     prompts_per_step: int = Field(ge=1)
     """Prompts of one step."""
+    numerics: Numerics = "exact"
+    """How all roles compute that do not say so themselves. exact: log-probs of trainer and sampler
+    agree as far as the device allows. fast: layers and sampler in bfloat16 from end to end, where
+    the device has instructions for it; policy losses weigh each token against the difference."""
     directory: Path | None = None
     """Where the run's files go; None: runs/<name>-<time>."""
     evaluation: EvaluationSpec = EvaluationSpec()

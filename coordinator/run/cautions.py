@@ -9,6 +9,7 @@ from rolemesh.coordinator.algorithms.registry import roles_in
 from rolemesh.coordinator.recipe.algorithms import AlgorithmSection
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.evaluation import can_evaluate
+from rolemesh.engine.specs import GspoPolicyLossSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ def cautions(recipe: Recipe, num_train: int | None, num_held_out: int | None) ->
                 f"{group}, so that optimizer steps split the completions of a prompt, and their "
                 "prompt is computed more than once",
                 f"give mini_batch_rows as a multiple of {group}",
+            )
+        loss = section.parts.fields.get("policy_loss")
+        if run.numerics == "fast" and isinstance(loss, GspoPolicyLossSpec):
+            yield Caution(
+                "run.numerics is 'fast', in which log-probs of sampler and trainer differ by about "
+                f"0.02 a token, but algorithm.policy_loss clips ratios at {loss.clip_low:g} and "
+                f"{loss.clip_high:g} from 1 and has no importance weights: the clip takes most "
+                "gradients away",
+                "set run.numerics to 'exact', or give wider clip_low and clip_high",
             )
     evaluation = run.evaluation
     is_asked = evaluation.num_prompts > 0 and "num_prompts" in evaluation.model_fields_set

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
-from rolemesh.engine.models.rounding import round_weights
+from rolemesh.engine.models.rounding import round_weights, rounded
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
-from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs import ModelSpec, Numerics
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,6 +41,7 @@ class CausalLm(Decoder):
         device: torch.device | str = "cpu",
         trainable: bool = True,
         mesh: RankMesh | None = None,
+        numerics: Numerics = "exact",
     ) -> None:
         """Loads the model.
 
@@ -49,6 +50,7 @@ class CausalLm(Decoder):
             device: Where the weights live.
             trainable: False for a frozen reference.
             mesh: The rank's place; None for a rank that is alone.
+            numerics: Whether activations may be bfloat16.
 
         Raises:
             ModelFolderError: The folder is missing or not whole.
@@ -62,6 +64,8 @@ class CausalLm(Decoder):
             config=read_config(spec),
             device=device,
             mesh=mesh or RankMesh.single(),
+            numerics=numerics,
+            trainable=trainable,
         )
         self.share_prefixes()
         _check_head(self.lm, self.spec)
@@ -69,7 +73,7 @@ class CausalLm(Decoder):
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
             # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
             # sampler's activations are bfloat16 there too.
-            round_weights(self.lm.base_model)
+            round_weights(self.lm.base_model, narrow_gradients=not self.multiplies_in_float32)
             self.autocasts = False
         self.lm.requires_grad_(trainable)
 
@@ -77,7 +81,8 @@ class CausalLm(Decoder):
     def vocabulary_VD(self) -> torch.Tensor:
         """float32 [V, D], the output embedding (the input embedding too, where tied).
 
-        With tensor slices, this rank's rows of it. On the last stage alone.
+        Of a frozen model maybe bfloat16. With tensor slices, this rank's rows of it. On the last
+        stage alone.
         """
         weight_VD: torch.Tensor = self.lm.get_output_embeddings().weight
         return weight_VD
@@ -122,14 +127,18 @@ class CausalLm(Decoder):
         """
         self._check_last_stage()
         hidden_ND = rows.states(hidden_BTD)
-        tp = self.mesh.tp
+        tp, vocabulary_VD = self.mesh.tp, self.vocabulary_VD
+        compute_dtype = COMPUTE_DTYPES[self.spec.compute_dtype]
+        if self.multiplies_in_float32 and compute_dtype == torch.bfloat16:
+            # The values of the sampler's weights, as in the layers.
+            vocabulary_VD, compute_dtype = rounded(vocabulary_VD), torch.float32
         return token_logprobs(
-            hidden_ND.to(self.vocabulary_VD.dtype),
-            self.vocabulary_VD,
+            hidden_ND.to(torch.promote_types(vocabulary_VD.dtype, torch.float32)),
+            vocabulary_VD,
             rows.targets_N,
             temperature=temperature,
             chunk_tokens=self.spec.logprob_chunk_tokens,
-            compute_dtype=COMPUTE_DTYPES[self.spec.compute_dtype],
+            compute_dtype=compute_dtype,
             with_entropy=with_entropy,
             group=tp,
             first_row=0 if self.shape is None else first_vocabulary_row(self.shape, tp),

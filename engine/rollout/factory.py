@@ -8,7 +8,7 @@ import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.specs import RolloutSpec, VllmSpec
+from rolemesh.engine.specs import Numerics, RolloutSpec, VllmSpec
 
 
 def make_backend(
@@ -17,6 +17,8 @@ def make_backend(
     mesh: RankMesh | None = None,
     *,
     device: torch.device | None = None,
+    numerics: Numerics = "exact",
+    updates_between_steps: bool = False,
 ) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
@@ -30,6 +32,8 @@ def make_backend(
             rank is alone.
         device: This rank's, a GPU with its index; None takes the thread's current GPU if there is
             one.
+        numerics: Whether vLLM may round activations on a CPU; hf computes in its dtype.
+        updates_between_steps: Whether new weights may come between two tokens.
 
     Raises:
         LayoutError: The back end cannot generate in that layout.
@@ -38,7 +42,14 @@ def make_backend(
     if isinstance(spec, VllmSpec):
         from rolemesh.engine.rollout.vllm import VllmBackend
 
-        return VllmBackend(spec, model_path, mesh, device=device)
+        return VllmBackend(
+            spec,
+            model_path,
+            mesh,
+            device=device,
+            numerics=numerics,
+            updates_between_steps=updates_between_steps,
+        )
     from rolemesh.engine.rollout.hf import HfBackend
 
     return HfBackend(spec, model_path, mesh, device=device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from rolemesh.engine.devices import current_device, free_bytes, give_back_memory
+from rolemesh.engine.parallel.device import device_of
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import (
@@ -46,10 +48,17 @@ from rolemesh.engine.rollout.vllm_ranks import (
     spare_the_world,
     wake_to_end,
 )
-from rolemesh.engine.specs import SamplingSpec, VllmSpec
+from rolemesh.engine.specs import Numerics, SamplingSpec, VllmSpec
+from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
+
+logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""
+
+_CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of keys where prompts are shared on a CPU: vLLM's kernel wants multiples of 32.
+"""
 
 
 class VllmBackend(RolloutBackend):
@@ -78,6 +87,8 @@ class VllmBackend(RolloutBackend):
         *,
         device: torch.device | None = None,
         folder_version: int | None = None,
+        numerics: Numerics = "exact",
+        updates_between_steps: bool = False,
     ) -> None:
         """Loads the engine; with several ranks all of the mesh call it together.
 
@@ -89,6 +100,8 @@ class VllmBackend(RolloutBackend):
                 is one.
             folder_version: policy_version of the folder's own weights, which vLLM then loads in
                 its own way (on a CPU without rounding them); None starts without weights.
+            numerics: "fast" computes in the spec's dtype on a CPU, too.
+            updates_between_steps: Whether `between_steps` may bring weights.
 
         Raises:
             LayoutError: Generation has pipeline stages.
@@ -99,8 +112,16 @@ class VllmBackend(RolloutBackend):
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
         check_allocator()
+        device = device or current_device()
+        choices = sampler_choices(
+            spec,
+            device_of(device.type),
+            numerics=numerics,
+            updates_between_steps=updates_between_steps,
+            num_slices=mesh.generate_tp.size,
+        )
         super().__init__(spec, model_path)
-        self._device = device or current_device()
+        self._device = device
         self.yields_to_training = self._device.type == "cuda"
         self._request_numbers = itertools.count()
         self._are_weights_asleep = False
@@ -112,7 +133,11 @@ class VllmBackend(RolloutBackend):
         try:
             with untouched_process(), engine_start(mesh, self._device) as rank_arguments:
                 self._engine = _make_engine(
-                    spec, self._folder, rank_arguments, has_weights=folder_version is not None
+                    spec,
+                    choices,
+                    self._folder,
+                    rank_arguments,
+                    has_weights=folder_version is not None,
                 )
             check_groups(mesh)
         except BaseException:
@@ -120,6 +145,8 @@ class VllmBackend(RolloutBackend):
             raise
         if folder_version is not None:
             self.policy_version = folder_version
+        for line in described(choices):
+            logger.info("rollout.%s", line)
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -284,11 +311,10 @@ class VllmBackend(RolloutBackend):
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
-        # The prefix cache is off by configuration. This call makes sure that no keys and values of
-        # old weights outlive them.
-        # Requests that run are put back to the queue, which frees theirs: they begin again from
-        # all their tokens so far.
-        self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)
+        # No keys and values of old weights outlive them. Requests that run are put back to the
+        # queue, which frees theirs: they begin again from all their tokens so far.
+        if not self._engine.reset_prefix_cache(reset_running_requests=self._is_generating):
+            raise RuntimeError("vLLM kept keys and values of the old weights: its cache is in use")
 
     def _check_loaded(self, loaded: set[str]) -> None:
         """Refuses an update of which vLLM dropped a part."""
@@ -360,7 +386,12 @@ class VllmBackend(RolloutBackend):
 
 
 def _make_engine(
-    spec: VllmSpec, folder: ModelFolder, rank_arguments: Mapping[str, Any], *, has_weights: bool
+    spec: VllmSpec,
+    choices: Choices,
+    folder: ModelFolder,
+    rank_arguments: Mapping[str, Any],
+    *,
+    has_weights: bool,
 ) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -368,12 +399,13 @@ def _make_engine(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     prepare_vllm()
+    shares_on_cpu = current_platform.is_cpu() and choices["prefix_caching"].value
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
-            # On a CPU activations are float32 whatever the weights are rounded to, as the trainer's
-            # are: bfloat16 ones would leave the two 0.02 apart.
-            dtype="float32" if current_platform.is_cpu() else spec.dtype,
+            # With exact numerics activations on a CPU are float32 whatever the weights are rounded
+            # to, as the trainer's are: bfloat16 ones would leave the two 0.02 apart.
+            dtype=choices["activations"].value,
             # Otherwise weights come from the trainer before the first generation.
             load_format="safetensors" if has_weights else "dummy",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
@@ -381,9 +413,9 @@ def _make_engine(
             skip_tokenizer_init=True,
             generation_config="vllm",
             max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
+            max_num_seqs=choices["max_num_seqs"].value,
             gpu_memory_utilization=spec.gpu_memory_utilization,
-            enforce_eager=spec.enforce_eager,
+            enforce_eager=choices["enforce_eager"].value,
             enable_sleep_mode=not current_platform.is_cpu(),
             disable_custom_all_reduce=has_expandable_segments(os.environ),
             # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
@@ -392,9 +424,11 @@ def _make_engine(
             # A prompt that is prefilled in pieces draws a token for each piece and takes it back
             # by moving the generator's offset, which generators on a CPU do not have.
             enable_chunked_prefill=not current_platform.is_cpu(),
-            # Sampler and trainer must agree: no keys of old weights, no step ahead of its inputs.
-            enable_prefix_caching=False,
-            async_scheduling=False,
+            # No keys of old weights: an update empties the cache.
+            enable_prefix_caching=choices["prefix_caching"].value,
+            # On a CPU vLLM takes blocks of 128 tokens, and only whole blocks are shared.
+            block_size=_CPU_BLOCK_TOKENS if shares_on_cpu else None,
+            async_scheduling=choices["async_scheduling"].value,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,

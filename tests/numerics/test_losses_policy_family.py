@@ -213,6 +213,20 @@ def test_without_staleness_decoupled_ppo_is_ppo() -> None:
     assert metrics["importance_capped_fraction"] == 0.0
 
 
+def test_the_pass_at_the_start_stands_for_the_scored_column() -> None:
+    batch = make_batch()
+    batch.columns["proximal_logprobs"] = batch.columns["new"]
+    scored, scored_gradient, metrics = run(batch, PpoPolicyLossSpec(importance_cap=1.2))
+    del batch.columns["proximal_logprobs"]
+    spec = PpoPolicyLossSpec(importance_cap=1.2, proximal="same_pass")
+    loss, gradient, own_metrics = run(batch, spec)
+    assert loss == scored
+    assert torch.equal(gradient, scored_gradient)
+    assert own_metrics == metrics
+    assert metrics["ratio_max"] == 1.0
+    assert 0 < metrics["importance_capped_fraction"] < 1
+
+
 def test_decoupled_metrics_are_those_of_the_definitions() -> None:
     batch = make_batch()
     _, _, metrics = run(batch, PpoPolicyLossSpec(importance_cap=1.5))

@@ -32,7 +32,8 @@ ENVIRONMENT = REPOSITORY / ".venv-peers"
 NUM_WARMUP_STEPS = 1
 LEARNING_RATE = 1e-6
 OURS = "rolemesh"
-OUR_PRECISIONS = ("float32", "bfloat16")
+OUR_PRECISIONS = ("float32", "bfloat16", "fast")
+"""Types of products with exact numerics, and fast numerics, which are bfloat16."""
 PEER_PRECISIONS = ("float32", "bfloat16", "bfloat16-weights")
 
 TINY = {"num_layers": 5, "hidden_size": 128}
@@ -138,6 +139,8 @@ def run_ours(
     """The measured steps of a real run over real services, and its versions."""
     recipe = make_recipe(options, questions)
     roles = [role for role in recipe if role not in ("run", "algorithm")]
+    if precision == "fast":
+        recipe["run"]["numerics"], precision = "fast", "bfloat16"
     for role in roles:
         if role != "reward":
             recipe[role]["model"] = {

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rolemesh.coordinator.commands.device_settings import (
+    cpu_multiplies_bfloat16,
+    device_settings,
+)
 from rolemesh.coordinator.commands.diagnosis import (
     check_disk,
     check_loopback,
@@ -21,6 +25,7 @@ from rolemesh.coordinator.commands.diagnosis import (
 from rolemesh.coordinator.commands.findings import Finding, Level
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
+from rolemesh.engine.specs.by_device import Device
 
 GOOD = {
     "torch": "2.13.0+cpu",
@@ -174,8 +179,50 @@ def test_recipe_with_a_missing_model_fails_by_its_field(tmp_path: Path) -> None:
             )
         ],
     )
-    finding = check_recipe(recipe)
+    (finding,) = check_recipe(recipe)
     assert finding.level is Level.FAIL
     assert f"critic.model.path is {str(missing)!r}" in finding.text
     # Other machines have other disks.
-    assert check_recipe(elsewhere).level is Level.OK
+    assert all(finding.level is Level.OK for finding in check_recipe(elsewhere))
+
+
+def test_what_devices_decide_is_shown_for_each_role(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 32, "hidden_size": 4096}')
+    paths = [f"{role}.model.path={tmp_path}" for role in ("actor", "critic", "reference")]
+    gpus = "pools={main: {devices: ['cuda:0'], roles: [actor, critic, reference, reward]}}"
+
+    def told(*overrides: str) -> dict[str, str]:
+        recipe = load_recipe(
+            [RECIPES / "quickstart-ppo.yaml"], overrides=[*paths, gpus, *overrides]
+        )
+        return {one.what: one.text for one in device_settings(recipe, Device("cpu"))}
+
+    exact = told("actor.model.micro_batch_tokens=4096")
+    assert exact.keys() == {"actor", "critic", "reference"}
+    assert "rollout.max_num_seqs 256 (a GPU decodes" in exact["actor"]
+    assert "model.recompute full (about 17.0 GiB of activations" in exact["actor"]
+    # 8 layers of 32, and half the tokens.
+    assert "model.recompute none (about 2.1 GiB of activations" in exact["critic"]
+    assert "model.frozen_dtype bfloat16" in exact["reference"]
+    assert "model.activations float32 (exact numerics)" in exact["reference"]
+    fast = told("run.numerics=fast", "actor.rollout.max_num_seqs=9", "reference.numerics=exact")
+    assert "model.activations bfloat16 (fast numerics)" in fast["actor"]
+    assert "rollout.max_num_seqs 9 (given by the recipe)" in fast["actor"]
+    assert "model.activations float32 (exact numerics)" in fast["reference"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags\t: fpu avx512f avx512_bf16 avx512_vnni", True),
+        ("flags\t: fpu amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd i8mm bf16", True),
+        ("flags\t: fpu avx512f avx512_vnni", False),
+    ],
+)
+def test_instructions_for_bfloat16_are_read_off_the_cpu(
+    tmp_path: Path, flags: str, expected: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"model name\t: some\n{flags}\n")
+    assert cpu_multiplies_bfloat16(tmp_path / "cpuinfo") is expected
+    assert not cpu_multiplies_bfloat16(tmp_path / "none")

@@ -200,7 +200,8 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         ),
         (
             "critic=3",
-            "critic is 3 (--set critic=3): give a section with the keys model, optimizer, train",
+            "critic is 3 (--set critic=3): give a section with the keys numerics, model, "
+            "optimizer, train",
         ),
         (
             "services.actr.threads=1",

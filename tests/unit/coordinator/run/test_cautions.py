@@ -51,3 +51,18 @@ def test_an_evaluation_that_will_not_be_is_told(num_prompts: int, tmp_path: Path
     if told:
         assert "the 100 held-out rows are not used" in told[0].text
         assert "held_out_size" in told[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "numerics", "is_told"),
+    [("gspo", "fast", True), ("gspo", "exact", False), ("grpo", "fast", False)],
+)
+def test_a_clip_that_is_narrower_than_rounding_is_told(
+    algorithm: str, numerics: str, is_told: bool
+) -> None:
+    section = {"type": algorithm, "sampling": {"samples_per_prompt": 2}, "mini_batch_rows": 6}
+    recipe = fake_recipe(roles=("actor", "reward"), algorithm=section, numerics=numerics)
+    told = [one for one in cautions(recipe, 1000, 100) if "numerics" in one.text]
+    assert bool(told) == is_told
+    if told:
+        assert "clips ratios at 0.0003 and 0.0004" in told[0].text

@@ -1,0 +1,118 @@
+"""vLLM with fast numerics on a CPU: bfloat16 activations, float32 logits, prompts computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.rollout_checks import (
+    load_trainer_model,
+    logprob_differences,
+    make_requests,
+    perturb,
+    rounded_copy,
+)
+from support.tiny_models import write_tiny_llama
+from transformers import PreTrainedModel
+
+from rolemesh.engine.rollout.requests import RolloutRequest
+from rolemesh.engine.rollout.vllm import VllmBackend
+from rolemesh.engine.specs import SamplingSpec, VllmSpec
+
+EXACT_BOUND = 1e-4
+"""Mean abs difference at which activations are certainly float32: measured 1e-6 there."""
+FAST_BOUND = 0.05
+"""The same for bfloat16 activations: 0.02 on SmolLM2-135M, see docs/measurements.md."""
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="how a CPU samples")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("vllm") / "model", tied=request.param, num_layers=4
+    )
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[VllmBackend]:
+    # Given, so that a CPU without instructions for bfloat16 computes in it, too.
+    spec = VllmSpec(max_model_len=128, activations="bfloat16")
+    backend = VllmBackend(spec, folder, numerics="fast")
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def model(folder: Path) -> PreTrainedModel:
+    return load_trainer_model(folder)
+
+
+def _same_prompt(num_rows: int) -> list[RolloutRequest]:
+    """Rows of one prompt of 70 tokens, with seeds of their own."""
+    prompt = tuple(3 + index % 50 for index in range(70))
+    return [
+        RolloutRequest(row=row, prompt_tokens=prompt, seed=100 + row) for row in range(num_rows)
+    ]
+
+
+def test_activations_are_bfloat16_and_logprobs_follow_each_update(
+    backend: VllmBackend, model: PreTrainedModel
+) -> None:
+    requests, sampling = make_requests(16), SamplingSpec(max_new_tokens=40)
+    for version in range(2):
+        backend.update_weights(model.named_parameters(), version)
+        trajectories = list(backend.generate(requests, sampling))
+        found = logprob_differences(rounded_copy(model), requests, trajectories)
+        assert EXACT_BOUND < found.mean() < FAST_BOUND
+        perturb(model, seed=version)
+        missed = logprob_differences(rounded_copy(model), requests, trajectories)
+        assert missed.mean() > 2 * FAST_BOUND
+
+
+def test_logits_are_not_rounded(backend: VllmBackend, model: PreTrainedModel) -> None:
+    backend.update_weights(model.named_parameters(), 10)
+    logits: list[torch.Tensor] = []
+
+    def look(module: Any) -> None:
+        for child in module.modules():
+            if type(child).__name__ == "LogitsProcessor":
+                child.register_forward_hook(lambda _, __, result: logits.append(result))
+
+    backend._engine.apply_model(look)
+    list(backend.generate(make_requests(2), SamplingSpec(max_new_tokens=2)))
+    assert logits
+    assert {tensor.dtype for tensor in logits} == {torch.float32}
+    assert not torch.equal(logits[0], logits[0].bfloat16().float())
+
+
+def test_a_prompt_is_computed_once_until_the_weights_change(
+    backend: VllmBackend, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = backend._engine.engine_core.engine_core.scheduler
+    schedule, computed = scheduler.schedule, []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        output = schedule(*arguments, **options)
+        computed.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    requests, sampling = _same_prompt(8), SamplingSpec(max_new_tokens=1)
+
+    def sample(version: int) -> int:
+        backend.update_weights(model.named_parameters(), version)
+        computed.clear()
+        trajectories = list(backend.generate(requests, sampling))
+        differences = logprob_differences(rounded_copy(model), requests, trajectories)
+        assert differences.mean() < FAST_BOUND
+        return sum(computed)
+
+    # Two blocks of 32 tokens are shared; 6 tokens of 70 and the first row's blocks are computed.
+    assert sample(20) == 70 + 7 * 6
+    perturb(model, seed=3)
+    # Keys of the old weights are gone: the count is the same, and log-probs are the new ones.
+    assert sample(21) == 70 + 7 * 6
