@@ -19,7 +19,7 @@ from rolemesh.engine.layout.families import (
     UnsupportedFamilyError,
     check_layout,
 )
-from rolemesh.engine.models.folder import load_model
+from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
@@ -80,7 +80,8 @@ class Decoder(nn.Module):
         """Sizes of the whole model; None for a family without a plan."""
         self.missing: frozenset[str]
         """Parameters of this rank that the folder lacked."""
-        if self.shape is not None and mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1:
+        is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1
+        if self.shape is not None and (is_cut or maker_without_values() is not None):
             check_layout(self.shape, mesh.layout)
             self.lm, self.missing = load_shard(
                 auto_class,
@@ -98,10 +99,11 @@ class Decoder(nn.Module):
         self.sharing: SharingCost | None = None
         """What forward passes cost where completions may share their prompt; None: they never do.
         """
-        # Parameters that the data axis will cut stay on the meta device until then.
-        self._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
-        )
+        if maker_without_values() is None:
+            # Parameters that the data axis will cut stay on the meta device until then.
+            self._apply(  # type: ignore[no-untyped-call]
+                lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
+            )
 
     def read_parts(self) -> None:
         """Fills this rank's parts of weights that were just cut over the data axis.
