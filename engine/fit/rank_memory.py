@@ -154,7 +154,7 @@ class _Subject:
 
     def measured(self, device_kind: str) -> RankMemory:
         """Works, and says what was held."""
-        batch, plan = _batch(self._work)
+        batch, plan = work_rows(self._work)
         tally = self._tally
         if self._trainer is None:
             at_rest = dict(tally.held)
@@ -239,7 +239,7 @@ def _frozen(work: RankWork, mesh: RankMesh) -> CausalLm | ScoringModel:
     return ScoringModel(work.model, head, trainable=False, mesh=mesh)
 
 
-def _batch(work: RankWork) -> tuple[Experience, UpdatePlan]:
+def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
     """Rows that fill the passes, and the plan of a rank that holds them all."""
     rows_per_pass = max(1, work.model.micro_batch_tokens // work.row_tokens)
     num_rows = rows_per_pass * work.passes
