@@ -19,6 +19,7 @@ from rolemesh.coordinator.recipe.algorithms import (
     AlgorithmSpec,
     SampledSpec,
 )
+from rolemesh.coordinator.recipe.importance import with_importance
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
 from rolemesh.coordinator.recipe.run_section import RunSpec
@@ -30,6 +31,7 @@ from rolemesh.engine.specs import (
     ActorSpec,
     CostSpec,
     CriticSpec,
+    Numerics,
     OwnFunctionSpec,
     ReferenceSpec,
     RewardSpec,
@@ -82,6 +84,10 @@ class Recipe(Spec):
     """A run: what to train, on what, how, and where."""
 
     run: RunSpec
+    numerics: Numerics = "exact"
+    """How all roles compute that do not say so themselves. exact: log-probs of trainer and sampler
+    agree as far as the device allows. fast: layers and sampler in bfloat16 from end to end, where
+    the device has instructions for it; policy losses weigh each token against the difference."""
     algorithm: AlgorithmSpec
     """What a step does: `type` names the algorithm."""
     actor: ActorSpec | None = None
@@ -122,6 +128,18 @@ class Recipe(Spec):
         run = data.get("run")
         # Required of every other algorithm; here no code reads them.
         return {**data, "run": {"steps": 1, "prompts_per_step": 1, **run}} if run else data
+
+    @model_validator(mode="after")
+    def _weigh_tokens(self) -> Self:
+        """Fills in the importance weights that fast numerics need, where the loss leaves them out.
+
+        Trainer and sampler round apart, by 0.02 in a log-prob. Each token's loss is weighted by
+        its truncated importance ratio, as libraries do (arXiv 2505.24298, section 5.2).
+        """
+        weighed = with_importance(self.algorithm, self.numerics, self.run.prompts_per_step)
+        # The recipe is frozen for its users, who get it after this.
+        object.__setattr__(self, "algorithm", weighed)
+        return self
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -328,6 +346,8 @@ class Recipe(Spec):
             ValueError: There is no section, or the length is not known.
         """
         section, run = self.section(role), self.run
+        if section.numerics is None and self.numerics != section.chosen_numerics:
+            section = section.model_copy(update={"numerics": self.numerics})
         if isinstance(section, ActorSpec):
             section = section.model_copy(update={"own_functions": self.own_functions()})
         updates = planned_updates(self.algorithm, run.prompts_per_step)

@@ -94,6 +94,11 @@ class PolicyLoss(SpecLoss[S]):
     reads: tuple[str, ...] = ()
     """Further columns that `token_losses` reads."""
 
+    @property
+    def is_at_the_start(self) -> bool:
+        """Whether this pass has the weights of the start: ratios compare with its own log-probs."""
+        return False
+
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """The policy loss of each token."""
@@ -107,11 +112,15 @@ class PolicyLoss(SpecLoss[S]):
         logprobs_M = read.output("logprobs_N", outputs.logprobs_N)
         entropy_M = read.output("entropy_N", outputs.entropy_N)
         sampled_M = read.column("logprobs", like=logprobs_M)
-        is_decoupled = "proximal_logprobs" in self.columns
+        old_M = sampled_M
+        if "proximal_logprobs" in self.columns:
+            old_M = read.column("proximal_logprobs", like=logprobs_M)
+        elif self.is_at_the_start:
+            old_M = logprobs_M.detach()
         tokens = PolicyTokens(
             logprobs_M=logprobs_M,
             sampled_M=sampled_M,
-            old_M=read.column("proximal_logprobs", like=logprobs_M) if is_decoupled else sampled_M,
+            old_M=old_M,
             advantages_M=read.column("advantages", like=logprobs_M),
             counts_B=unmasked_per_row(*loss_mask_of(batch)).to(logprobs_M.device),
             entropy_M=entropy_M,
@@ -161,8 +170,15 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
     With importance_cap (decoupled PPO, arXiv 2505.24298, section 5.2) the old log-probs are the
     column proximal_logprobs, those under the weights at the start of the update, and the loss is
     weighted by min(exp(proximal - sampled logprobs), cap), a number without gradient. Truncating
-    that weight bounds its variance, for a bias (as rho-bar of arXiv 1802.01561, section 4.1).
+    that weight bounds its variance, for a bias (as rho-bar of arXiv 1802.01561, section 4.1). It
+    also corrects for a sampler that rounds otherwise than the trainer. With proximal "same_pass"
+    the log-probs of the pass itself stand for that column: the ratio is 1, the gradient A's.
     """
+
+    @property
+    def is_at_the_start(self) -> bool:
+        """What the spec says."""
+        return self.spec.importance_cap is not None and self.spec.proximal == "same_pass"
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         """See the class."""

@@ -18,7 +18,7 @@ from rolemesh.engine.models.rounding import round_weights
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.tensor_parallel import first_vocabulary_row
-from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs import ModelSpec, Numerics
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,6 +42,7 @@ class CausalLm(Decoder):
         device: torch.device | str = "cpu",
         trainable: bool = True,
         mesh: RankMesh | None = None,
+        numerics: Numerics = "exact",
     ) -> None:
         """Loads the model.
 
@@ -50,6 +51,7 @@ class CausalLm(Decoder):
             device: Where the weights live.
             trainable: False for a frozen reference.
             mesh: The rank's place; None for a rank that is alone.
+            numerics: Whether activations may be bfloat16.
 
         Raises:
             ModelFolderError: The folder is missing or not whole.
@@ -63,6 +65,8 @@ class CausalLm(Decoder):
             config=read_config(spec),
             device=device,
             mesh=mesh or RankMesh.single(),
+            numerics=numerics,
+            trainable=trainable,
         )
         self.share_prefixes()
         _check_head(self.lm, self.spec)
@@ -70,7 +74,7 @@ class CausalLm(Decoder):
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
             # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
             # sampler's activations are bfloat16 there too.
-            round_weights(self.lm.base_model)
+            round_weights(self.lm.base_model, narrow_gradients=numerics == "exact")
             self.autocasts = False
         self.lm.requires_grad_(trainable)
 
@@ -78,7 +82,8 @@ class CausalLm(Decoder):
     def vocabulary_VD(self) -> torch.Tensor:
         """float32 [V, D], the output embedding (the input embedding too, where tied).
 
-        With tensor slices, this rank's rows of it. On the last stage alone.
+        Of a frozen model maybe bfloat16. With tensor slices, this rank's rows of it. On the last
+        stage alone.
         """
         weight_VD: torch.Tensor = self.lm.get_output_embeddings().weight
         return weight_VD
@@ -125,7 +130,7 @@ class CausalLm(Decoder):
         hidden_ND = rows.states(hidden_BTD)
         tp = self.mesh.tp
         return token_logprobs(
-            hidden_ND.to(self.vocabulary_VD.dtype),
+            hidden_ND.to(torch.promote_types(self.vocabulary_VD.dtype, torch.float32)),
             self.vocabulary_VD,
             rows.targets_N,
             temperature=temperature,

@@ -5,6 +5,7 @@ Shape letters: B rows, T longest row, D width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,16 +22,21 @@ from rolemesh.engine.layout.families import (
 )
 from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.recompute import apply_recompute
+from rolemesh.engine.models.rounding import narrow_layers
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
 from rolemesh.engine.models.shared_attention import SHARING_ATTENTION, inputs_of
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.packing.prefix_layout import PrefixLayout
 from rolemesh.engine.packing.prefix_packing import SharingCost
 from rolemesh.engine.parallel.data_parallel import local_part
+from rolemesh.engine.parallel.device import device_of
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
-from rolemesh.engine.specs import ModelSpec
+from rolemesh.engine.specs import ModelSpec, Numerics
+from rolemesh.engine.specs.by_device import ModelSizes, described, model_choices
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder(nn.Module):
@@ -54,8 +60,10 @@ class Decoder(nn.Module):
         device: torch.device | str,
         mesh: RankMesh,
         may_miss: tuple[str, ...] = (),
+        numerics: Numerics = "exact",
+        trainable: bool = True,
     ) -> None:
-        """Loads the rank's part, float32.
+        """Loads the rank's part, float32, or where it is frozen in the type chosen for that.
 
         Args:
             auto_class: Of transformers; says what head the model has.
@@ -64,6 +72,8 @@ class Decoder(nn.Module):
             device: Where the weights live.
             mesh: The rank's place.
             may_miss: Prefixes of parameters that the folder may lack.
+            numerics: Whether activations may be bfloat16.
+            trainable: False for a frozen model.
 
         Raises:
             ModelFolderError: The folder is not whole.
@@ -93,9 +103,25 @@ class Decoder(nn.Module):
             )
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
-        apply_recompute(self.lm, spec.recompute)
-        self.autocasts = spec.compute_dtype == "bfloat16"
+        choices = model_choices(
+            spec,
+            device_of(self.device.type),
+            _sizes(config, mesh),
+            numerics=numerics,
+            trains=trainable,
+        )
+        for line in described(choices):
+            logger.info("%s: model.%s", type(self).__name__, line)
+        self.is_narrow = choices["activations"].value == "bfloat16"
+        """Whether the layers compute in bfloat16 from end to end."""
+        self.autocasts = spec.compute_dtype == "bfloat16" and not self.is_narrow
         """Whether torch's autocast makes the layers' products bfloat16."""
+        if trainable:
+            apply_recompute(self.lm, choices["recompute"].value)
+        elif choices["frozen_dtype"].value == "bfloat16":
+            self._hold_in_bfloat16()
+        if self.is_narrow:
+            narrow_layers(self.lm.base_model)
         self.sharing: SharingCost | None = None
         """What forward passes cost where completions may share their prompt; None: they never do.
         """
@@ -104,6 +130,29 @@ class Decoder(nn.Module):
             self._apply(  # type: ignore[no-untyped-call]
                 lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
             )
+
+    def _hold_in_bfloat16(self) -> None:
+        """Halves the memory of a frozen model whose products are bfloat16 all the same.
+
+        Only matrices, and no score head: where the folder's are bfloat16, no result changes.
+        """
+        if self.shape is None:
+            return
+        output = self.lm.get_output_embeddings()
+        parts = [self.lm.base_model] if output is None else [self.lm.base_model, output]
+        for weight in {weight for part in parts for weight in part.parameters()}:
+            if weight.dim() > 1:
+                weight.data = weight.data.bfloat16()
+        embedding = self.lm.base_model.embed_tokens
+        if embedding is not None:
+            embed = embedding.forward
+            # Hidden states begin in float32, as those of a model that is trained.
+            embedding.forward = lambda tokens: embed(tokens).float()
+
+    @property
+    def layers_in(self) -> torch.dtype | None:
+        """Type in which a data axis that cuts the layers gathers them; None: their own."""
+        return torch.bfloat16 if self.autocasts or self.is_narrow else None
 
     def read_parts(self) -> None:
         """Fills this rank's parts of weights that were just cut over the data axis.
@@ -153,13 +202,17 @@ class Decoder(nn.Module):
                 f"{self.mesh.pp.index}: give None on stage 0, and what the stage before returned "
                 "on all others"
             )
-        return backbone_states(
+        if hidden_BTD is not None and self.is_narrow:
+            hidden_BTD = hidden_BTD.bfloat16()
+        states_BTD = backbone_states(
             self.lm,
             rows.tokens_BT,
             autocasts=self.autocasts,
             hidden_BTD=hidden_BTD,
             prefixes=rows.prefixes,
         )
+        # Between stages, and to a head, they go in the type of a score.
+        return states_BTD.float() if self.is_narrow else states_BTD
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by Hugging Face name, layers numbered as in the whole model.
@@ -233,6 +286,17 @@ def backbone_states(
     with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):
         states_BTD: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
     return states_BTD
+
+
+def _sizes(config: Any, mesh: RankMesh) -> ModelSizes:
+    """Sizes that activations grow with; families that do not say theirs count as small."""
+    text = config.get_text_config()
+    return ModelSizes(
+        num_layers=getattr(text, "num_hidden_layers", 0),
+        hidden_size=getattr(text, "hidden_size", 0),
+        num_stages=mesh.pp.size,
+        num_slices=mesh.tp.size,
+    )
 
 
 def _shape(auto_class: Any, config: Any, mesh: RankMesh) -> DecoderShape | None:

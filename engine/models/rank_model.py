@@ -66,7 +66,7 @@ class RankModel(nn.Module):
             width=model.lm.config.get_text_config().hidden_size,
             device=model.device,
         )
-        cut_over_data(self, self.mesh, self.device)
+        cut_over_data(self, self.mesh, self.device, model.layers_in)
         model.read_parts()
 
     @property

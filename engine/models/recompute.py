@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rolemesh.engine.parallel.data_parallel import layers_of
 
 
 def apply_recompute(model: PreTrainedModel, mode: Literal["none", "selective", "full"]) -> None:
@@ -28,9 +29,7 @@ def apply_recompute(model: PreTrainedModel, mode: Literal["none", "selective", "
     """
     if mode == "none":
         return
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    layers = layers_of(model)
     if not layers:
         raise ValueError(
             f"model.recompute is {mode!r}, but {type(model).__name__} has no layers that support "

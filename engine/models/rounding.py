@@ -1,4 +1,4 @@
-"""bfloat16 weights and float32 activations: forward passes that do not amplify rounding.
+"""Forward passes with bfloat16 weights: activations in float32 ("exact"), or in bfloat16 ("fast").
 
 Where activations are rounded to bfloat16, two programs that round in the same places still
 disagree: a difference of 1e-8 flips some roundings, each flip is a whole bfloat16 step and flips
@@ -6,8 +6,9 @@ more, and after the 30 layers of SmolLM2-135M log-probs differ by 0.02, as much 
 from float32. With float32 activations a difference stays as small as it began. Backward products
 are bfloat16, as under autocast.
 
-For a CPU: torch 2.13 has no product of bfloat16 matrices with a float32 result there, so the
-rounded weight is multiplied in float32.
+`round_weights` is for a CPU: torch 2.13 has no product of bfloat16 matrices with a float32 result
+there, so the rounded weight is multiplied in float32. `narrow_layers` is what peers call bfloat16
+training: what autocast does, without its float32 residual stream and its casts around each product.
 """
 
 from __future__ import annotations
@@ -17,27 +18,50 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear, sum_over_slices
 
 
-def round_weights(model: nn.Module) -> None:
+def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
     """Makes a model compute with its weights rounded to bfloat16, and float32 activations.
 
     In place. The parameters stay what they are, whole or a slice or gathered for a pass only: they
     are rounded where they are used, anew in each pass.
 
     Args:
-        model: float32.
+        model: float32, or bfloat16 where it is frozen.
+        narrow_gradients: Whether backward products are of bfloat16, else of float32: faster on a
+            CPU without instructions for bfloat16.
     """
     for module in model.modules():
         patched: Any = module
         if isinstance(module, nn.Linear):
-            patched.forward = _linear(module)
+            patched.forward = _linear(module, narrow_gradients)
         elif isinstance(module, nn.Embedding):
             patched.forward = _embedding(module.forward)
         elif next(module.parameters(recurse=False), None) is not None:
-            patched.forward = _seeing_rounded_weights(module)
+            patched.forward = _seeing(module, rounded)
+
+
+def narrow_layers(model: nn.Module) -> None:
+    """Makes a model compute in bfloat16 from end to end, on weights that stay what they are.
+
+    In place. Each pass casts the weights that it uses, and their gradients arrive in their own
+    type: what steps them, saves them and sends them sees float32 alone. Norms take their means in
+    float32, as transformers writes them.
+
+    Args:
+        model: With weights of any floating type; those that are bfloat16 already are not copied.
+    """
+    for module in model.modules():
+        patched: Any = module
+        if isinstance(module, nn.Linear):
+            patched.forward = _narrow_linear(module)
+        elif isinstance(module, nn.Embedding):
+            patched.forward = _narrow_embedding(module.forward)
+        elif next(module.parameters(recurse=False), None) is not None:
+            patched.forward = _seeing(module, torch.Tensor.bfloat16)
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -49,17 +73,23 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def rounded_product(
+    x: torch.Tensor, weight: torch.Tensor, *, narrow_gradients: bool = True
+) -> torch.Tensor:
     """Product of x and the transposed weight rounded to bfloat16, in float32.
 
     Args:
         x: float32 [..., K].
         weight: float32 [M, K].
+        narrow_gradients: See `round_weights`.
 
     Returns:
-        float32 [..., M]. Its gradients are bfloat16 products of rounded factors, as float32.
+        float32 [..., M]. Its gradients are bfloat16 products of rounded factors, as float32; or
+        float32 products of which only the weight is rounded.
     """
-    product: torch.Tensor = _RoundedProduct.apply(x, weight)  # type: ignore[no-untyped-call]
+    product: torch.Tensor = _RoundedProduct.apply(  # type: ignore[no-untyped-call]
+        x, weight, torch.bfloat16 if narrow_gradients else torch.float32
+    )
     return product
 
 
@@ -75,31 +105,33 @@ class _Rounded(torch.autograd.Function):
 
 class _RoundedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, factors: torch.dtype
+    ) -> torch.Tensor:
         # The weight itself, not its rounded copy: what gathers cut weights for a pass frees it
         # between forward and backward, and copies of all layers would stay.
-        ctx.save_for_backward(x.bfloat16(), weight)
-        return nn.functional.linear(x, weight.bfloat16().float())
+        ctx.save_for_backward(x.to(factors), weight)
+        return functional.linear(x, weight.bfloat16().float())
 
     @staticmethod
     def backward(
         ctx: Any, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight = ctx.needs_input_grad
-        narrow = gradient.bfloat16()
-        grad_x = (narrow @ weight.bfloat16()).float() if need_x else None
+        need_x, need_weight, _ = ctx.needs_input_grad
+        factor = gradient.to(x.dtype)
+        grad_x = (factor @ weight.bfloat16().to(x.dtype)).float() if need_x else None
         grad_weight = (
-            (narrow.flatten(0, -2).t() @ x.flatten(0, -2)).float() if need_weight else None
+            (factor.flatten(0, -2).t() @ x.flatten(0, -2)).float() if need_weight else None
         )
-        return grad_x, grad_weight
+        return grad_x, grad_weight, None
 
 
-def _linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _linear(module: nn.Linear, narrow_gradients: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     group = module.group if isinstance(module, RowParallelLinear) else None
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        product = rounded_product(x, module.weight)
+        product = rounded_product(x, module.weight, narrow_gradients=narrow_gradients)
         if group is not None:
             product = sum_over_slices(product, group)
         return product if module.bias is None else product + rounded(module.bias)
@@ -114,19 +146,40 @@ def _embedding(
     return lambda tokens: rounded(embed(tokens))
 
 
-def _seeing_rounded_weights(module: nn.Module) -> Callable[..., Any]:
+def _narrow_linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    group = module.group if isinstance(module, RowParallelLinear) else None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = None if module.bias is None else module.bias.bfloat16()
+        if group is None:
+            return functional.linear(x.bfloat16(), module.weight.bfloat16(), bias)
+        product = functional.linear(x.bfloat16(), module.weight.bfloat16())
+        product = sum_over_slices(product, group, in_own_type=True)
+        return product if bias is None else product + bias
+
+    return forward
+
+
+def _narrow_embedding(
+    embed: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tokens: embed(tokens).bfloat16()
+
+
+def _seeing(module: nn.Module, view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     """A forward pass for norms, and any other module that has weights of its own."""
     forward: Any = type(module).forward
-    view = _RoundedView(module)
-    return lambda *args, **kwargs: forward(view, *args, **kwargs)
+    seen = _View(module, view)
+    return lambda *args, **kwargs: forward(seen, *args, **kwargs)
 
 
-class _RoundedView:
-    """A module as it is, but with its own weights rounded."""
+class _View:
+    """A module as it is, but with its own weights seen through a function."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._module = module
+        self._view = view
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return rounded(value) if isinstance(value, nn.Parameter) else value
+        return self._view(value) if isinstance(value, nn.Parameter) else value

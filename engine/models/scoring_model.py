@@ -19,7 +19,7 @@ from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import ModelFolderError, read_config
 from rolemesh.engine.packing.batching import PaddedRows
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec
+from rolemesh.engine.specs import ClassifierRewardSpec, ModelSpec, Numerics
 
 HEAD = "score"
 """Name of the head in transformers' decoder-only classifiers."""
@@ -78,6 +78,7 @@ class ScoringModel(Decoder):
         device: torch.device | str = "cpu",
         trainable: bool = True,
         mesh: RankMesh | None = None,
+        numerics: Numerics = "exact",
     ) -> None:
         """Loads backbone and head, or a backbone to put a new head on.
 
@@ -87,6 +88,7 @@ class ScoringModel(Decoder):
             device: Where the weights live.
             trainable: False for a frozen judge, which may be an encoder.
             mesh: The rank's place; None for a rank that is alone.
+            numerics: Whether activations may be bfloat16.
 
         Raises:
             ModelFolderError: The folder is missing or not whole, or has a head already where a
@@ -120,6 +122,8 @@ class ScoringModel(Decoder):
             device=device,
             mesh=mesh or RankMesh.single(),
             may_miss=() if head.origin == "folder" else (f"{HEAD}.",),
+            numerics=numerics,
+            trainable=trainable,
         )
         self.head_spec = head
         self.lm.requires_grad_(trainable)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -23,7 +23,17 @@ BUCKET_BYTES = 64 * 2**20
 """Gradients that are sent as one message."""
 
 
-def cut_over_data(stage: nn.Module, mesh: RankMesh, device: torch.device) -> None:
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: torch and transformers mark them in no other way for all families."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def cut_over_data(
+    stage: nn.Module,
+    mesh: RankMesh,
+    device: torch.device,
+    layers_in: torch.dtype | None = None,
+) -> None:
     """Cuts the parameters of a stage over `mesh.fsdp`, in place; nothing where that is one rank.
 
     Each decoder layer is gathered for its own forward and backward; what is outside the layers
@@ -43,19 +53,30 @@ def cut_over_data(stage: nn.Module, mesh: RankMesh, device: torch.device) -> Non
         stage: What runs one micro-batch through this rank's layers.
         mesh: This rank's groups.
         device: Where parameters are to be.
+        layers_in: Type in which the weights of layers are gathered and their products computed;
+            None keeps their own. It spares traffic and the copies that autocast would keep of all
+            layers. Parts and the sums of gradients stay in their own type. What is outside the
+            layers is gathered in its own: a head adds up gradients over chunks.
     """
     group = mesh.fsdp
     if group.process_group is None:
         return
     axis = DeviceMesh.from_group(group.process_group, device.type)
-    # torch finds layers by no other mark that all families share.
-    layers = [
-        module for module in stage.modules() if isinstance(module, GradientCheckpointingLayer)
+    # Who calls a layer chooses the type of its inputs.
+    narrow = MixedPrecisionPolicy(
+        param_dtype=layers_in, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    policies = [
+        *(
+            (layer, MixedPrecisionPolicy() if layers_in is None else narrow)
+            for layer in layers_of(stage)
+        ),
+        (stage, MixedPrecisionPolicy()),
     ]
     # A vocabulary slice may be empty, and torch 2.13 cannot reduce the gradient of nothing.
     empty = {parameter for parameter in stage.parameters() if not parameter.numel()}
-    for module in (*layers, stage):
-        fully_shard(module, mesh=axis, ignored_params=empty)
+    for module, policy in policies:
+        fully_shard(module, mesh=axis, ignored_params=empty, mp_policy=policy)
         cut = cast(FSDPModule, module)
         # FSDP2 averages by default. Gloo has no scaled sum, so the scaling (by 1) is asked for
         # apart from the sum.

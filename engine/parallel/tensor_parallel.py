@@ -34,17 +34,24 @@ _PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 # --- sums over slices ---------------------------------------------------------------------
 
 
-def all_reduce(tensor: torch.Tensor, group: RankGroup, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor,
+    group: RankGroup,
+    op: Any = dist.ReduceOp.SUM,
+    *,
+    in_own_type: bool = False,
+) -> torch.Tensor:
     """Combines a tensor over a group, at least in float32.
 
     The tensor is floating, of any shape, and of the same one on all ranks; the result is a new one
     of the same type and shape. Empty tensors are not sent: every rank of a tensor group has the
-    same rows, so all skip.
+    same rows, so all skip. With in_own_type it is sent and added in its own type: half the bytes
+    of a bfloat16 tensor, and a rounding after each addition.
     """
     if group.size == 1 or tensor.numel() == 0:
         return tensor
     wide = tensor.detach().to(
-        torch.promote_types(tensor.dtype, torch.float32),
+        tensor.dtype if in_own_type else torch.promote_types(tensor.dtype, torch.float32),
         copy=True,
         memory_format=torch.contiguous_format,
     )
@@ -62,25 +69,28 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(gradient, ctx.group), None
+        # What enters attention and MLP is bfloat16 in narrow layers alone; see `rounding`.
+        return all_reduce(gradient, ctx.group, in_own_type=True), None
 
 
 class _Sum(torch.autograd.Function):
     """g of arXiv 1909.08053: the sum of what the slices made; each gets the sum's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-        return all_reduce(tensor, group)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: RankGroup, in_own_type: bool
+    ) -> torch.Tensor:
+        return all_reduce(tensor, group, in_own_type=in_own_type)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
 
 
 def copy_to_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Hands a tensor (of any shape) that is equal on all ranks to their slices.
 
-    Its gradient is the sum of the slices' gradients.
+    Its gradient is the sum of the slices' gradients, in the tensor's own type.
     """
     if group.size == 1:
         return tensor
@@ -88,14 +98,16 @@ def copy_to_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return copied
 
 
-def sum_over_slices(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Sums what the slices made, floating and of one shape on all ranks, in float32.
+def sum_over_slices(
+    tensor: torch.Tensor, group: RankGroup, *, in_own_type: bool = False
+) -> torch.Tensor:
+    """Sums what the slices made, floating and of one shape on all ranks, as `all_reduce` says.
 
     The result has the input's type and shape, and is equal on all ranks.
     """
     if group.size == 1:
         return tensor
-    summed: torch.Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
+    summed: torch.Tensor = _Sum.apply(tensor, group, in_own_type)  # type: ignore[no-untyped-call]
     return summed
 
 

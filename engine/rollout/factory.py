@@ -6,11 +6,16 @@ from pathlib import Path
 
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
-from rolemesh.engine.specs import RolloutSpec, VllmSpec
+from rolemesh.engine.specs import Numerics, RolloutSpec, VllmSpec
 
 
 def make_backend(
-    spec: RolloutSpec, model_path: Path, mesh: RankMesh | None = None
+    spec: RolloutSpec,
+    model_path: Path,
+    mesh: RankMesh | None = None,
+    *,
+    numerics: Numerics = "exact",
+    updates_between_steps: bool = False,
 ) -> RolloutBackend:
     """Makes a back end without weights: send them before the first generation.
 
@@ -22,6 +27,8 @@ def make_backend(
         model_path: Local Hugging Face folder of the policy; its config is read, not its weights.
         mesh: Groups of this rank, whose generation layout the back end takes; None means that the
             rank is alone.
+        numerics: Whether vLLM may round activations on a CPU; hf computes in its dtype.
+        updates_between_steps: Whether new weights may come between two tokens.
 
     Raises:
         LayoutError: The back end cannot generate in that layout.
@@ -30,7 +37,13 @@ def make_backend(
     if isinstance(spec, VllmSpec):
         from rolemesh.engine.rollout.vllm import VllmBackend
 
-        return VllmBackend(spec, model_path, mesh)
+        return VllmBackend(
+            spec,
+            model_path,
+            mesh,
+            numerics=numerics,
+            updates_between_steps=updates_between_steps,
+        )
     from rolemesh.engine.rollout.hf import HfBackend
 
     return HfBackend(spec, model_path, mesh)

@@ -88,6 +88,7 @@ class HfBackend(RolloutBackend):
                     "hf samples with whole models; give 1 for both, or rollout type vllm"
                 )
         super().__init__(spec, model_path)
+        self._wave_rows = spec.max_num_seqs
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
@@ -116,7 +117,7 @@ class HfBackend(RolloutBackend):
     def _generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
     ) -> Iterator[RolloutTrajectory]:
-        for start in range(0, len(requests), self._spec.max_num_seqs):
+        for start in range(0, len(requests), self._wave_rows):
             wave = [
                 _RunningRow(
                     request=request,
@@ -125,7 +126,7 @@ class HfBackend(RolloutBackend):
                     ),
                     generator=torch.Generator().manual_seed(request.seed),
                 )
-                for request in requests[start : start + self._spec.max_num_seqs]
+                for request in requests[start : start + self._wave_rows]
             ]
             yield from self._decode(wave, sampling)
 

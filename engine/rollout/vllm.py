@@ -8,12 +8,14 @@ in `vllm_weights`, how it starts as one of several ranks in `vllm_ranks`.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rolemesh.engine.parallel.device import device_of
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.model_folder import (
@@ -41,10 +43,17 @@ from rolemesh.engine.rollout.vllm_ranks import (
     leave_groups,
     spare_the_world,
 )
-from rolemesh.engine.specs import SamplingSpec, VllmSpec
+from rolemesh.engine.specs import Numerics, SamplingSpec, VllmSpec
+from rolemesh.engine.specs.by_device import Choices, described, sampler_choices
+
+logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this one."""
+
+_CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of keys where prompts are shared on a CPU: vLLM's kernel wants multiples of 32.
+"""
 
 
 class VllmBackend(RolloutBackend):
@@ -72,6 +81,8 @@ class VllmBackend(RolloutBackend):
         mesh: RankMesh | None = None,
         *,
         folder_version: int | None = None,
+        numerics: Numerics = "exact",
+        updates_between_steps: bool = False,
     ) -> None:
         """Loads the engine; with several ranks all of the mesh call it together.
 
@@ -81,6 +92,8 @@ class VllmBackend(RolloutBackend):
             mesh: Groups of this rank; None means that it is alone.
             folder_version: policy_version of the folder's own weights, which vLLM then loads in
                 its own way (on a CPU without rounding them); None starts without weights.
+            numerics: "fast" computes in the spec's dtype on a CPU, too.
+            updates_between_steps: Whether `between_steps` may bring weights.
 
         Raises:
             LayoutError: Generation has pipeline stages.
@@ -88,6 +101,13 @@ class VllmBackend(RolloutBackend):
         """
         mesh = mesh or RankMesh.single()
         check_generate_layout(mesh)
+        choices = sampler_choices(
+            spec,
+            device_of("cuda" if torch.cuda.is_available() else "cpu"),
+            numerics=numerics,
+            updates_between_steps=updates_between_steps,
+            num_slices=mesh.generate_tp.size,
+        )
         super().__init__(spec, model_path)
         self._request_numbers = itertools.count()
         self._kv_cache_asleep = False
@@ -98,7 +118,11 @@ class VllmBackend(RolloutBackend):
         try:
             with untouched_process(), engine_start(mesh) as rank_arguments:
                 self._engine = _make_engine(
-                    spec, self._folder, rank_arguments, has_weights=folder_version is not None
+                    spec,
+                    choices,
+                    self._folder,
+                    rank_arguments,
+                    has_weights=folder_version is not None,
                 )
             check_groups(mesh)
         except BaseException:
@@ -106,6 +130,8 @@ class VllmBackend(RolloutBackend):
             raise
         if folder_version is not None:
             self.policy_version = folder_version
+        for line in described(choices):
+            logger.info("rollout.%s", line)
 
     def generate(
         self, requests: Sequence[RolloutRequest], sampling: SamplingSpec
@@ -270,11 +296,10 @@ class VllmBackend(RolloutBackend):
         if self._kv_cache_asleep:
             self._engine.wake_up(["kv_cache"])
             self._kv_cache_asleep = False
-        # The prefix cache is off by configuration. This call makes sure that no keys and values of
-        # old weights outlive them.
-        # Requests that run are put back to the queue, which frees theirs: they begin again from
-        # all their tokens so far.
-        self._engine.reset_prefix_cache(reset_running_requests=self._is_generating)
+        # No keys and values of old weights outlive them. Requests that run are put back to the
+        # queue, which frees theirs: they begin again from all their tokens so far.
+        if not self._engine.reset_prefix_cache(reset_running_requests=self._is_generating):
+            raise RuntimeError("vLLM kept keys and values of the old weights: its cache is in use")
 
     def _check_loaded(self, loaded: set[str]) -> None:
         """Refuses an update of which vLLM dropped a part."""
@@ -334,7 +359,12 @@ class VllmBackend(RolloutBackend):
 
 
 def _make_engine(
-    spec: VllmSpec, folder: ModelFolder, rank_arguments: Mapping[str, Any], *, has_weights: bool
+    spec: VllmSpec,
+    choices: Choices,
+    folder: ModelFolder,
+    rank_arguments: Mapping[str, Any],
+    *,
+    has_weights: bool,
 ) -> Any:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -342,12 +372,13 @@ def _make_engine(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     prepare_vllm()
+    shares_on_cpu = current_platform.is_cpu() and choices["prefix_caching"].value
     engine: Any = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.path),
-            # On a CPU activations are float32 whatever the weights are rounded to, as the trainer's
-            # are: bfloat16 ones would leave the two 0.02 apart.
-            dtype="float32" if current_platform.is_cpu() else spec.dtype,
+            # With exact numerics activations on a CPU are float32 whatever the weights are rounded
+            # to, as the trainer's are: bfloat16 ones would leave the two 0.02 apart.
+            dtype=choices["activations"].value,
             # Otherwise weights come from the trainer before the first generation.
             load_format="safetensors" if has_weights else "dummy",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
@@ -355,9 +386,9 @@ def _make_engine(
             skip_tokenizer_init=True,
             generation_config="vllm",
             max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
+            max_num_seqs=choices["max_num_seqs"].value,
             gpu_memory_utilization=spec.gpu_memory_utilization,
-            enforce_eager=spec.enforce_eager,
+            enforce_eager=choices["enforce_eager"].value,
             enable_sleep_mode=not current_platform.is_cpu(),
             # Log-probs of the distribution that tokens are drawn from: after temperature, top-k
             # and top-p. vLLM's default is before.
@@ -365,9 +396,11 @@ def _make_engine(
             # A prompt that is prefilled in pieces draws a token for each piece and takes it back
             # by moving the generator's offset, which generators on a CPU do not have.
             enable_chunked_prefill=not current_platform.is_cpu(),
-            # Sampler and trainer must agree: no keys of old weights, no step ahead of its inputs.
-            enable_prefix_caching=False,
-            async_scheduling=False,
+            # No keys of old weights: an update empties the cache.
+            enable_prefix_caching=choices["prefix_caching"].value,
+            # On a CPU vLLM takes blocks of 128 tokens, and only whole blocks are shared.
+            block_size=_CPU_BLOCK_TOKENS if shares_on_cpu else None,
+            async_scheduling=choices["async_scheduling"].value,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             seed=0,

@@ -1,9 +1,10 @@
 """New weights for a vLLM engine in the trainer's own process: no disk, no copy in between.
 
 Imports vLLM, so it is itself imported late, by name, by vLLM's weight-transfer registry.
-Two facts of vLLM 0.32 on a CPU shape it: linear weights are packed for the matrix kernel and
-their parameters left empty, so nothing can be written in place; and a head that is tied to the
-embedding has a packed copy of its own, which a reload leaves as it was.
+Three facts of vLLM 0.32 on a CPU shape it: linear weights are packed for the matrix kernel and
+their parameters left empty, so nothing can be written in place; a head that is tied to the
+embedding has a packed copy of its own, which a reload leaves as it was; and the logits of a
+bfloat16 head are rounded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -93,9 +95,32 @@ class InProcessWeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def finish_heads(model: nn.Module) -> None:
-    """Packs what vLLM leaves as it was: tied heads."""
+    """Packs what vLLM leaves as it was, tied heads, and gives bfloat16 heads float32 logits."""
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.dtype == torch.bfloat16:
+            _widen_head(module)
+
+
+def _widen_head(head: Any) -> None:
+    """Makes a head on a CPU multiply its bfloat16 weights in float32.
+
+    Rounded, a logit of 20 would move in steps of 1/8. On a GPU the option head_dtype does this, and
+    the head has no kernel of its own.
+    """
+    kernel: Callable[..., torch.Tensor] | None = getattr(head, "cpu_linear", None)
+    if kernel is None:
+        return
+    weight = head.weight if head.weight.dim() == 2 else None
+    if weight is None or not weight.numel():
+        weight = _read_back(kernel, _input_size(head, head.weight), head.weight)
+    wide = weight.detach().float()
+
+    def product(x: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x.float(), wide, None if bias is None else bias.float())
+
+    head.cpu_linear = product
 
 
 def _tied_heads(model: nn.Module) -> list[Any]:

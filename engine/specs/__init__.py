@@ -65,6 +65,7 @@ from rolemesh.engine.specs.models import (
     GenerateSpec,
     LayoutSpec,
     ModelSpec,
+    Numerics,
     OptimizerSpec,
 )
 from rolemesh.engine.specs.outside_rewards import (
@@ -183,6 +184,7 @@ __all__ = [
     "MixtureSpec",
     "ModelSpec",
     "NemoGymRewardSpec",
+    "Numerics",
     "OnlineDpoSpec",
     "OpenRlhfRewardSpec",
     "OptimizerSpec",

@@ -80,12 +80,26 @@ class PpoPolicyLossSpec(PolicyTermsSpec):
     importance_cap: float | None = Field(default=None, gt=0)
     """Decoupled PPO (AReaL, arXiv 2505.24298, section 5.2): the ratio is that to the weights at
     the start of the update, and each token's policy loss is weighted by their ratio to the weights
-    that sampled, truncated at this. None compares with the weights that sampled."""
+    that sampled, truncated at this. None compares with the weights that sampled, unless a recipe
+    has numerics "fast", which puts 2 in the place of a cap that is left out."""
+    proximal: Literal["scored", "same_pass"] = "scored"
+    """Where log-probs at the start of the update come from, with importance_cap: from a scoring
+    pass, or from the pass that trains, where a step makes one optimizer step: it begins with these
+    weights, and the scoring pass is spared."""
+
+    @model_validator(mode="after")
+    def _check_proximal(self) -> Self:
+        if self.proximal == "same_pass" and self.importance_cap is None:
+            raise ValueError(
+                "proximal is 'same_pass' without importance_cap, which alone reads log-probs at "
+                "the start of the update: give importance_cap, or leave proximal out"
+            )
+        return self
 
     def columns(self) -> tuple[str, ...]:
-        """Those of a policy loss; log-probs at the start of the update with importance_cap."""
-        proximal = () if self.importance_cap is None else (PROXIMAL_LOGPROBS,)
-        return (*super().columns(), *proximal)
+        """Those of a policy loss; log-probs at the start of the update where they are scored."""
+        is_scored = self.importance_cap is not None and self.proximal == "scored"
+        return (*super().columns(), *((PROXIMAL_LOGPROBS,) if is_scored else ()))
 
 
 class GspoPolicyLossSpec(PolicyTermsSpec):

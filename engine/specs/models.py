@@ -13,6 +13,10 @@ from rolemesh.engine.specs.rates import ConstantRateSpec, DecaySpec, RateSchedul
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
+Numerics = Literal["exact", "fast"]
+"""exact: log-probs of trainer and sampler agree as far as the device allows. fast: bfloat16 from
+end to end, and importance weights against the difference."""
+
 
 class ModelSpec(Spec):
     """A Hugging Face model folder and how to compute with it."""
@@ -20,14 +24,21 @@ class ModelSpec(Spec):
     path: Path
     """Folder with config.json, tokenizer and safetensors. Nothing is ever downloaded."""
     compute_dtype: ComputeDtype = "bfloat16"
-    """Type of matrix products. Weights and optimizer state stay float32. bfloat16 is autocast,
-    except for policy and reference on a CPU: there each pass rounds the weights and keeps
-    activations float32, so that log-probs agree with the sampler's; backward products are bfloat16.
-    """
+    """Type of matrix products. Weights and optimizer state stay float32. With numerics "exact",
+    bfloat16 is autocast, except for policy and reference on a CPU: there each pass rounds the
+    weights and keeps activations float32, so that log-probs agree with the sampler's; backward
+    products are bfloat16. With "fast", activations are bfloat16 too."""
+    activations: ComputeDtype | None = None
+    """Type of hidden states between layers. None: float32 with numerics "exact", and on a CPU
+    without bfloat16 instructions; else the compute_dtype."""
     num_layers: int | None = Field(default=None, ge=1)
     """Keep only the first layers (a cheaper critic). None keeps all."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none, attention only, whole layers."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Activations computed again in the backward pass: none, attention only, whole layers. None:
+    whole layers on a GPU where a micro-batch would keep more than 8 GiB of them, else none."""
+    frozen_dtype: ComputeDtype | None = None
+    """Type in which a model that is not trained (reference, reward) holds its weights. None:
+    bfloat16 where compute_dtype is and the device is a GPU or numerics "fast", else float32."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Most tokens, padding included, in one forward pass; a prompt that is shared counts once."""
     share_prefixes: Literal["auto", "never"] = "auto"

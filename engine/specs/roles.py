@@ -12,7 +12,13 @@ from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayo
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.data import DataSpec
 from rolemesh.engine.specs.environments import EnvironmentSpec
-from rolemesh.engine.specs.models import GenerateSpec, LayoutSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs.models import (
+    GenerateSpec,
+    LayoutSpec,
+    ModelSpec,
+    Numerics,
+    OptimizerSpec,
+)
 from rolemesh.engine.specs.own_functions import OwnFunctionSpec
 from rolemesh.engine.specs.rewards import ClassifierRewardSpec, RewardSourceSpec
 from rolemesh.engine.specs.rollout import RolloutSpec
@@ -20,6 +26,15 @@ from rolemesh.engine.specs.rollout import RolloutSpec
 
 class RoleSpec(Spec):
     """A role's section of a recipe."""
+
+    numerics: Numerics | None = None
+    """How this role computes. None: as the recipe's numerics says; for clients without a recipe,
+    "exact"."""
+
+    @property
+    def chosen_numerics(self) -> Numerics:
+        """What `numerics` says, or "exact"."""
+        return self.numerics or "exact"
 
     def rank_layout(self) -> HybridLayout:
         """How the role's ranks stand to each other; one rank unless a role says otherwise."""

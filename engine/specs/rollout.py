@@ -39,17 +39,25 @@ class VllmSpec(Spec):
     type: Literal["vllm"] = "vllm"
     max_model_len: int = Field(default=512, ge=2)
     """Longest prompt and completion together, in tokens."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Most sequences that are decoded together."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Most sequences that are decoded together. None: 256 on a GPU, 64 on a CPU."""
     kv_cache_gib: int = Field(default=1, ge=1)
     """KV cache on a CPU device, in whole GiB."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
     """Share of a GPU's memory for weights and KV cache of the sampler."""
     dtype: ComputeDtype = "bfloat16"
-    """Type that weights travel in and are rounded to; on a GPU that of activations too. On a CPU
-    the sampler computes with those values in float32, and holds weights and keys in float32."""
-    enforce_eager: bool = True
-    """Skip graph capture; on a CPU it only costs start-up time."""
+    """Type that weights travel in and are rounded to."""
+    activations: ComputeDtype | None = None
+    """Type that the sampler computes in, and holds weights and keys in. None: that of dtype on a
+    GPU; on a CPU float32 with numerics "exact", and where it has no bfloat16 instructions."""
+    enforce_eager: bool | None = None
+    """Skip graph capture. None: graphs on a GPU, none on a CPU."""
+    prefix_caching: bool | None = None
+    """Compute what prompts have in common once, while the weights stay. None: on a GPU, and with
+    numerics "fast"."""
+    async_scheduling: bool | None = None
+    """Schedule the next step while one runs. None: on a GPU, where one rank samples and no weights
+    come between two tokens. It cannot be true where they may."""
 
 
 class HfSpec(Spec):

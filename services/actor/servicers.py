@@ -14,7 +14,7 @@ from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
-from rolemesh.engine.specs import ActorSpec, RolloutSpec
+from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights
 from rolemesh.rpc.errors import PreconditionError
@@ -77,12 +77,13 @@ class ActorRole(ModelRole, SamplingRole):
         if spec.rollout is not None:
             self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
         progress("load policy", 1, 3)
-        model = CausalLm(spec.model, device=rank_device(), mesh=mesh)
+        numerics = spec.chosen_numerics
+        model = CausalLm(spec.model, device=rank_device(), mesh=mesh, numerics=numerics)
         result = self.train_with(model, spec.optimizer, run_seed)
         self.trainer.own_functions = self.own_functions
         if spec.rollout is not None:
             progress(f"load {spec.rollout.type}", 2, 3)
-            self._load_sampler(spec.rollout, model, mesh)
+            self._load_sampler(spec.rollout, model, mesh, numerics)
         progress("ready", 3, 3)
         return InitializeResult(
             policy_version=result.policy_version,
@@ -93,8 +94,10 @@ class ActorRole(ModelRole, SamplingRole):
             },
         )
 
-    def _load_sampler(self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh) -> None:
-        self._backend = make_backend(spec, model.spec.path, mesh=mesh)
+    def _load_sampler(
+        self, spec: RolloutSpec, model: CausalLm, mesh: RankMesh, numerics: Numerics
+    ) -> None:
+        self._backend = make_backend(spec, model.spec.path, mesh=mesh, numerics=numerics)
         keeper = self._backend if isinstance(self._backend, HfBackend) else None
         if mesh.world.size > 1:
             self._resharder = Resharder(model, spec.dtype, keeper=keeper)

@@ -40,7 +40,13 @@ class CriticRole(ModelRole):
     ) -> InitializeResult:
         """Loads the value model."""
         progress("load value model", 0, 1)
-        model = ScoringModel(spec.model, VALUE_HEAD, device=rank_device(), mesh=mesh)
+        model = ScoringModel(
+            spec.model,
+            VALUE_HEAD,
+            device=rank_device(),
+            mesh=mesh,
+            numerics=spec.chosen_numerics,
+        )
         return self.train_with(model, spec.optimizer, run_seed)
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:

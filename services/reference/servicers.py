@@ -44,7 +44,13 @@ class ReferenceRole(Role):
     ) -> InitializeResult:
         """Loads the policy."""
         progress("load policy", 0, 1)
-        model = CausalLm(spec.model, device=rank_device(), trainable=False, mesh=mesh)
+        model = CausalLm(
+            spec.model,
+            device=rank_device(),
+            trainable=False,
+            mesh=mesh,
+            numerics=spec.chosen_numerics,
+        )
         self._policy = RankModel(model)
         return InitializeResult(num_parameters=num_parameters(model))
 

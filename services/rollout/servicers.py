@@ -89,7 +89,14 @@ class RolloutRole(Role, SamplingRole):
         except UnsupportedFamilyError:
             # Then weights come from one rank to whole models; `plan` refuses everything else.
             self._shape = None
-        self._backend = make_backend(spec.rollout, spec.model.path, mesh=mesh)
+        self._backend = make_backend(
+            spec.rollout,
+            spec.model.path,
+            mesh=mesh,
+            numerics=spec.chosen_numerics,
+            # Which schedule the run has, only the coordinator knows: weights may come at any time.
+            updates_between_steps=True,
+        )
         self._deliveries = Deliveries(self._backend, mesh, are_shards=self._takes_shards)
         progress("ready", 2, 2)
         return InitializeResult(

@@ -1,0 +1,205 @@
+"""Settings that the device decides where a recipe leaves them out, each with its reason.
+
+Pure functions without torch: a service calls them when it makes a model or a sampler and logs what
+they say, and `rolemesh doctor RECIPE` shows the same before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rolemesh.engine.specs.models import ModelSpec, Numerics
+from rolemesh.engine.specs.rollout import VllmSpec
+
+DeviceType = Literal["cpu", "cuda"]
+
+RECOMPUTE_BYTES = 8 * 2**30
+"""Activations of a micro-batch above which layers are recomputed: a tenth of an 80 GB GPU, which
+weights, moments and a sampler share with them. Recomputing costs a forward pass more, a quarter of
+the time of an update."""
+
+_GIVEN = "given by the recipe"
+_NO_BFLOAT16 = "this CPU has no bfloat16 instructions: float32 products are faster"
+_ON_A_CPU = "on a CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a setting is, and why."""
+
+    value: Any
+    reason: str
+
+
+Choices = Mapping[str, Choice]
+"""By the name of the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes."""
+
+    type: DeviceType
+    multiplies_bfloat16: bool = True
+    """Whether it has instructions for products of bfloat16; a GPU has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What activations grow with."""
+
+    num_layers: int
+    """Of the whole model."""
+    hidden_size: int
+    num_stages: int = 1
+    """Pipeline stages, which share the layers."""
+    num_slices: int = 1
+    """Tensor slices."""
+
+
+def sampler_choices(
+    spec: VllmSpec,
+    device: Device,
+    *,
+    numerics: Numerics = "exact",
+    updates_between_steps: bool = False,
+    num_slices: int = 1,
+) -> Choices:
+    """How vLLM samples.
+
+    Args:
+        spec: Of the sampler.
+        device: Where it computes.
+        numerics: Of its role.
+        updates_between_steps: Whether new weights may come between two tokens.
+        num_slices: Ranks of a generation replica.
+
+    Returns:
+        max_num_seqs, enforce_eager, prefix_caching, async_scheduling, activations.
+
+    Raises:
+        ValueError: Async scheduling is asked for where it cannot be.
+    """
+    on_gpu = device.type == "cuda"
+    is_fast = numerics == "fast"
+    if on_gpu:
+        activations = Choice(spec.dtype, "as rollout.dtype says")
+    elif not is_fast:
+        activations = Choice("float32", f"exact numbers {_ON_A_CPU}: the trainer's to 1e-5")
+    elif device.multiplies_bfloat16:
+        activations = Choice(spec.dtype, "fast numerics: as rollout.dtype says")
+    else:
+        activations = Choice("float32", _NO_BFLOAT16)
+    if updates_between_steps:
+        ahead = Choice(False, "new weights may come between two tokens, and no step may be ahead")
+    elif num_slices > 1:
+        # vLLM 0.32 schedules the next step at once or after the last one, whichever is ready: on
+        # several ranks that would be a race, and their collective operations would not match.
+        ahead = Choice(False, "several ranks must schedule alike")
+    elif on_gpu:
+        ahead = Choice(True, "a GPU need not wait for the scheduler, and no update comes between")
+    else:
+        ahead = Choice(False, f"{_ON_A_CPU} scheduler and model share the cores")
+    if spec.async_scheduling and (updates_between_steps or num_slices > 1):
+        raise ValueError(f"rollout.async_scheduling is true, but {ahead.reason}: leave it out")
+    return {
+        "max_num_seqs": _chosen(
+            spec.max_num_seqs,
+            Choice(256, "a GPU decodes 256 sequences in little more time than one")
+            if on_gpu
+            else Choice(64, f"{_ON_A_CPU} more sequences take as much more time"),
+        ),
+        "enforce_eager": _chosen(
+            spec.enforce_eager,
+            Choice(False, "CUDA graphs: decoding waits for kernel launches otherwise")
+            if on_gpu
+            else Choice(True, f"{_ON_A_CPU} there are no graphs to capture"),
+        ),
+        "prefix_caching": _chosen(
+            spec.prefix_caching,
+            Choice(True, "the completions of a prompt compute it once; updates empty the cache")
+            if on_gpu or is_fast
+            else Choice(False, f"exact numbers {_ON_A_CPU}: each row's sums keep their order"),
+        ),
+        "async_scheduling": _chosen(spec.async_scheduling, ahead),
+        "activations": _chosen(spec.activations, activations),
+    }
+
+
+def model_choices(
+    spec: ModelSpec,
+    device: Device,
+    sizes: ModelSizes,
+    *,
+    numerics: Numerics = "exact",
+    trains: bool = True,
+) -> Choices:
+    """How a model keeps weights and activations.
+
+    Args:
+        spec: Of the model.
+        device: Where it computes.
+        sizes: Of the whole model, and how it is cut.
+        numerics: Of its role.
+        trains: False for a frozen one.
+
+    Returns:
+        activations, and recompute of a trained model, or frozen_dtype of a frozen one.
+    """
+    on_gpu = device.type == "cuda"
+    if numerics == "exact":
+        activations = Choice("float32", "exact numerics")
+    elif spec.compute_dtype == "float32":
+        activations = Choice("float32", "as model.compute_dtype says")
+    elif device.multiplies_bfloat16:
+        activations = Choice("bfloat16", "fast numerics")
+    else:
+        activations = Choice("float32", _NO_BFLOAT16)
+    chosen = {"activations": _chosen(spec.activations, activations)}
+    if not trains:
+        is_narrow = spec.compute_dtype == "bfloat16" and (
+            on_gpu or chosen["activations"].value == "bfloat16"
+        )
+        return chosen | {
+            "frozen_dtype": _chosen(
+                spec.frozen_dtype,
+                Choice("bfloat16", "its products are bfloat16 all the same: half the memory")
+                if is_narrow
+                else Choice("float32", "as it is trained"),
+            )
+        }
+    size = activation_bytes(spec, sizes)
+    about = f"about {size / 2**30:.1f} GiB of activations in a micro-batch"
+    return chosen | {
+        "recompute": _chosen(
+            spec.recompute,
+            Choice("full", about)
+            if on_gpu and size > RECOMPUTE_BYTES
+            else Choice("none", about if on_gpu else f"{_ON_A_CPU} time is dearer than memory"),
+        )
+    }
+
+
+def activation_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
+    """Bytes of activations that the layers of one rank keep for a backward pass.
+
+    (10 + 24 / t) tokens hidden bytes a layer in a 16-bit type, twice that in float32 (arXiv
+    2205.05198, eq. 2, without the scores of attention, which fused kernels do not keep).
+    """
+    layers = -(-sizes.num_layers // sizes.num_stages)
+    width = 1 if spec.compute_dtype == "bfloat16" else 2
+    bytes_a_number = width * (10 + 24 / sizes.num_slices)
+    return int(layers * spec.micro_batch_tokens * sizes.hidden_size * bytes_a_number)
+
+
+def described(choices: Choices) -> Iterator[str]:
+    """A line for each choice, e.g. "max_num_seqs 64 (given by the recipe)"."""
+    for name, choice in choices.items():
+        value = str(choice.value).lower() if isinstance(choice.value, bool) else choice.value
+        yield f"{name} {value} ({choice.reason})"
+
+
+def _chosen(given: Any, default: Choice) -> Choice:
+    return default if given is None else Choice(given, _GIVEN)
