@@ -104,6 +104,7 @@ def _models(recipe: Recipe) -> Iterator[dict[str, Any]]:
                 ),
                 "optimizer": section.optimizer.model_dump(mode="json") if is_trained else None,
                 "loss": _loss(recipe, role) if is_trained else None,
+                "numerics": section.chosen_numerics,
                 "row_tokens": row_tokens,
                 "prompt_tokens": prompt_tokens,
             }

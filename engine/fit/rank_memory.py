@@ -25,7 +25,7 @@ from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoreHead, ScoringModel
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.specs import LossSpec, ModelSpec, OptimizerSpec
+from rolemesh.engine.specs import LossSpec, ModelSpec, Numerics, OptimizerSpec
 from rolemesh.engine.specs.columns import COLUMNS, INPUT_COLUMNS
 from rolemesh.engine.train.optimizer import OFFLOAD_BYTES
 from rolemesh.engine.train.plan import UpdatePlan
@@ -50,6 +50,7 @@ class RankWork:
     """None: the model is frozen and only scores."""
     loss: LossSpec | None = None
     """What it is trained on; given with optimizer."""
+    numerics: Numerics = "exact"
     row_tokens: int
     """Tokens in each row, prompt and completion."""
     prompt_tokens: int
@@ -122,7 +123,7 @@ class _Subject:
         self._trainer: Trainer | None = None
         with tally.purpose("weights"):
             if work.optimizer is None:
-                self._rank_model = RankModel(_frozen(work, mesh))
+                self._rank_model = RankModel(_model(work, mesh, trainable=False))
             else:
                 self._trainer = _trainer(work, mesh)
                 self._rank_model = self._trainer.rank_model
@@ -226,17 +227,20 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
 
 def _trainer(work: RankWork, mesh: RankMesh) -> Trainer:
     assert work.optimizer is not None
-    if work.kind == "policy":
-        return Trainer.policy(work.model, work.optimizer, mesh=mesh)
-    head = VALUE_HEAD if work.kind == "critic" else ScoreHead(per="row", origin="folder or new")
-    return Trainer(work.kind, ScoringModel(work.model, head, mesh=mesh), work.optimizer)
+    return Trainer(work.kind, _model(work, mesh, trainable=True), work.optimizer)
 
 
-def _frozen(work: RankWork, mesh: RankMesh) -> CausalLm | ScoringModel:
+def _model(work: RankWork, mesh: RankMesh, *, trainable: bool) -> CausalLm | ScoringModel:
+    """The model as its service makes it."""
+    common: dict[str, Any] = {
+        "trainable": trainable,
+        "mesh": mesh,
+        "numerics": work.numerics,
+    }
     if work.kind == "policy":
-        return CausalLm(work.model, trainable=False, mesh=mesh)
+        return CausalLm(work.model, **common)
     head = VALUE_HEAD if work.kind == "critic" else ScoreHead(per="row", origin="folder or new")
-    return ScoringModel(work.model, head, trainable=False, mesh=mesh)
+    return ScoringModel(work.model, head, **common)
 
 
 def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape
 from rolemesh.engine.layout.manifest import ITEM_BYTES
 from rolemesh.engine.specs import VllmSpec
+from rolemesh.engine.specs.by_device import Device, sampler_choices
 
 GRAPH_BYTES = 1 << 30
 """CUDA graphs of all batch sizes. vLLM's logs say 0.5 to 1 GiB for 1B to 8B; not measured here."""
@@ -63,14 +64,15 @@ def sampler_memory(shape: DecoderShape, spec: VllmSpec, tp: int) -> SamplerMemor
     # A tied head is cast from the embedding, and is then a tensor of its own.
     head = 4 * vocabulary - (0 if shape.is_tied else item * vocabulary)
     widest = 2 * shape.intermediate_size // tp + 2 * shape.hidden_size
-    sequences = spec.max_num_seqs or 256
+    choices = sampler_choices(spec, Device("cuda"))
+    sequences = choices["max_num_seqs"].value
     # Logits, and their log-probs, in float32.
     passes = PASS_TOKENS * widest * item + 2 * 4 * sequences * shape.padded_vocab_size
     kv_heads = max(1, shape.num_kv_heads // tp)
     return SamplerMemory(
         weights=(parameters * item + head) // tp,
         passes=passes,
-        graphs=0 if spec.enforce_eager else GRAPH_BYTES,
+        graphs=0 if choices["enforce_eager"].value else GRAPH_BYTES,
         token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
         row_tokens=spec.max_model_len,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rolemesh.engine.device_kinds import kind_of
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
         choices = model_choices(
             spec,
-            device_of(self.device.type),
+            device_of(kind_of(self.device)),
             _sizes(config, mesh),
             numerics=numerics,
             trains=trainable,

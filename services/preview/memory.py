@@ -25,6 +25,7 @@ from rolemesh.engine.specs import (
     LayoutSpec,
     LossSpec,
     ModelSpec,
+    Numerics,
     OptimizerSpec,
     Spec,
     VllmSpec,
@@ -41,6 +42,7 @@ class ModelQuestion(Spec):
     optimizer: OptimizerSpec | None = None
     """None: it is frozen."""
     loss: LossSpec | None = None
+    numerics: Numerics = "exact"
     row_tokens: int
     """Tokens of the longest row, prompt and completion."""
     prompt_tokens: int
@@ -93,6 +95,7 @@ def _model(asked: ModelQuestion, device: Literal["cpu", "cuda"]) -> dict[str, An
         layout=HybridLayout(asked.layout.layout()),
         optimizer=asked.optimizer,
         loss=asked.loss,
+        numerics=asked.numerics,
         row_tokens=asked.row_tokens,
         prompt_tokens=asked.prompt_tokens,
     )
