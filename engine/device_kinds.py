@@ -16,7 +16,7 @@ _assumed: ContextVar[str | None] = ContextVar("assumed_device_kind", default=Non
 
 
 def kind_of(device: torch.device) -> str:
-    """"cuda" or "cpu": what code asks that computes differently on a GPU."""
+    """The kind, "cuda" or "cpu", that code asks for which computes differently on a GPU."""
     return _assumed.get() or device.type
 
 

@@ -28,7 +28,16 @@ from rolemesh.coordinator.run.pool_memory import PoolFound, RoleFound, pool_memo
 
 app = typer.Typer(add_completion=False)
 
-_PURPOSES = ("weights", "gradients", "optimizer", "activations", "head", "gathers")
+_HEADINGS = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "activ.",
+    "head": "head",
+    "gathers": "gathers",
+}
+"""By what bytes are for; short, so that a table fits into 80 columns."""
+
 _GIB = 2**30
 
 
@@ -127,13 +136,16 @@ def _show(
     console: Console, gpus: HostGpus, found: dict[str, RoleFound], pools: Sequence[PoolFound]
 ) -> None:
     table = Table(title=f"GiB on each GPU, at each role's peak ({gpus.count} x {gpus.name})")
-    for heading in ("role", *_PURPOSES, "peak", "between calls", "sampler, least"):
+    for heading in ("role", *_HEADINGS.values(), "peak", "rest", "sampler"):
         table.add_column(heading, justify="left" if heading == "role" else "right")
     for role, one in found.items():
-        parts = [_gib(one.at_peak.get(purpose, 0)) for purpose in _PURPOSES]
+        parts = [_gib(one.at_peak.get(purpose, 0)) for purpose in _HEADINGS]
         least = _gib(one.sampler["least"]) if one.sampler else "-"
         table.add_row(role, *parts, _gib(one.peak), _gib(one.rest), least)
     console.print(table)
+    console.print(
+        "rest: between calls, awake; sampler: the least that vLLM starts with", highlight=False
+    )
     for pool in pools:
         _show_pool(console, pool)
     sys.stdout.flush()
@@ -145,9 +157,7 @@ def _show_pool(console: Console, pool: PoolFound) -> None:
         table.add_column(heading, justify="left" if heading in ("while", "held by") else "right")
     for moment in pool.moments:
         held = ", ".join(f"{name} {_gib(size)}" for name, size in moment.held.items())
-        table.add_row(
-            moment.what, held, _gib(moment.total), _gib(pool.gpu_bytes - moment.total)
-        )
+        table.add_row(moment.what, held, _gib(moment.total), _gib(pool.gpu_bytes - moment.total))
     console.print(table)
     share = pool.headroom / pool.gpu_bytes
     if pool.headroom < 0:

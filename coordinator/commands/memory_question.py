@@ -46,7 +46,12 @@ def asked(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         stderr=subprocess.PIPE,
         text=True,
         # The current directory must not shadow a package. Nothing is computed on a device.
-        env={**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+        },
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -99,9 +104,9 @@ def _models(recipe: Recipe) -> Iterator[dict[str, Any]]:
                 "role": role,
                 "kind": "reward" if isinstance(section, RewardSpec) else _KINDS[role],
                 "model": model.model_dump(mode="json"),
-                "layout": (section.train if hasattr(section, "train") else section.layout).model_dump(
-                    mode="json"
-                ),
+                "layout": (
+                    section.train if hasattr(section, "train") else section.layout
+                ).model_dump(mode="json"),
                 "optimizer": section.optimizer.model_dump(mode="json") if is_trained else None,
                 "loss": _loss(recipe, role) if is_trained else None,
                 "numerics": section.chosen_numerics,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.render.placement import needs_gpu, spread
+from rolemesh.coordinator.run.cautions import Caution
 from rolemesh.coordinator.run.host_gpus import HostGpus
+from rolemesh.coordinator.run.pool_memory import gpu_cautions
 
 
 def load_placed(
@@ -69,30 +71,33 @@ def placement(recipe: Recipe, num_gpus: int) -> list[str]:
     return settings
 
 
-def told_of_devices(recipe: Recipe, gpus: HostGpus, roles: Iterable[str]) -> str:
-    """What to tell of GPUs that a run leaves alone though it has models; empty: nothing.
+def start_cautions(
+    recipe: Recipe, gpus: HostGpus, own_services: Mapping[str, str | None]
+) -> Iterator[Caution]:
+    """What to think about before services of a recipe start on a host with GPUs, or near them.
 
     Args:
         recipe: With its pools.
         gpus: Of this host.
-        roles: Whose services this host starts.
+        own_services: By name of each service: its address, None where this host starts it.
     """
+    own = {role_of(name) for name, address in own_services.items() if address is None}
     on_cpu = [
         f"pools.{name}"
         for name, pool in recipe.pools.items()
         if set(pool.devices) == {"cpu"}
-        and any(role in roles and needs_gpu(recipe, role) for role in pool.roles)
+        and any(role in own and needs_gpu(recipe, role) for role in pool.roles)
     ]
-    if not on_cpu:
-        return ""
-    if gpus.unusable:
-        return f"models compute on the CPU: {gpus.unusable}"
-    if not gpus.count:
-        return ""
-    return (
-        f"models compute on the CPU, though this host has {gpus.count} x {gpus.name}: "
-        f"{' and '.join(on_cpu)} names devices [cpu]; leave the pools out, or name cuda:0"
-    )
+    if on_cpu and gpus.unusable:
+        yield Caution(f"models compute on the CPU: {gpus.unusable}", "mend it, or leave it so")
+    elif on_cpu and gpus.count:
+        yield Caution(
+            f"models compute on the CPU, though this host has {gpus.count} x {gpus.name}: "
+            f"{' and '.join(on_cpu)} names devices [cpu]",
+            "leave the pools out, or name cuda:0",
+        )
+    if gpus.count:
+        yield from gpu_cautions(recipe, own_services, gpus.bytes_each)
 
 
 def _num_gpus(recipe: Recipe, role: str) -> int:

@@ -1,4 +1,4 @@
-"""What the GPUs of a pool hold at each moment of a step: the roles that are awake, and those asleep.
+"""What the GPUs of a pool hold at each moment of a step, by roles awake and asleep.
 
 Arithmetic on what `services/preview/memory.py` finds of each role. All figures are bytes of one
 GPU, and its worst moment is what has to fit.
@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.placement import PoolSpec
-from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.recipe.schema import Recipe, role_of
+from rolemesh.coordinator.run.cautions import Caution
+from rolemesh.coordinator.run.footprint import SAVED_BYTES, TRAINED_BYTES, footprint_of, gib
 from rolemesh.engine.specs import VllmSpec
 
 PROCESS_BYTES = 1 << 30
@@ -70,7 +73,8 @@ class PoolFound:
     @property
     def worst(self) -> Moment:
         """When most is held."""
-        return max(self.moments, key=lambda moment: moment.total)
+        idle = Moment(what="nothing is done", role="", held={})
+        return max(self.moments, key=lambda moment: moment.total, default=idle)
 
     @property
     def headroom(self) -> int:
@@ -110,6 +114,40 @@ def pool_memory(
     advice = list(_advice(recipe, name, whole, found)) if whole.is_tight else []
     advice += [line for one in roles for line in _short_samplers(recipe, one, gpu_bytes)]
     return PoolFound(pool=name, gpu_bytes=gpu_bytes, moments=moments, advice=advice)
+
+
+def gpu_cautions(
+    recipe: Recipe, own_services: Mapping[str, str | None], gpu_bytes: int
+) -> Iterator[Caution]:
+    """Pools that the sizes of model files alone show to be too large, or nearly.
+
+    Weights, gradients, moments and the share of a sampler count; activations do not, which
+    `rolemesh fit` counts.
+
+    Args:
+        recipe: The recipe.
+        own_services: As in footprint_of.
+        gpu_bytes: Memory of each GPU of this host.
+    """
+    sizes = footprint_of(recipe, own_services).device_memory
+    trained = trained_models(recipe)
+    found: dict[str, RoleFound] = {}
+    for service, size in sizes.items():
+        role = role_of(service)
+        rest = size * SAVED_BYTES // TRAINED_BYTES if role in trained else size
+        found[role] = RoleFound(
+            role=role, rest=rest, peak=size, trains=role in trained, sampler={"least": 0}
+        )
+    for name, pool in recipe.pools.items():
+        if set(pool.devices) == {"cpu"} or not any(role in found for role in pool.roles):
+            continue
+        whole = pool_memory(recipe, name, found, gpu_bytes)
+        if whole.is_tight:
+            yield Caution(
+                f"pools.{name}: about {gib(whole.worst.total)} on each GPU of {gib(gpu_bytes)} "
+                f"while {whole.worst.what}, activations not counted",
+                "`rolemesh fit` counts them, and says what to change",
+            )
 
 
 def _moments(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -149,7 +147,7 @@ class _Subject:
         patched.stage_forward, patched.finish = forward, end
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda weight: tally.mark([local_part(_gradient(weight))], "gradients")
                 )
 
@@ -272,7 +270,7 @@ def work_rows(work: RankWork) -> tuple[Experience, UpdatePlan]:
 @contextmanager
 def _alone(work: RankWork) -> Iterator[RankMesh]:
     """The mesh of a rank whose neighbours are not there."""
-    store = FakeStore()  # type: ignore[no-untyped-call]
+    store = FakeStore()
     mesh = RankMesh.connect(
         work.layout, rank=work.rank, store=store, backend="fake", timeout_s=60.0
     )

@@ -19,7 +19,7 @@ step needs."""
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 
 
-class Tally(TorchDispatchMode):
+class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages from the operation that makes them to their end. Owned by one thread.
 
     A storage is for what `purpose` was when it was made, unless `mark` says otherwise later. What a
@@ -42,7 +42,7 @@ class Tally(TorchDispatchMode):
         Args:
             counts: Whether a tensor's storage is counted.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counts = counts
         self._purpose: Purpose = "activations"
         self._alive: dict[int, tuple[int, Purpose, weakref.ref[Any]]] = {}
@@ -94,17 +94,15 @@ class Tally(TorchDispatchMode):
                 tally._see(storage, known[1])
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-        super().__enter__()
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and looks at what it gave."""
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented  # its parts come by on their own

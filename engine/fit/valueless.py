@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
-
 
 import torch
 import torch.distributed._meta_registrations  # collective operations on tensors without values
@@ -24,7 +23,7 @@ _MOST_KNOWN = 1 << 22
 """Elements of a tensor whose values are kept where they are known: rows of tokens and masks."""
 
 
-class Valueless(TorchDispatchMode):
+class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on tensors without values, beside real ones of a batch.
 
     An operation with a valueless tensor gives valueless ones; all others run as ever, so that a
@@ -36,9 +35,9 @@ class Valueless(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known = WeakIdKeyDictionary()
+        self._known: MutableMapping[Any, torch.Tensor] = WeakIdKeyDictionary()
         self.makes_valueless = False
         """Whether tensors that are made of nothing (torch.empty) have no values either."""
 
@@ -52,9 +51,7 @@ class Valueless(TorchDispatchMode):
         """Whether a tensor has no values."""
         return isinstance(tensor, FakeTensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, with values or without."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors: their parts come by on their own

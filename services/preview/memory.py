@@ -119,9 +119,7 @@ def _sampler(asked: SamplerQuestion) -> dict[str, Any]:
             f"model.path {str(asked.path)!r} has no config.json: put that of the model there "
             "(its weights are not read)"
         )
-    config = AutoConfig.from_pretrained(
-        asked.path, local_files_only=True, trust_remote_code=False
-    )
+    config = AutoConfig.from_pretrained(asked.path, local_files_only=True, trust_remote_code=False)
     found = sampler_memory(DecoderShape.from_config(config.to_dict()), asked.sampler, asked.tp)
     return {**asdict(found), "least": found.least}
 

@@ -58,9 +58,7 @@ def really(work: RankWork, mesh: RankMesh) -> int:
     optimizer = work.optimizer
 
     def train() -> None:
-        model = (
-            None if work.kind == "policy" else ScoringModel(work.model, VALUE_HEAD, mesh=mesh)
-        )
+        model = None if work.kind == "policy" else ScoringModel(work.model, VALUE_HEAD, mesh=mesh)
         trainer = (
             Trainer.policy(work.model, optimizer, mesh=mesh)
             if model is None
