@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,36 +40,33 @@ def asked(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     Raises:
         EstimateError: The process failed.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rolemesh.services.preview.memory"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # The current directory must not shadow a package. Nothing is computed on a device.
-        env={
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-        },
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        process.stdin.write(json.dumps(question))
-        process.stdin.close()
-        for line in process.stdout:
-            yield json.loads(line)
-        errors = process.stderr.read()
-        if process.wait():
-            last = errors.strip().rpartition("\n")[2]
-            raise EstimateError(f"the process that estimates memory failed: {last}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    environment = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    # A file takes its errors: a pipe that nothing reads meanwhile could fill up.
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rolemesh.services.preview.memory"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # The current directory must not shadow a package. Nothing is computed on a device.
+            env={**os.environ, **environment},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question))
+            process.stdin.close()
+            for line in process.stdout:
+                yield json.loads(line)
+            if process.wait():
+                errors.seek(0)
+                last = errors.read().strip().rpartition("\n")[2]
+                raise EstimateError(f"the process that estimates memory failed: {last}")
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def add_answer(found: dict[str, RoleFound], recipe: Recipe, answer: Mapping[str, Any]) -> None:

@@ -56,11 +56,6 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at_peak = dict(self.held)
         """What `held` was at the peak."""
 
-    @property
-    def current_purpose(self) -> Purpose:
-        """What storages are for that are made now."""
-        return self._purpose
-
     @contextmanager
     def purpose(self, purpose: Purpose) -> Iterator[None]:
         """Storages that are made within the block are for this."""

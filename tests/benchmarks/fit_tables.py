@@ -1,9 +1,12 @@
 """Memory of a rank that trains a public model, without a GPU: a JSON line for each case.
 
     PYTHONPATH=tests python tests/benchmarks/fit_tables.py [--model 7B] [--tokens 4096]
+        [--of-layers 4 8]
 
 The real trainer makes two passes and an optimizer step on tensors without values
-(`engine/fit/rank_memory.py`); the sampler is arithmetic. Takes 2 to 10 minutes a case.
+(`engine/fit/rank_memory.py`); the sampler is arithmetic. Takes 2 to 10 minutes a case. With
+--of-layers it makes models of so many layers, and draws the line through both to all layers: every
+layer adds the same.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 
 from support.public_models import CONFIGS, config_folder
 
-from rolemesh.engine.fit.rank_memory import RankWork, estimated
+from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, estimated
 from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -37,22 +40,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=CASES, action="append")
     parser.add_argument("--tokens", type=int, choices=TOKENS, action="append")
+    parser.add_argument("--of-layers", type=int, nargs=2)
     arguments = parser.parse_args()
     for size in arguments.model or CASES:
         for tokens in arguments.tokens or TOKENS:
-            print(json.dumps(case(size, tokens)), flush=True)
+            print(json.dumps(case(size, tokens, arguments.of_layers)), flush=True)
 
 
-def case(size: str, tokens: int) -> dict[str, object]:
-    """One model with rows of so many tokens, one row in a pass."""
-    name, layout, slices = CASES[size]
-    begun = time.monotonic()
+def memory(size: str, tokens: int, num_layers: int) -> RankMemory:
+    """A model of so many layers, one row in a pass."""
+    name, layout, _ = CASES[size]
     with tempfile.TemporaryDirectory() as directory:
-        found = estimated(
+        return estimated(
             RankWork(
                 kind="policy",
                 model=ModelSpec(
-                    path=config_folder(Path(directory), name),
+                    path=config_folder(Path(directory), name, num_hidden_layers=num_layers),
                     recompute="full",
                     micro_batch_tokens=tokens,
                 ),
@@ -62,6 +65,34 @@ def case(size: str, tokens: int) -> dict[str, object]:
                 row_tokens=tokens,
                 prompt_tokens=tokens // 4,
             )
+        )
+
+
+def line(fewer: int, more: int, layers: tuple[int, int], wanted: int) -> int:
+    """What a straight line through two numbers of layers gives for a third."""
+    return round(fewer + (more - fewer) * (wanted - layers[0]) / (layers[1] - layers[0]))
+
+
+def case(size: str, tokens: int, of_layers: list[int] | None) -> dict[str, object]:
+    """One model with rows of so many tokens."""
+    name, layout, slices = CASES[size]
+    num_layers = CONFIGS[name]["num_hidden_layers"]
+    begun = time.monotonic()
+    if of_layers is None:
+        found = memory(size, tokens, num_layers)
+    else:
+        fewer, more = (memory(size, tokens, number) for number in of_layers)
+        ends = (of_layers[0], of_layers[1])
+        found = RankMemory(
+            at_rest={
+                purpose: line(held, more.at_rest[purpose], ends, num_layers)
+                for purpose, held in fewer.at_rest.items()
+            },
+            at_peak={
+                purpose: line(held, more.at_peak[purpose], ends, num_layers)
+                for purpose, held in fewer.at_peak.items()
+            },
+            peak_phase=more.peak_phase,
         )
     sampler = sampler_memory(
         DecoderShape.from_config(CONFIGS[name]), VllmSpec(max_model_len=tokens), slices
@@ -73,6 +104,7 @@ def case(size: str, tokens: int) -> dict[str, object]:
         "ranks": layout.world_size,
         "layout": layout.flag(),
         "tokens": tokens,
+        "of_layers": of_layers or num_layers,
         "rest_gib": round(found.rest / gib, 2),
         "peak_gib": round(found.peak / gib, 2),
         "peak_phase": found.peak_phase,

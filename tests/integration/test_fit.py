@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def fit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "rolemesh", "fit", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**os.environ, "COLUMNS": "100"},
     )
 
@@ -105,3 +106,29 @@ def test_there_are_recipes_for_one_to_eight_gpus() -> None:
             )
         )
     assert sorted(numbers) == [1, 2, 4, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_for_gpus_needs_what_it_says(path: Path, tmp_path: Path) -> None:
+    """Minutes: the whole models."""
+    text = path.read_text()
+    loaded = load_recipe([path])
+    settings = []
+    for role in ("actor", "critic", "reference"):
+        section = getattr(loaded, role)
+        if section is not None:
+            folder = config_folder(tmp_path, section.model.path.name)
+            settings += ["--set", f"{role}.model.path={folder}"]
+    (gpu, count) = re.findall(r"--gpu (\S+) --count (\d+)", text)[0]
+    (needs,) = re.findall(r"Needs at most (\d+) GiB", text)
+    completed = fit(path, "--gpu", gpu, "--count", count, "--json", *settings)
+    assert completed.returncode == 0, completed.stderr
+    told = json.loads(completed.stdout)
+    (pool,) = told["pools"]
+    most = max(moment["total"] for moment in pool["moments"])
+    assert int(needs) * 2**30 * 0.85 < most <= int(needs) * 2**30
+    assert pool["advice"] == []
+    if "7b" in path.stem:
+        assert pool["headroom"] > 0.2 * pool["gpu_bytes"]
