@@ -6,6 +6,7 @@ GPU, and its worst moment is what has to fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -192,7 +193,7 @@ def _short_samplers(recipe: Recipe, role: RoleFound, gpu_bytes: int) -> Iterator
     if budget and budget < role.sampler["least"]:
         share = role.sampler["least"] / gpu_bytes
         yield (
-            f"{role.role}.rollout.gpu_memory_utilization: {_rounded_up(share):g} at least, or a "
+            f"{role.role}.rollout.gpu_memory_utilization: {math.ceil(100 * share) / 100:g} at least, or a "
             f"larger {role.role}.generate.tp: weights, a pass and one row take "
             f"{role.sampler['least'] / 2**30:.1f} GiB"
         )
@@ -239,7 +240,3 @@ def _advice_for_model(name: str, section: Any, role: RoleFound) -> Iterator[str]
         yield f"{part}.micro_batch_tokens: less than {model.micro_batch_tokens}, down to one row"
     if role.at_peak.get("head", 0) > role.peak / 10:
         yield f"{part}.logprob_chunk_tokens: less than {model.logprob_chunk_tokens}"
-
-
-def _rounded_up(share: float) -> float:
-    return -(-int(share * 1000) // 10) / 100 + 0.01

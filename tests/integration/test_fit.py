@@ -18,6 +18,8 @@ from rolemesh.coordinator.render.placement import needs_gpu
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "recipes" / "gpu").glob("*.yaml"))
 
+ON_CPU = "pools={main: {devices: [cpu], roles: [actor, critic, reference, reward]}}"
+
 RECIPE = """
 run: {{name: fit, steps: 1, prompts_per_step: 8}}
 algorithm: {{type: ppo, sampling: {{max_new_tokens: 96}}}}
@@ -82,7 +84,7 @@ def test_what_does_not_fit_is_told_with_keys_to_change(recipe: Path) -> None:
     [
         (["--gpu", "h1000", "--count", "1"], "--gpu is 'h1000': give one of a100-40"),
         (["--gpu", "h100"], "--count is missing"),
-        (["--gpu", "h100", "--count", "1", "--set", "pools.main.devices=[cpu]"], "devices [cpu]"),
+        (["--gpu", "h100", "--count", "1", "--set", ON_CPU], "devices [cpu]"),
         (["--gpu", "h100", "--count", "1", "--set", "actor.model.path=none"], "no config.json"),
     ],
 )
