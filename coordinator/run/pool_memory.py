@@ -191,9 +191,9 @@ def _short_samplers(recipe: Recipe, role: RoleFound, gpu_bytes: int) -> Iterator
     """A sampler whose share does not hold its weights and one row does not start."""
     budget = _budget(recipe, role, gpu_bytes)
     if budget and budget < role.sampler["least"]:
-        share = role.sampler["least"] / gpu_bytes
+        rounded = math.ceil(100 * role.sampler["least"] / gpu_bytes) / 100
         yield (
-            f"{role.role}.rollout.gpu_memory_utilization: {math.ceil(100 * share) / 100:g} at least, or a "
+            f"{role.role}.rollout.gpu_memory_utilization: {rounded:g} at least, or a "
             f"larger {role.role}.generate.tp: weights, a pass and one row take "
             f"{role.sampler['least'] / 2**30:.1f} GiB"
         )
