@@ -16,10 +16,11 @@ from rolemesh.coordinator.commands.ending import (
 )
 from rolemesh.coordinator.commands.findings import FindingsShown, Level
 from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
+from rolemesh.coordinator.commands.placing import load_placed
 from rolemesh.coordinator.commands.recipe_checks import recipe_findings
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.host_gpus import HostGpus, host_gpus
 
 app = typer.Typer(add_completion=False)
 
@@ -42,17 +43,18 @@ def check(
     out, which are named.
     """
     try:
-        loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+        gpus = host_gpus()
+        loaded = load_placed(recipe, gpus, overrides=overrides or (), environment=os.environ)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     shown = FindingsShown(as_json=as_json)
-    asyncio.run(_show(loaded, timeout, shown))
+    asyncio.run(_show(loaded, gpus, timeout, shown))
     if shown.counts[Level.FAIL]:
         raise typer.Exit(EXIT_FAILED)
     if shown.counts[Level.SKIP]:
         raise typer.Exit(EXIT_NOT_WHOLE)
 
 
-async def _show(recipe: Recipe, timeout_s: float, shown: FindingsShown) -> None:
-    async for finding in recipe_findings(recipe, timeout_s):
+async def _show(recipe: Recipe, gpus: HostGpus, timeout_s: float, shown: FindingsShown) -> None:
+    async for finding in recipe_findings(recipe, timeout_s, gpus):
         shown.show(finding)

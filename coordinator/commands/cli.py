@@ -14,6 +14,8 @@ from typer.core import TyperGroup
 COMMANDS = {
     "init": "Writes a small recipe that trains a model on your data with your reward.",
     "check": "Looks for problems that would stop a recipe's run, and loads no model.",
+    "fit": "Estimates what each GPU of a recipe holds, and says what to change where it does not "
+    "fit.",
     "train": "Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything "
     "saved.",
     "serve": "Serves one role in this process; `rolemesh serve ROLE --help` lists its settings.",

@@ -7,6 +7,7 @@ what may be broken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -28,10 +29,13 @@ from rolemesh.coordinator.commands.device_settings import (
     device_settings,
 )
 from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.commands.placing import start_cautions
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
+from rolemesh.coordinator.run.host_gpus import HostGpus
 from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.run.start_checks import services_in
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.engine.specs.by_device import Device
@@ -49,11 +53,12 @@ _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_SMI_TIMEOUT_S = 20
 
 
-async def diagnose(recipe: Recipe | None = None) -> list[Finding]:
+async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -> list[Finding]:
     """Looks at everything.
 
     Args:
-        recipe: A recipe whose store and files are checked, too; None checks the quickstart's.
+        recipe: A recipe whose store, files and GPUs are checked, too; None checks the quickstart's.
+        gpus: Of this host; None: it has none.
     """
     installed = installed_versions()
     return [
@@ -66,6 +71,7 @@ async def diagnose(recipe: Recipe | None = None) -> list[Finding]:
         check_loopback(),
         await check_store(EmbeddedStoreSpec() if recipe is None else recipe.store),
         *([check_quickstart(QUICKSTART_MODEL)] if recipe is None else check_recipe(recipe)),
+        *check_gpu_memory(recipe, gpus or HostGpus()),
     ]
 
 
@@ -328,6 +334,21 @@ def check_quickstart(model: Path) -> Finding:
         text=f"{model.absolute()} is not there, which recipes/quickstart-ppo.yaml names",
         remedy=f"`make quickstart`, or python -m rolemesh.quickstart.smollm2 --out {model}",
     )
+
+
+def check_gpu_memory(recipe: Recipe | None, gpus: HostGpus) -> Iterator[Finding]:
+    """Whether a recipe uses the GPUs of this host, and fits on them as far as arithmetic says."""
+    if recipe is None:
+        if gpus.unusable:
+            yield Finding(
+                level=Level.WARN, what="gpu", text=f"not used: {gpus.unusable}", remedy=INSTALL
+            )
+        return
+    with contextlib.suppress(ValueError):  # which check_recipe reports
+        for caution in start_cautions(recipe, gpus, services_in(recipe)):
+            yield Finding(
+                level=Level.WARN, what="gpu memory", text=caution.text, remedy=caution.remedy
+            )
 
 
 def check_recipe(recipe: Recipe) -> list[Finding]:

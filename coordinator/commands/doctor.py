@@ -13,8 +13,9 @@ from rolemesh.coordinator.commands.diagnosis import diagnose
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
 from rolemesh.coordinator.commands.findings import FindingsShown, Level
 from rolemesh.coordinator.commands.options import Json
+from rolemesh.coordinator.commands.placing import load_placed
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import load_recipe
+from rolemesh.coordinator.run.host_gpus import host_gpus
 
 app = typer.Typer(add_completion=False)
 
@@ -28,11 +29,12 @@ def doctor(
 ) -> None:
     """Checks what this machine has, and says what to do about what it lacks."""
     try:
-        loaded = None if recipe is None else load_recipe([recipe], environment=os.environ)
+        gpus = host_gpus()
+        loaded = None if recipe is None else load_placed([recipe], gpus, environment=os.environ)
     except RecipeError as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
     shown = FindingsShown(as_json=as_json)
-    for finding in asyncio.run(diagnose(loaded)):
+    for finding in asyncio.run(diagnose(loaded, gpus)):
         shown.show(finding)
     if shown.counts[Level.FAIL]:
         raise typer.Exit(EXIT_FAILED)

@@ -19,12 +19,14 @@ import psutil
 
 from rolemesh.coordinator.algorithms.registry import roles_in, unused_roles
 from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.commands.placing import start_cautions
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.cautions import cautions
 from rolemesh.coordinator.run.evaluation import can_evaluate
 from rolemesh.coordinator.run.folder import RUNS_FOLDER
 from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
+from rolemesh.coordinator.run.host_gpus import HostGpus
 from rolemesh.coordinator.run.installation import INSTALL
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.records import check_directory_is_free
@@ -55,12 +57,15 @@ _SHOWN_CHARACTERS = 800
 _SHM = Path("/dev/shm")
 
 
-async def recipe_findings(recipe: Recipe, timeout_s: float) -> AsyncIterator[Finding]:
+async def recipe_findings(
+    recipe: Recipe, timeout_s: float, gpus: HostGpus
+) -> AsyncIterator[Finding]:
     """Looks at a recipe; every finding says what to change.
 
     Args:
         recipe: The recipe.
         timeout_s: Longest time for data, rewards and the user's code, in seconds.
+        gpus: Of this host.
 
     Yields:
         Findings, each as soon as it is known.
@@ -91,6 +96,8 @@ async def recipe_findings(recipe: Recipe, timeout_s: float) -> AsyncIterator[Fin
         yield finding
     for caution in cautions(recipe, counts.get("train"), counts.get("held_out")):
         yield _warn("sizes", caution.text, caution.remedy)
+    for caution in start_cautions(recipe, gpus, services):
+        yield _warn("gpu", caution.text, caution.remedy)
     for finding in (*_evaluation(recipe, counts), *_sizes(recipe, services)):
         yield finding
 

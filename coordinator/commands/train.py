@@ -31,17 +31,19 @@ from rolemesh.coordinator.commands.ending import (
     fail,
 )
 from rolemesh.coordinator.commands.options import Json, Overrides, Verbose
+from rolemesh.coordinator.commands.placing import load_placed, start_cautions
 from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
-from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run import folder as run_files
+from rolemesh.coordinator.run.host_gpus import HostGpus, host_gpus
 from rolemesh.coordinator.run.launch import LaunchError
 from rolemesh.coordinator.run.records import make_run_id
 from rolemesh.coordinator.run.resume import CONFIG_FILE, ResumeError, open_run
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
+from rolemesh.coordinator.run.start_checks import services_in
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
@@ -113,7 +115,9 @@ def train(
         files = recipe or ([] if resumed is None else [resumed / CONFIG_FILE])
         if not files:
             raise InputError("RECIPE is missing: give a YAML file, or --resume with a run's folder")
-        loaded = load_recipe(files, overrides=overrides or (), environment=os.environ)
+        # A coordinator elsewhere places its runs on the GPUs of its own host.
+        gpus = HostGpus() if coordinator is not None else host_gpus()
+        loaded = load_placed(files, gpus, overrides=overrides or (), environment=os.environ)
         if print_config:
             print(commented_recipe(loaded), end="")
             return
@@ -121,7 +125,9 @@ def train(
             resumed = run_files.unfinished_run(loaded.run.name, out or loaded.run.directory)
         if coordinator is None:
             directory = resumed or _run_directory(loaded, out)
-            code = _train(loaded, directory, run_id, resumes=resumed is not None, as_json=as_json)
+            code = _train(
+                loaded, directory, run_id, gpus, resumes=resumed is not None, as_json=as_json
+            )
         else:
             code = _train_there(loaded, coordinator, run_id, as_json=as_json)
     except (RecipeError, InputError, ResumeError, run_files.NoRunError) as error:
@@ -199,7 +205,13 @@ def _train_there(recipe: Recipe, address: str, run_id: str | None, *, as_json: b
 
 
 def _train(
-    recipe: Recipe, directory: Path, run_id: str | None, *, resumes: bool, as_json: bool
+    recipe: Recipe,
+    directory: Path,
+    run_id: str | None,
+    gpus: HostGpus,
+    *,
+    resumes: bool,
+    as_json: bool,
 ) -> int:
     console = SturdyConsole()
     shown = _shown(recipe, console, as_json=as_json)
@@ -208,6 +220,8 @@ def _train(
         session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
+        for caution in start_cautions(recipe, gpus, services_in(recipe)):
+            observer.on_event(f"caution: {caution.text}; {caution.remedy}")
         try:
             summary = asyncio.run(session.execute())
         except BaseException as error:

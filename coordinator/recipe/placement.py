@@ -14,7 +14,8 @@ class PoolSpec(Spec):
     """A named set of devices. Its roles take turns; pools run side by side."""
 
     devices: tuple[str, ...] = ("cpu",)
-    """Devices, e.g. ["cpu"] or ["cuda:0", "cuda:1"]."""
+    """Devices, e.g. ["cpu"] or ["cuda:0", "cuda:1"]. Left out: GPUs of the host that makes the run,
+    if it has any."""
     roles: tuple[str, ...] = Field(min_length=1)
     """Roles that share the devices."""
     sleep: Literal["auto", "always", "never"] = "auto"

@@ -95,8 +95,9 @@ class Recipe(Spec):
     schedule: ScheduleSpec = ScheduleSpec()
     """When a step's work may overlap with that of others."""
     pools: dict[str, PoolSpec] = Field(default_factory=dict)
-    """Device sets and the roles that share them. Every role stands in exactly one; left out, all
-    share the CPU."""
+    """Device sets and the roles that share them. Every role stands in exactly one. Left out, the
+    roles are spread over the GPUs of the host that makes the run; without GPUs all share its CPU.
+    """
     services: dict[str, ServiceSpec] = Field(default_factory=dict)
     """Where each role's service is; roles that are left out are started on loopback."""
     store: StoreSpec = EmbeddedStoreSpec()
@@ -109,7 +110,7 @@ class Recipe(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _share_the_cpu(cls, data: Any) -> Any:
+    def _share_one_pool(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("pools"):
             return data
         roles = [role for role in ROLES if data.get(role) is not None]

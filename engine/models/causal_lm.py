@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from rolemesh.engine.device_kinds import kind_of
 from rolemesh.engine.models.decoder import Decoder
 from rolemesh.engine.models.folder import read_config
 from rolemesh.engine.models.logprobs import token_logprobs
@@ -69,7 +70,7 @@ class CausalLm(Decoder):
         )
         self.share_prefixes()
         _check_head(self.lm, self.spec)
-        if self.autocasts and self.device.type == "cpu":
+        if self.autocasts and kind_of(self.device) == "cpu":
             # A sampler computes log-probs of the same tokens, and under autocast the two would be
             # 0.02 apart. On a GPU autocast stays: its kernels are made for bfloat16, and the
             # sampler's activations are bfloat16 there too.

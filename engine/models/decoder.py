@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rolemesh.engine.device_kinds import kind_of
 from rolemesh.engine.layout.families import (
     EMBEDDING,
     LM_HEAD,
@@ -20,7 +21,7 @@ from rolemesh.engine.layout.families import (
     UnsupportedFamilyError,
     check_layout,
 )
-from rolemesh.engine.models.folder import load_model
+from rolemesh.engine.models.folder import load_model, maker_without_values
 from rolemesh.engine.models.recompute import apply_recompute
 from rolemesh.engine.models.rounding import narrow_layers
 from rolemesh.engine.models.sharded_loading import load_shard, read_parts
@@ -90,7 +91,8 @@ class Decoder(nn.Module):
         """Sizes of the whole model; None for a family without a plan."""
         self.missing: frozenset[str]
         """Parameters of this rank that the folder lacked."""
-        if self.shape is not None and mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1:
+        is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1
+        if self.shape is not None and (is_cut or maker_without_values() is not None):
             check_layout(self.shape, mesh.layout)
             self.lm, self.missing = load_shard(
                 auto_class,
@@ -102,7 +104,7 @@ class Decoder(nn.Module):
             )
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
-        machine = device_of(self.device.type)
+        machine = device_of(kind_of(self.device))
         self.multiplies_in_float32 = numerics == "fast" and not machine.multiplies_bfloat16
         """Whether products of bfloat16 would only take longer, so that none are made."""
         choices = model_choices(
@@ -127,10 +129,11 @@ class Decoder(nn.Module):
         self.sharing: SharingCost | None = None
         """What forward passes cost where completions may share their prompt; None: they never do.
         """
-        # Parameters that the data axis will cut stay on the meta device until then.
-        self._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
-        )
+        if maker_without_values() is None:
+            # Parameters that the data axis will cut stay on the meta device until then.
+            self._apply(  # type: ignore[no-untyped-call]
+                lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)
+            )
 
     def _hold_in_bfloat16(self) -> None:
         """Halves the memory of a frozen model whose products are bfloat16 all the same.

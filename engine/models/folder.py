@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,32 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+MakeEmpty = Callable[[Sequence[int]], torch.Tensor]
+"""Takes the sizes of a tensor and makes it, float32, without values."""
+
+_make_empty: ContextVar[MakeEmpty | None] = ContextVar("make_empty", default=None)
+
+
 class ModelFolderError(ValueError):
     """A model folder cannot be used: which field named it, what is wrong, what to do."""
+
+
+@contextmanager
+def without_values(make_empty: MakeEmpty) -> Iterator[None]:
+    """Lets models be made of their config.json alone, of tensors that hold no values.
+
+    For estimates of memory (`engine/fit`). Only families that can be spread over ranks.
+    """
+    token = _make_empty.set(make_empty)
+    try:
+        yield
+    finally:
+        _make_empty.reset(token)
+
+
+def maker_without_values() -> MakeEmpty | None:
+    """What makes the tensors of a model within `without_values`; None elsewhere."""
+    return _make_empty.get()
 
 
 def check_model_folder(path: Path) -> None:
@@ -28,7 +55,7 @@ def check_model_folder(path: Path) -> None:
         raise ModelFolderError(f"model.path {str(path)!r} {found}: {remedy}")
     if not (path / "config.json").is_file():
         raise ModelFolderError(f"model.path {str(path)!r} has no config.json: {remedy}")
-    if (path / WEIGHTS_FILE).is_file():
+    if maker_without_values() is not None or (path / WEIGHTS_FILE).is_file():
         return
     if not (path / INDEX_FILE).is_file():
         raise ModelFolderError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rolemesh.engine.device_kinds import kind_of
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.tensor_parallel import all_reduce
 
@@ -244,7 +245,9 @@ class _Projection:
         self._dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else self.accumulate_dtype
         self._temperature = temperature
         self._device_type = vocabulary_VD.device.type
-        self._has_wide_output = self._dtype == torch.bfloat16 and self._device_type == "cuda"
+        self._has_wide_output = (
+            self._dtype == torch.bfloat16 and kind_of(vocabulary_VD.device) == "cuda"
+        )
         self.vocabulary_VD = self.to_compute(vocabulary_VD.detach())
         # torch's CPU kernels have no bfloat16 product with a float32 result (2.13). Products of
         # bfloat16 numbers are exact in float32, so there the rounded factors are multiplied in

@@ -14,7 +14,14 @@ from safetensors import safe_open
 from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import DecoderShape, parameter_shape, slice_box, stage_tensors
 from rolemesh.engine.layout.manifest import Box
-from rolemesh.engine.models.folder import INDEX_FILE, WEIGHTS_FILE, ModelFolderError, refuse_missing
+from rolemesh.engine.models.folder import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    MakeEmpty,
+    ModelFolderError,
+    maker_without_values,
+    refuse_missing,
+)
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.parallel.stages import global_name, keep_stage, stage_config
 from rolemesh.engine.parallel.tensor_parallel import cut_tensors, set_parameter
@@ -80,6 +87,37 @@ class FolderTensors:
         return self._open[file]
 
 
+class EmptyTensors:
+    """Stands in for `FolderTensors` where only sizes count: every parameter is there, empty."""
+
+    def __init__(self, shape: DecoderShape, make_empty: MakeEmpty) -> None:
+        self._shape = shape
+        self._make_empty = make_empty
+
+    def __enter__(self) -> EmptyTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stored_name(self, name: str) -> str | None:
+        """The parameter's own name."""
+        return name
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return parameter_shape(self._shape, key)
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """A tensor of a box's sizes."""
+        return self._make_empty([stop - start for start, stop in box])
+
+
+def _open(folder: Path, shape: DecoderShape) -> FolderTensors | EmptyTensors:
+    make_empty = maker_without_values()
+    return FolderTensors(folder) if make_empty is None else EmptyTensors(shape, make_empty)
+
+
 def load_shard(
     auto_class: Any,
     folder: Path,
@@ -127,7 +165,7 @@ def load_shard(
             f"{type(lm).__name__} and the plan of {shape.family} differ in "
             f"{sorted(local_names.keys() ^ parameters.keys())}"
         )
-    with FolderTensors(folder) as tensors:
+    with _open(folder, shape) as tensors:
         keys = {name: tensors.stored_name(parameter) for name, parameter in parameters.items()}
         missing = frozenset(name for name, key in keys.items() if key is None)
         refuse_missing(missing, may_miss, folder, type(lm).__name__)
@@ -163,7 +201,7 @@ def read_parts(
         mesh: The rank's place.
     """
     shard = train_layout(shape, mesh.layout.train).ranks[mesh.rank]
-    with FolderTensors(folder) as tensors:
+    with _open(folder, shape) as tensors:
         for piece in shard.pieces:
             key = tensors.stored_name(piece.parameter)
             if key is None:  # one that may be missing

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rolemesh.engine.device_kinds import kind_of
 from rolemesh.engine.packing.prefix_layout import PrefixLayout
 
 SHARING_ATTENTION = "rolemesh_prefix_sharing"
@@ -104,7 +105,7 @@ def _attend(
 ) -> torch.Tensor:
     """Causal attention, or attention with a mask, whose rows all have something to attend to."""
     is_grouped = key.shape[1] != query.shape[1]
-    if is_grouped and mask is not None and query.device.type == "cuda":
+    if is_grouped and mask is not None and kind_of(query.device) == "cuda":
         # There only the kernel that makes whole score matrices takes groups with a mask.
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))

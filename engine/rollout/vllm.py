@@ -8,8 +8,8 @@ in `vllm_weights`, how it starts as one of several ranks in `vllm_ranks`.
 from __future__ import annotations
 
 import itertools
-import os
 import logging
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,0 +1,78 @@
+"""Memory of vLLM on one GPU, by arithmetic: it takes the share that it is told, and divides it.
+
+Pure: no torch. Of vLLM 0.32: `gpu_memory_utilization` times the memory of the device is all that it
+takes, and keys and values get what weights, graphs and the largest pass leave
+(vllm/v1/worker/gpu_worker.py, determine_available_memory).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rolemesh.engine.layout.families import DecoderShape, parameter_shape
+from rolemesh.engine.layout.manifest import ITEM_BYTES
+from rolemesh.engine.specs import VllmSpec
+from rolemesh.engine.specs.by_device import Device, sampler_choices
+
+GRAPH_BYTES = 1 << 30
+"""CUDA graphs of all batch sizes. vLLM's logs say 0.5 to 1 GiB for 1B to 8B; not measured here."""
+
+PASS_TOKENS = 8192
+"""Tokens of the largest pass that vLLM measures its activations by (max_num_batched_tokens of a
+library user on a large GPU)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerMemory:
+    """What a sampler needs on each GPU, in bytes."""
+
+    weights: int
+    """Of this rank's slice; those of the output layer in float32, as the trainer scores."""
+    passes: int
+    """Activations and logits of the largest pass."""
+    graphs: int
+    """CUDA graphs."""
+    token: int
+    """Keys and values of a token."""
+    row_tokens: int
+    """Tokens of the longest row."""
+
+    @property
+    def least(self) -> int:
+        """What it needs to hold one row of the greatest length; with less it does not start."""
+        return self.weights + self.passes + self.graphs + self.token * self.row_tokens
+
+    def rows(self, budget: int) -> int:
+        """Rows of the greatest length whose keys and values a budget holds together."""
+        free = budget - self.weights - self.passes - self.graphs
+        return max(0, free // (self.token * self.row_tokens))
+
+
+def sampler_memory(shape: DecoderShape, spec: VllmSpec, tp: int) -> SamplerMemory:
+    """What vLLM needs on each of the tp GPUs of a replica.
+
+    Args:
+        shape: Sizes of the model.
+        spec: The sampler.
+        tp: Slices of generation.
+    """
+    item = ITEM_BYTES[spec.dtype]
+    manifest = shape.manifest(spec.dtype)
+    vocabulary = shape.padded_vocab_size * shape.hidden_size
+    parameters = sum(math.prod(parameter_shape(shape, name)) for name in manifest)
+    # A tied head is cast from the embedding, and is then a tensor of its own.
+    head = 4 * vocabulary - (0 if shape.is_tied else item * vocabulary)
+    widest = 2 * shape.intermediate_size // tp + 2 * shape.hidden_size
+    choices = sampler_choices(spec, Device("cuda"))
+    sequences = choices["max_num_seqs"].value
+    # Logits, and their log-probs, in float32.
+    passes = PASS_TOKENS * widest * item + 2 * 4 * sequences * shape.padded_vocab_size
+    kv_heads = max(1, shape.num_kv_heads // tp)
+    return SamplerMemory(
+        weights=(parameters * item + head) // tp,
+        passes=passes,
+        graphs=0 if choices["enforce_eager"].value else GRAPH_BYTES,
+        token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
+        row_tokens=spec.max_model_len,
+    )

@@ -1,0 +1,128 @@
+"""Estimates what the ranks of roles hold: python -m rolemesh.services.preview.memory < QUESTION.
+
+QUESTION is a `Question` in JSON. Prints one JSON object a line, as soon as it is known: "role" with
+the memory of a model of a role, "sampler" with that of its vLLM, "error" with what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig
+
+from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, estimated
+from rolemesh.engine.fit.sampler import sampler_memory
+from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.ranks import HybridLayout
+from rolemesh.engine.models.folder import ModelFolderError
+from rolemesh.engine.specs import (
+    LayoutSpec,
+    LossSpec,
+    ModelSpec,
+    Numerics,
+    OptimizerSpec,
+    Spec,
+    VllmSpec,
+)
+
+
+class ModelQuestion(Spec):
+    """A model on the ranks of a role."""
+
+    role: str
+    kind: Literal["policy", "critic", "reward"]
+    model: ModelSpec
+    layout: LayoutSpec
+    optimizer: OptimizerSpec | None = None
+    """None: it is frozen."""
+    loss: LossSpec | None = None
+    numerics: Numerics = "exact"
+    row_tokens: int
+    """Tokens of the longest row, prompt and completion."""
+    prompt_tokens: int
+    """Tokens of its prompt."""
+
+
+class SamplerQuestion(Spec):
+    """vLLM on the ranks of a role."""
+
+    role: str
+    path: Path
+    """Folder of its model."""
+    sampler: VllmSpec
+    tp: int
+    """Slices of generation."""
+
+
+class Question(Spec):
+    """What to estimate."""
+
+    models: tuple[ModelQuestion, ...] = ()
+    samplers: tuple[SamplerQuestion, ...] = ()
+    device: Literal["cpu", "cuda"] = "cuda"
+    """What the ranks compute on."""
+
+
+def main() -> int:
+    """Reads the question, estimates, and prints."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    question = Question.model_validate_json(sys.stdin.read())
+    for sampler in question.samplers:
+        _answer("sampler", sampler.role, lambda one=sampler: _sampler(one))
+    for model in question.models:
+        _answer("role", model.role, lambda one=model: _model(one, question.device))
+    return 0
+
+
+def _answer(kind: str, role: str, find: Any) -> None:
+    try:
+        found = find()
+    except (ValueError, RuntimeError) as error:
+        kind, found = "error", {"text": str(error)}
+    print(json.dumps({"type": kind, "role": role, **found}), flush=True)
+
+
+def _model(asked: ModelQuestion, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    work = RankWork(
+        kind=asked.kind,
+        model=asked.model,
+        layout=HybridLayout(asked.layout.layout()),
+        optimizer=asked.optimizer,
+        loss=asked.loss,
+        numerics=asked.numerics,
+        row_tokens=asked.row_tokens,
+        prompt_tokens=asked.prompt_tokens,
+    )
+    most: RankMemory = max(
+        (estimated(replace(work, rank=rank), device) for rank in _unlike_ranks(work.layout)),
+        key=lambda found: found.peak,
+    )
+    return {**asdict(most), "peak": most.peak, "rest": most.rest}
+
+
+def _unlike_ranks(layout: HybridLayout) -> Iterator[int]:
+    """A rank of the first stage and one of the last; the stages between hold less."""
+    yield 0
+    if layout.train.pp > 1:
+        yield layout.train.rank(pp=layout.train.pp - 1, tp=0, dp=0)
+
+
+def _sampler(asked: SamplerQuestion) -> dict[str, Any]:
+    if not (asked.path / "config.json").is_file():
+        raise ModelFolderError(
+            f"model.path {str(asked.path)!r} has no config.json: put that of the model there "
+            "(its weights are not read)"
+        )
+    config = AutoConfig.from_pretrained(asked.path, local_files_only=True, trust_remote_code=False)
+    found = sampler_memory(DecoderShape.from_config(config.to_dict()), asked.sampler, asked.tp)
+    return {**asdict(found), "least": found.least}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Sizes of public models: what their config.json says, as a folder without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B-Instruct": _QWEN
+    | {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 24,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "Qwen2.5-1.5B-Instruct": _QWEN
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "Qwen2.5-7B-Instruct": _QWEN
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
+    "Qwen2.5-32B-Instruct": _QWEN
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 64,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
+    "Meta-Llama-3-70B-Instruct": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 80,
+        "max_position_embeddings": 32768,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "SmolLM2-135M": _LLAMA
+    | {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 30,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    },
+}
+"""By the name of its repository; Llama's with rows of 32k tokens allowed."""
+
+
+def config_folder(directory: Path, name: str, **changes: Any) -> Path:
+    """Writes the config.json of a model, and nothing else; returns the folder."""
+    folder = directory / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    return folder
