@@ -68,9 +68,7 @@ def gae(
     if triton_serves(rewards_N.device):
         from rolemesh.engine.kernels.segmented_scan import scan_gae
 
-        return scan_gae(
-            rewards_N, values_N, loss_mask_N, offsets.to(rewards_N.device), gamma=gamma, lam=lam
-        )
+        return scan_gae(rewards_N, values_N, loss_mask_N, offsets, gamma=gamma, lam=lam)
     index_M = loss_mask_N.nonzero().flatten()
     counts = unmasked_per_row(loss_mask_N, offsets)
     values_M = values_N.index_select(0, index_M).double()

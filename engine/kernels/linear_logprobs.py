@@ -15,6 +15,7 @@ one block of columns, S splits.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ LOWEST = -1e30
 """Stands for the largest logit of no columns: finite, so that 0 times a difference is 0."""
 PROGRAMS_PER_PROCESSOR = 2
 """Splits of the vocabulary are so many that each processor of the device gets this many blocks."""
+
+_WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter (3.7) multiplies the bits of bfloat16 numbers as integers. As float32 ones
+they have the same products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,7 @@ def partial_sums(
         TOKENS=tiles.tokens,
         COLUMNS=tiles.columns,
         INNER=tiles.width,
+        WIDENS=_WIDENS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -195,6 +201,7 @@ def logit_gradients(
         TOKENS=tiles.tokens,
         COLUMNS=tiles.columns,
         INNER=tiles.width,
+        WIDENS=_WIDENS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -221,6 +228,7 @@ def _logits(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    WIDENS: tl.constexpr,
 ) -> Any:
     """A tile of logits after temperature, float32 [TOKENS, COLUMNS]; any number outside."""
     inner = tl.arange(0, INNER)
@@ -237,6 +245,8 @@ def _logits(
         else:
             left = tl.load(hidden_at + start, mask=(inner + start < WIDTH)[None, :], other=0.0)
             right = tl.load(vocabulary_at + start, mask=(inner + start < WIDTH)[:, None], other=0.0)
+        if WIDENS:
+            left, right = left.to(tl.float32), right.to(tl.float32)
         total = tl.dot(left, right, total, input_precision="ieee")
     return total * inverse_temperature
 
@@ -258,6 +268,7 @@ def _partial_sums(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    WIDENS: tl.constexpr,
 ) -> None:
     """One block of tokens over one split of the vocabulary; the sums are moved as m grows."""
     token_N = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -283,6 +294,7 @@ def _partial_sums(
             TOKENS,
             COLUMNS,
             INNER,
+            WIDENS,
         )
         is_target = (row_V[None, :] == target_N[:, None]) & is_row_V[None, :]
         at_target_N += tl.sum(tl.where(is_target, logits, 0.0), 1)
@@ -320,6 +332,7 @@ def _logit_gradients(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    WIDENS: tl.constexpr,
 ) -> None:
     """One tile of gradients, from its logits."""
     token_N = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -337,6 +350,7 @@ def _logit_gradients(
         TOKENS,
         COLUMNS,
         INNER,
+        WIDENS,
     )
     target_N = tl.load(targets + token_N, mask=is_token_N, other=-1) - first_row
     grad_N = tl.load(grad_logprobs + token_N, mask=is_token_N, other=0.0)

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_TOKENS = 512
+MOST_BLOCK_TOKENS = 512
 """Tokens of a row that are scanned at a time; the blocks of a row follow each other."""
+LEAST_BLOCK_TOKENS = 16
 
 
 def scan_gae(
@@ -26,7 +27,6 @@ def scan_gae(
     *,
     gamma: float,
     lam: float,
-    block_tokens: int = BLOCK_TOKENS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns; arguments and results are those of `gae`, and are not checked.
 
@@ -34,10 +34,9 @@ def scan_gae(
         rewards_N: float32 or float64 [N].
         values_N: float32 or float64 [N].
         loss_mask_N: bool [N], 1 = sampled token that counts.
-        offsets: int64 [B + 1], on the device of the others.
+        offsets: int64 [B + 1], on the CPU or the device of the others.
         gamma: Discount a token, 0 to 1.
         lam: Trace decay a token, 0 to 1.
-        block_tokens: A power of two.
 
     Returns:
         Both [N], of the type of rewards_N, 0 at masked tokens. Sums are float64.
@@ -45,17 +44,18 @@ def scan_gae(
     advantages_N = torch.empty_like(rewards_N)
     returns_N = torch.empty_like(rewards_N)
     num_rows = len(offsets) - 1
-    if num_rows:
+    if num_rows and len(rewards_N):
+        longest = triton.next_power_of_2(int(offsets.diff().max()))
         _scan_row[(num_rows,)](
             rewards_N.contiguous(),
             values_N.contiguous(),
             loss_mask_N.contiguous().view(torch.uint8),
-            offsets,
+            offsets.to(rewards_N.device),
             advantages_N,
             returns_N,
             # As tensors: a number that is passed itself would become a float32 one.
             torch.tensor([gamma, gamma * lam], dtype=torch.float64, device=rewards_N.device),
-            BLOCK=block_tokens,
+            BLOCK=min(MOST_BLOCK_TOKENS, max(LEAST_BLOCK_TOKENS, longest)),
         )
     return advantages_N, returns_N
 
