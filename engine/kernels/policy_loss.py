@@ -210,14 +210,9 @@ def _ppo_loss(
     plain_loss = -ratio * advantage
     clipped_loss = -clipped * advantage
     loss = tl.maximum(plain_loss, clipped_loss, propagate_nan=ALL)
-    # How much of the ratio's gradient goes on. torch gives each side of a tie a half: so inside the
-    # range, where both are the same, and where a bound of the range is met exactly.
-    passes = tl.where((ratio >= lowest) & (ratio <= highest), 1.0, 0.0)
-    passes = tl.where(
-        plain_loss > clipped_loss,
-        1.0,
-        tl.where(plain_loss == clipped_loss, 0.5 + 0.5 * passes, passes),
-    )
+    # Whether the ratio's gradient goes on: unless the clipped side is the larger one, and clipped.
+    is_inside = (ratio >= lowest) & (ratio <= highest)
+    passes = tl.where((plain_loss > clipped_loss) | is_inside, 1.0, 0.0)
     passes = tl.where(bounded == log_ratio, passes, 0.0)
     dual_clipped = tl.zeros((BLOCK,), dtype=tl.float32)
     if HAS_DUAL_CLIP:

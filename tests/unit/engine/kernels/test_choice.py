@@ -41,7 +41,7 @@ def test_the_references_can_be_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
 def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KERNELS_VARIABLE, "triton")
     assert triton_serves(CUDA)
-    with pytest.raises(ValueError, match="tensors are on 'cpu'.*TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=r"tensors are on 'cpu'.*TRITON_INTERPRET=1"):
         triton_serves(CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton_serves(CPU)
