@@ -48,7 +48,8 @@ def device_of_columns() -> torch.device:
 
     The rank's GPU if the kernels serve there and it is in use already, otherwise the CPU.
     """
-    if torch.cuda.is_initialized() and triton_serves(device := torch.device("cuda")):
+    is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_in_use and triton_serves(device := torch.device("cuda")):
         return device
     return torch.device("cpu")
 

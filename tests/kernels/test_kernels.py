@@ -12,6 +12,7 @@ from support.kernel_cases import (
     HEADS,
     LOSSES,
     ROWS,
+    TOLERANCE,
     assert_both_agree,
     both,
     estimated,
@@ -37,7 +38,8 @@ CPU = "cpu"
 
 @pytest.mark.parametrize("case", HEADS.values(), ids=HEADS)
 def test_logprobs_entropy_and_gradients_are_the_references(case: dict[str, Any]) -> None:
-    assert_both_agree(lambda: scored(CPU, **case))
+    # Logits grow with the scale, and so do their steps and those of the sums in an entropy.
+    assert_both_agree(lambda: scored(CPU, **case), TOLERANCE * max(1.0, case.get("scale", 0.0)))
 
 
 def test_bfloat16_products_are_summed_in_float32() -> None:
