@@ -35,6 +35,12 @@ TRACKERS := .venv-trackers
 TRACKERS_INSTALLED := $(TRACKERS)/.installed-$(shell (cat pyproject.toml; pwd) | sha256sum \
 	| cut -c1-16)
 
+# Triton for its interpreter: apart, since it is 700 MB that no run on a CPU needs, and vLLM takes
+# another way where it finds it. The version that goes with our torch, as the lock of GPUs says.
+TRITON := .venv-triton
+TRITON_INSTALLED := $(TRITON)/.installed-$(shell sed -n '/^triton==/,/[^\\]$$/p' \
+	requirements/gpu.lock | sha256sum | cut -c1-16)
+
 # The machine's own Python where there is no .venv: machines with a GPU bring their own torch.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -47,8 +53,9 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu first-hour \
-	test-trackers images sbom test-containers format lint type protos protos-check sdk bench bench-peers check lock \
+.PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
+	first-hour test-kernels test-trackers images sbom test-containers format lint type protos \
+	protos-check sdk bench bench-peers check lock \
 	docs dist
 
 help: ## this list
@@ -96,6 +103,18 @@ test: system-packages tools ## everything that needs no GPU and is not slow; ARG
 
 test-slow: system-packages tools ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not containers" $(ARGS) || [ $$? -eq 5 ]
+
+$(TRITON_INSTALLED): $(TOOLS_INSTALLED)
+	rm -rf $(TRITON)
+	mkdir $(TRITON)
+	sed -n '/^triton==/,/[^\\]$$/p' requirements/gpu.lock > $(TRITON)/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --target $(TRITON) \
+		-r $(TRITON)/requirements.txt
+	@touch $@
+
+test-kernels: system-packages $(TRITON_INSTALLED) ## Triton's kernels by its interpreter; they are skipped in test
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(TRITON) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/kernels $(ARGS)
 
 # No setup: runs with what the machine has. Its pytest may lack our plugins, hence addopts. A
 # PYTHONPATH that is set comes after ours, for machines whose packages lie there.
@@ -201,7 +220,7 @@ docs: $(DOCS_INSTALLED) ## the documentation site, into build/site; a broken lin
 	@echo "build/site/index.html is the first page; search needs a web server:" \
 		"python3 -m http.server --directory build/site"
 
-check: lint type protos-check docs test ## what CI runs, and the site
+check: lint type protos-check docs test-kernels test ## what CI runs, and the site
 
 lock: ## write requirements/*.lock from pyproject.toml; ARGS=--upgrade takes newer versions
 	"$(BASE_PYTHON)" -m venv $(LOCKER)

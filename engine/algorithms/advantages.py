@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from rolemesh.engine.algorithms.ragged import decayed_sums, unmasked_per_row
+from rolemesh.engine.kernels.choice import triton_serves
 
 WHITEN_EPS = 1e-8
 """Added to the variance, so that equal values become zeros and not NaN."""
@@ -64,6 +65,10 @@ def gae(
         if not 0 <= number <= 1:
             raise ValueError(f"{name} is {number}: give a number from 0 to 1")
 
+    if triton_serves(rewards_N.device):
+        from rolemesh.engine.kernels.segmented_scan import scan_gae
+
+        return scan_gae(rewards_N, values_N, loss_mask_N, offsets, gamma=gamma, lam=lam)
     index_M = loss_mask_N.nonzero().flatten()
     counts = unmasked_per_row(loss_mask_N, offsets)
     values_M = values_N.index_select(0, index_M).double()

@@ -16,6 +16,7 @@ from rolemesh.engine.algorithms.token_rewards import (
     token_rewards,
 )
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.kernels.choice import device_of_columns
 from rolemesh.engine.specs import CriticEstimatorSpec, GaeSpec, SafeRlhfSpec
 
 
@@ -68,9 +69,16 @@ def _with_critic(
 ) -> tuple[Experience, dict[str, float]]:
     earned = token_rewards(given, spec, tokens, rewards_B)
     values_N = tokens.read(given.experience, "values")
-    advantages_N, returns_N = gae(
-        earned.rewards_N, values_N, tokens.mask_N, tokens.offsets, gamma=spec.gamma, lam=spec.lam
+    device = device_of_columns()
+    estimated = gae(
+        earned.rewards_N.to(device),
+        values_N.to(device),
+        tokens.mask_N.to(device),
+        tokens.offsets,
+        gamma=spec.gamma,
+        lam=spec.lam,
     )
+    advantages_N, returns_N = (column_N.to(values_N.device) for column_N in estimated)
     of_advantages = advantage_metrics(advantages_N, tokens)
     returns_mean, returns_std = mean_and_std(returns_N[tokens.mask_N])
     # Raw advantages are the residuals returns - values.

@@ -28,6 +28,7 @@ from rolemesh.engine.algorithms.losses import (
 )
 from rolemesh.engine.algorithms.ragged import loss_mask_of, row_mean_of_each, unmasked_per_row
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.specs import (
     CispoPolicyLossSpec,
     GspoPolicyLossSpec,
@@ -127,24 +128,34 @@ class PolicyLoss(SpecLoss[S]):
             columns={name: read.column(name, like=logprobs_M) for name in self.reads},
         )
         weights_M = token_weights(batch, scale, spec.aggregation, spec.norm_length, like=logprobs_M)
-        lost = self.token_losses(tokens)
-        policy_loss = (weights_M * lost.losses_M).sum()
-
-        loss = policy_loss
-        if spec.entropy_coefficient > 0:
-            loss = loss - spec.entropy_coefficient * (weights_M * entropy_M).sum()
-        metrics: dict[str, torch.Tensor] = {}
+        reference_M = None
         if spec.kl_in_loss > 0:
             reference_M = read.column("reference_logprobs", like=logprobs_M)
-            kl = (weights_M * kl_loss(logprobs_M, reference_M, spec.kl_form)).sum()
-            loss = loss + spec.kl_in_loss * kl
-            metrics["kl_loss"] = kl
+        loss, metrics = self._total(tokens, weights_M, reference_M, scale)
+        return loss, to_numbers({"loss": loss, **metrics})
 
+    def _total(
+        self,
+        tokens: PolicyTokens,
+        weights_M: torch.Tensor,
+        reference_M: torch.Tensor | None,
+        scale: LossScale,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss, and its other metrics; reference_M is None without a KL."""
+        logprobs_M = tokens.logprobs_M
+        lost = self.token_losses(tokens)
+        policy_loss = (weights_M * lost.losses_M).sum()
+        metrics = {"policy_loss": policy_loss}
+        loss = self._with_entropy(policy_loss, tokens, weights_M)
+        if reference_M is not None:
+            kl = (weights_M * kl_loss(logprobs_M, reference_M, self.spec.kl_form)).sum()
+            loss = loss + self.spec.kl_in_loss * kl
+            metrics["kl_loss"] = kl
         with torch.no_grad():
-            difference_M = (logprobs_M - sampled_M).abs()
+            difference_M = (logprobs_M - tokens.sampled_M).abs()
             log_ratio_M = _bounded(logprobs_M - tokens.old_M)
             per_token = {
-                "entropy": entropy_M,
+                "entropy": tokens.entropy_M,
                 "ratio_mean": lost.ratio_M,
                 # KL(old || new) from samples of old, by k3: r is the log-ratio itself.
                 "approx_kl": torch.expm1(log_ratio_M) - log_ratio_M,
@@ -154,7 +165,13 @@ class PolicyLoss(SpecLoss[S]):
             metrics |= {name: token_share(each_M, scale) for name, each_M in per_token.items()}
             metrics["ratio_max"] = largest(lost.ratio_M.detach())
             metrics["sampler_logprob_diff_max"] = largest(difference_M)
-        return loss, to_numbers({"loss": loss, "policy_loss": policy_loss, **metrics})
+        return loss, metrics
+
+    def _with_entropy(
+        self, loss: torch.Tensor, tokens: PolicyTokens, weights_M: torch.Tensor
+    ) -> torch.Tensor:
+        coefficient = self.spec.entropy_coefficient
+        return loss - coefficient * (weights_M * tokens.entropy_M).sum() if coefficient else loss
 
 
 @loss_for(PpoPolicyLossSpec)
@@ -196,6 +213,46 @@ class PpoPolicyLoss(PolicyLoss[PpoPolicyLossSpec]):
             losses_M = weight_M * losses_M
             metrics |= of_weight
         return TokenLosses(losses_M, ratio_M, metrics)
+
+    def _total(
+        self,
+        tokens: PolicyTokens,
+        weights_M: torch.Tensor,
+        reference_M: torch.Tensor | None,
+        scale: LossScale,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See PolicyLoss; on a GPU by one kernel."""
+        logprobs_M = tokens.logprobs_M
+        if not triton_serves(logprobs_M.device) or logprobs_M.dtype != torch.float32:
+            return super()._total(tokens, weights_M, reference_M, scale)
+        from rolemesh.engine.kernels.policy_loss import WEIGHTED, PpoTerms, ppo_loss
+
+        terms = PpoTerms(
+            clip_low=self.spec.clip_low,
+            clip_high=self.spec.clip_high,
+            dual_clip=self.spec.dual_clip,
+            importance_cap=self.spec.importance_cap,
+            kl_in_loss=self.spec.kl_in_loss,
+            kl_form=self.spec.kl_form,
+            max_log_ratio=MAX_LOG_RATIO,
+        )
+        loss, found = ppo_loss(
+            logprobs_M,
+            tokens.old_M,
+            tokens.sampled_M,
+            tokens.advantages_M,
+            weights_M,
+            tokens.entropy_M,
+            reference_M,
+            terms,
+        )
+        metrics = {
+            name: number
+            if name in WEIGHTED or name.endswith("_max")
+            else number / scale.token_divisor
+            for name, number in found.items()
+        }
+        return self._with_entropy(loss, tokens, weights_M), metrics
 
 
 @loss_for(GspoPolicyLossSpec)

@@ -5,6 +5,10 @@ one entropy) a row, and dropped; the backward pass projects it again. The larges
 [C, V]. Where the vocabulary is cut over ranks, each works on its own rows (V is then their
 number), and a few numbers a token are combined at the end: two all-reduces of at most [3, N].
 
+On a GPU Triton's kernels compute the same (`kernels/linear_logprobs.py`). There no logits exist at
+all; the backward pass goes by blocks of the vocabulary, so that each part of its gradient is
+written once.
+
 Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
@@ -13,11 +17,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.kernels.choice import triton_serves
+from rolemesh.engine.models.vocabulary import Projection, VocabularySlice, scores_of_sums
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.parallel.tensor_parallel import all_reduce
+
+CPU_CHUNK_TOKENS = 512
+"""Rows of logits that exist at a time on a CPU, unless a number is given."""
+GPU_CHUNK_ELEMENTS = 2**28
+"""Logits that exist at a time on a GPU, unless a number of rows is given: 1 GiB of float32. There
+small chunks read and write the gradient of the vocabulary, float32 [V, D], more often than the
+products take."""
+BLOCK_COLUMNS = 128
+"""Blocks of the vocabulary are multiples of it: cuBLAS wants columns that are aligned."""
 
 
 def token_logprobs(
@@ -26,7 +40,7 @@ def token_logprobs(
     targets_N: torch.Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 512,
+    chunk_tokens: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
     with_entropy: bool = False,
     group: RankGroup | None = None,
@@ -45,7 +59,8 @@ def token_logprobs(
             (there may be none).
         targets_N: int64 [N], token ids.
         temperature: Divides the logits, > 0.
-        chunk_tokens: Most rows of logits that exist at a time.
+        chunk_tokens: Most rows of logits that exist at a time, or as many numbers in blocks of
+            another shape; None: as many as suit the device.
         compute_dtype: Type of matrix products; float32 leaves float64 inputs as they are.
         with_entropy: Whether the entropy is wanted too.
         group: Ranks that cut the vocabulary among them; None where it is whole.
@@ -61,17 +76,28 @@ def token_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}: give a positive number")
-    logprobs_N, entropy_N = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+    rows = (
+        VocabularySlice(group, first_row, len(vocabulary_VD)) if group and group.size > 1 else None
+    )
+    is_fused = triton_serves(hidden_ND.device) and vocabulary_VD.dtype != torch.float64
+    compute: Any = _FusedLogprobs if is_fused else _ChunkedLogprobs
+    logprobs_N, entropy_N = compute.apply(
         hidden_ND,
         vocabulary_VD,
         targets_N,
         temperature,
-        chunk_tokens,
+        chunk_tokens or _chunk_tokens(vocabulary_VD),
         compute_dtype,
         with_entropy,
-        _Slice(group, first_row, len(vocabulary_VD)) if group and group.size > 1 else None,
+        rows,
     )
     return logprobs_N, (entropy_N if with_entropy else None)
+
+
+def _chunk_tokens(vocabulary_VD: torch.Tensor) -> int:
+    if kind_of(vocabulary_VD.device) == "cpu":
+        return CPU_CHUNK_TOKENS
+    return max(1, GPU_CHUNK_ELEMENTS // max(1, len(vocabulary_VD)))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -93,27 +119,30 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         compute_dtype: torch.dtype,
         with_entropy: bool,
-        vocabulary: _Slice | None,
+        vocabulary: VocabularySlice | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        project = _Projection(vocabulary_VD, compute_dtype, temperature)
-        scores = _scores if vocabulary is None else vocabulary.scores
+        project = Projection(vocabulary_VD, compute_dtype, temperature)
         with project.without_autocast():
-            logprobs_N, lse_N, entropy_N = scores(
-                project, hidden_ND, targets_N, chunk_tokens, with_entropy
+            logprobs_N, lse_N, entropy_N = _scores(
+                project, hidden_ND, targets_N, chunk_tokens, with_entropy, vocabulary
             )
         ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N)
-        ctx.arguments = (temperature, chunk_tokens, compute_dtype, with_entropy, vocabulary)
+        ctx.arguments = (temperature, chunk_tokens, compute_dtype, vocabulary)
+        # What no loss reads gets None: the gradient of an entropy costs passes over the logits.
+        ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs_N: torch.Tensor, grad_entropy_N: torch.Tensor
+        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N = ctx.saved_tensors
-        temperature, chunk_tokens, compute_dtype, with_entropy, vocabulary = ctx.arguments
-        project = _Projection(vocabulary_VD, compute_dtype, temperature)
+        temperature, chunk_tokens, compute_dtype, vocabulary = ctx.arguments
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(lse_N)
+        project = Projection(vocabulary_VD, compute_dtype, temperature)
         need_hidden, need_vocabulary = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if need_hidden else None
         grad_vocabulary_VD = (
@@ -126,7 +155,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits_CV = project(hidden_ND[chunk])
                 lse_C1 = lse_N[chunk, None]
                 grad_C1 = grad_logprobs_N[chunk, None]
-                if with_entropy:
+                if grad_entropy_N is not None:
                     logits_CV.sub_(lse_C1)  # log-probs of the whole vocabulary
                     probs_CV = logits_CV.exp()
                     # -p (g + h (log p + H)), written in the place of the logits
@@ -153,155 +182,111 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden_ND, grad_vocabulary_VD, None, None, None, None, None, None
 
 
-class _Slice:
-    """This rank's rows of a vocabulary that a group cuts."""
+class _FusedLogprobs(torch.autograd.Function):
+    """The same by Triton's kernels; float32 sums, at any type of products."""
 
-    def __init__(self, group: RankGroup, first_row: int, num_rows: int) -> None:
-        self.group = group
-        self._first_row = first_row
-        self._num_rows = num_rows
-
-    def scores(
-        self,
-        project: _Projection,
+    @staticmethod
+    def forward(
+        ctx: Any,
         hidden_ND: torch.Tensor,
+        vocabulary_VD: torch.Tensor,
         targets_N: torch.Tensor,
+        temperature: float,
         chunk_tokens: int,
+        compute_dtype: torch.dtype,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `_scores`, over the slices of all ranks of the group."""
-        largest_N = hidden_ND.new_empty(len(hidden_ND), dtype=project.accumulate_dtype)
-        sums_3N = largest_N.new_empty(3, len(hidden_ND))
-        for chunk in _chunks(len(hidden_ND), chunk_tokens):
-            sums_3N[:, chunk], largest_N[chunk] = self._sums(
-                project(hidden_ND[chunk]), targets_N[chunk]
-            )
-        logprobs_N, lse_N, entropy_N = self._combine(sums_3N, largest_N)
-        return logprobs_N, lse_N, entropy_N if with_entropy else entropy_N[:0]
-
-    def _sums(
-        self, logits_CV: torch.Tensor, targets_C: torch.Tensor
+        vocabulary: VocabularySlice | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the slice contributes, with m its largest logit. Overwrites the logits.
+        from rolemesh.engine.kernels.linear_logprobs import partial_sums
 
-        Returns:
-            [3, C]: sum exp(z - m); sum (z - m) exp(z - m); the target's logit, or 0 where another
-            slice has it. And m, [C].
-        """
-        if not self._num_rows:
-            lowest = torch.finfo(logits_CV.dtype).min
-            num_tokens = len(logits_CV)
-            return logits_CV.new_zeros(3, num_tokens), logits_CV.new_full((num_tokens,), lowest)
-        row_C1, is_own_C = self._rows(targets_C)
-        target_C = logits_CV.gather(1, row_C1).squeeze(1).mul_(is_own_C)
-        largest_C = logits_CV.amax(1)
-        shifted_CV = logits_CV.sub_(largest_C[:, None])
-        exps_CV = shifted_CV.exp()
-        sums_3C = torch.stack([exps_CV.sum(1), shifted_CV.mul_(exps_CV).sum(1), target_C])
-        return sums_3C, largest_C
-
-    def _combine(
-        self, sums_3N: torch.Tensor, largest_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs, log-sum-exp and entropy, [N] each, from the sums of all slices."""
-        highest_N = all_reduce(largest_N, self.group, dist.ReduceOp.MAX)
-        below_N = largest_N - highest_N
-        exps_N, products_N, target_N = sums_3N
-        # Both sums as if the largest logit of all had been subtracted.
-        moved_3N = torch.stack(
-            [
-                below_N.exp() * exps_N,
-                below_N.exp() * (products_N + below_N * exps_N),
-                target_N,
-            ]
+        project = Projection(vocabulary_VD, compute_dtype, temperature)
+        sums_3N, largest_N = partial_sums(
+            project.to_compute(hidden_ND).contiguous(),
+            project.vocabulary_VD.contiguous(),
+            targets_N,
+            temperature=temperature,
+            first_row=0 if vocabulary is None else vocabulary.first_row,
         )
-        exps_N, products_N, target_N = all_reduce(moved_3N, self.group)
-        log_N = exps_N.log()
-        lse_N = highest_N + log_N
-        return target_N - lse_N, lse_N, log_N - products_N / exps_N
-
-    def add_at_targets(
-        self, grad_CV: torch.Tensor, targets_C: torch.Tensor, grad_C1: torch.Tensor
-    ) -> None:
-        """Adds a number to each target's entry, where this slice has it."""
-        if self._num_rows:
-            row_C1, is_own_C = self._rows(targets_C)
-            grad_CV.scatter_add_(1, row_C1, grad_C1 * is_own_C[:, None])
-
-    def _rows(self, targets_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of targets in this slice, int64 [C, 1], and which targets it has, bool [C]."""
-        row_C = targets_C - self._first_row
-        is_own_C = (row_C >= 0) & (row_C < self._num_rows)
-        return row_C.where(is_own_C, 0)[:, None], is_own_C
-
-
-class _Projection:
-    """Products with the vocabulary matrix, cast once for all chunks."""
-
-    def __init__(
-        self, vocabulary_VD: torch.Tensor, compute_dtype: torch.dtype, temperature: float
-    ) -> None:
-        self.accumulate_dtype = torch.promote_types(vocabulary_VD.dtype, torch.float32)
-        self._dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else self.accumulate_dtype
-        self._temperature = temperature
-        self._device_type = vocabulary_VD.device.type
-        self._has_wide_output = (
-            self._dtype == torch.bfloat16 and kind_of(vocabulary_VD.device) == "cuda"
+        logprobs_N, lse_N, entropy_N = scores_of_sums(
+            sums_3N, largest_N, None if vocabulary is None else vocabulary.group
         )
-        self.vocabulary_VD = self.to_compute(vocabulary_VD.detach())
-        # torch's CPU kernels have no bfloat16 product with a float32 result (2.13). Products of
-        # bfloat16 numbers are exact in float32, so there the rounded factors are multiplied in
-        # float32. SmolLM2-135M, sampled tokens: mean error of a log-prob 0.013, against 0.025.
-        self._logit_factor_VD = (
-            self.vocabulary_VD
-            if self._has_wide_output
-            else self.vocabulary_VD.to(self.accumulate_dtype)
-        )
+        ctx.save_for_backward(hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N)
+        ctx.arguments = (temperature, chunk_tokens, compute_dtype, vocabulary)
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
 
-    def __call__(self, hidden_CD: torch.Tensor) -> torch.Tensor:
-        """Logits after temperature, [C, V]; the caller may write into them."""
-        factor_CD = (
-            self.to_compute(hidden_CD)
-            if self._has_wide_output
-            else hidden_CD.to(self.accumulate_dtype)
-        )
-        logits_CV = self.product(factor_CD, self._logit_factor_VD.t())
-        return logits_CV if self._temperature == 1.0 else logits_CV.div_(self._temperature)
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        from rolemesh.engine.kernels.linear_logprobs import logit_gradients
 
-    def to_compute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Casts an operand to the type of products."""
-        return tensor.to(self._dtype)
+        hidden_ND, vocabulary_VD, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        temperature, chunk_tokens, compute_dtype, vocabulary = ctx.arguments
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(lse_N)
+        project = Projection(vocabulary_VD, compute_dtype, temperature)
+        factor_ND = project.to_compute(hidden_ND).contiguous()
+        rows_VD = project.vocabulary_VD.contiguous()
+        need_hidden, need_vocabulary = ctx.needs_input_grad[:2]
+        wide = project.accumulate_dtype
+        grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=wide) if need_hidden else None
+        grad_vocabulary_VD = torch.zeros_like(rows_VD, dtype=wide) if need_vocabulary else None
+        first_row = 0 if vocabulary is None else vocabulary.first_row
+        with project.without_autocast():
+            for block in _blocks(len(rows_VD), chunk_tokens * len(rows_VD), len(hidden_ND)):
+                grad_NW = logit_gradients(
+                    factor_ND,
+                    rows_VD[block],
+                    targets_N,
+                    lse_N,
+                    grad_logprobs_N,
+                    None if grad_entropy_N is None else entropy_N,
+                    grad_entropy_N,
+                    temperature=temperature,
+                    first_row=first_row + block.start,
+                )
+                if grad_hidden_ND is not None:
+                    project.add_product(grad_hidden_ND, grad_NW, rows_VD[block])
+                if grad_vocabulary_VD is not None:
+                    project.write_product(grad_vocabulary_VD[block], grad_NW.t(), factor_ND)
+        if grad_vocabulary_VD is not None:
+            grad_vocabulary_VD = grad_vocabulary_VD.to(vocabulary_VD.dtype)
+        if grad_hidden_ND is not None:
+            if vocabulary is not None:
+                grad_hidden_ND = all_reduce(grad_hidden_ND, vocabulary.group)
+            grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
+        return grad_hidden_ND, grad_vocabulary_VD, None, None, None, None, None, None
 
-    def product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The matrix product, given in the accumulation type.
 
-        On a CPU a bfloat16 product is rounded to bfloat16 first, which gradients can bear.
-        """
-        if self._has_wide_output:
-            return torch.mm(left, right, out_dtype=self.accumulate_dtype)
-        return torch.mm(left, right).to(self.accumulate_dtype)
-
-    def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds a product to a total in the accumulation type."""
-        if self._dtype == total.dtype:
-            total.addmm_(left, right)
-        else:
-            total += self.product(left, right)
-
-    def without_autocast(self) -> torch.autocast:
-        """Types are chosen here; an autocast around the caller must not choose others."""
-        return torch.autocast(self._device_type, enabled=False)
+def _blocks(num_rows: int, max_elements: int, num_tokens: int) -> list[slice]:
+    """Rows of the vocabulary whose gradients, for all tokens, are at most so many elements."""
+    if not num_tokens:
+        return []
+    width = max(BLOCK_COLUMNS, max_elements // num_tokens // BLOCK_COLUMNS * BLOCK_COLUMNS)
+    return [slice(at, min(at + width, num_rows)) for at in range(0, num_rows, width)]
 
 
 def _scores(
-    project: _Projection,
+    project: Projection,
     hidden_ND: torch.Tensor,
     targets_N: torch.Tensor,
     chunk_tokens: int,
     with_entropy: bool,
+    vocabulary: VocabularySlice | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs [N], log-sum-exp [N] and entropy [N] ([0] where not wanted)."""
     logprobs_N = hidden_ND.new_empty(len(hidden_ND), dtype=project.accumulate_dtype)
+    if vocabulary is not None:
+        sums_3N = logprobs_N.new_empty(3, len(hidden_ND))
+        for chunk in _chunks(len(hidden_ND), chunk_tokens):
+            sums_3N[:, chunk], logprobs_N[chunk] = vocabulary.sums(
+                project(hidden_ND[chunk]), targets_N[chunk]
+            )
+        logprobs_N, lse_N, entropy_N = scores_of_sums(sums_3N, logprobs_N, vocabulary.group)
+        return logprobs_N, lse_N, entropy_N if with_entropy else entropy_N[:0]
     lse_N = torch.empty_like(logprobs_N)
     entropy_N = torch.empty_like(logprobs_N if with_entropy else logprobs_N[:0])
     for chunk in _chunks(len(hidden_ND), chunk_tokens):

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from rolemesh.engine.experience import ColumnKind, Experience
+from rolemesh.engine.kernels.choice import triton_serves
 from rolemesh.engine.packing.balance import balanced_partition
 from rolemesh.engine.packing.prefix_layout import PrefixLayout
+
+if TYPE_CHECKING:
+    from rolemesh.engine.kernels.ragged import Segments
 
 __all__ = [
     "PAD_TOKEN",
@@ -205,12 +210,18 @@ class PaddedRows:
     """int64 [N], the completion tokens."""
     prefixes: PrefixLayout | None = None
     """How the tokens attend to each other where prompts are shared; None: causally, row by row."""
+    completions: Segments | None = None
+    """The places of state_index_N as runs, for Triton's kernels; None: they do not serve here."""
 
     def states(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """Hidden states [N, D] before the completion tokens, of those of the rectangle."""
         hidden_SD = hidden_BTD.flatten(0, 1)
         if self.prefixes is not None:
             return self.prefixes.states(hidden_SD)
+        if self.completions is not None:
+            from rolemesh.engine.kernels.ragged import pack
+
+            return pack(hidden_BTD, self.completions)
         return hidden_SD.index_select(0, self.state_index_N)
 
 
@@ -232,15 +243,25 @@ def pad_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     row_S = torch.repeat_interleave(torch.arange(len(lengths_B)), lengths_B)
     position_S = torch.arange(len(tokens.values)) - offsets[:-1][row_S]
-    tokens_BT = torch.full((len(lengths_B), longest), PAD_TOKEN, dtype=torch.int64)
-    tokens_BT[row_S, position_S] = tokens.values.to(torch.int64)
     is_completion_S = position_S >= prompt_lengths_B[row_S]
     state_index_N = (row_S * longest + position_S - 1)[is_completion_S]
+    completions: Segments | None = None
+    if triton_serves(torch.device(device)):
+        from rolemesh.engine.kernels.ragged import Segments, unpack
+
+        whole = Segments.of(torch.zeros_like(lengths_B), lengths_B, device)
+        tokens_S = tokens.values.to(device).to(torch.int64)
+        tokens_BT = unpack(tokens_S, whole, width=longest, fill=PAD_TOKEN)
+        completions = Segments.of(prompt_lengths_B - 1, lengths_B - prompt_lengths_B, device)
+    else:
+        tokens_BT = torch.full((len(lengths_B), longest), PAD_TOKEN, dtype=torch.int64)
+        tokens_BT[row_S, position_S] = tokens.values.to(torch.int64)
     return PaddedRows(
         tokens_BT=tokens_BT.to(device),
         lengths_B=lengths_B.to(device),
         state_index_N=state_index_N.to(device),
         targets_N=tokens.values[is_completion_S].to(device=device, dtype=torch.int64),
+        completions=completions,
     )
 
 

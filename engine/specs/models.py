@@ -44,8 +44,9 @@ class ModelSpec(Spec):
     share_prefixes: Literal["auto", "never"] = "auto"
     """Whether completions of one prompt are computed behind one copy of it, in passes in which that
     saves. It changes memory and time; numbers change as they do with other micro-batches."""
-    logprob_chunk_tokens: int = Field(default=512, ge=1)
-    """Rows of the vocabulary projection computed at a time: bounds the largest logits."""
+    logprob_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Rows of the vocabulary projection computed at a time: bounds the largest temporary. None
+    takes 512 on a CPU, and on a GPU as many as make 1 GiB of float32 logits."""
 
 
 class OptimizerSpec(Spec):

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.largest_tensor import LargestTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rolemesh.engine.models import logprobs as head
 from rolemesh.engine.models.logprobs import token_logprobs
 
 FLOAT64_TOLERANCE = 1e-10
@@ -97,6 +99,70 @@ def test_logprob_gradient_is_the_same_whether_or_not_entropy_is_asked_for(
     torch.testing.assert_close(
         vocabulary.grad, reference_vocabulary.grad, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE
     )
+
+
+class _Writes(TorchDispatchMode):
+    """Counts results, new or in place, of so many elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += isinstance(result, torch.Tensor) and result.numel() == self.numel
+        return result
+
+
+def test_the_gradient_of_an_entropy_is_made_only_where_a_loss_reads_it() -> None:
+    writes = {}
+    gradients = {}
+    for case, with_entropy, weight in (
+        ("not asked for", False, 0.0),
+        ("a metric", True, 0.0),
+        ("in the loss", True, 1.0),
+    ):
+        hidden, vocabulary, targets, weights = _inputs(torch.float32)
+        logprobs, entropy = token_logprobs(
+            hidden, vocabulary, targets, temperature=0.7, with_entropy=with_entropy
+        )
+        loss = weights[0] @ logprobs
+        if weight:
+            assert entropy is not None
+            loss = loss + weight * entropy.sum()
+        with _Writes(NUM_TOKENS * VOCABULARY) as counted:
+            loss.backward()
+        writes[case] = counted.count
+        gradients[case] = (hidden.grad, vocabulary.grad)
+    assert writes["a metric"] == writes["not asked for"] < writes["in the loss"]
+    for found, expected in zip(gradients["a metric"], gradients["not asked for"], strict=True):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+
+
+def test_an_entropy_alone_can_be_trained() -> None:
+    hidden, vocabulary, targets, weights = _inputs(torch.float64)
+    _, entropy = token_logprobs(hidden, vocabulary, targets, chunk_tokens=8, with_entropy=True)
+    assert entropy is not None
+    (weights[1] @ entropy).backward()
+    whole, rows, _, _ = _inputs(torch.float64)
+    (weights[1] @ _whole(whole, rows, targets, 1.0)[1]).backward()
+    for leaf, expected in ((hidden, whole), (vocabulary, rows)):
+        torch.testing.assert_close(
+            leaf.grad, expected.grad, rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE
+        )
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "expected"), [("cpu", 49152, 512), ("meta", 49152, 5461), ("meta", 0, 2**28)]
+)
+def test_chunks_suit_the_device_where_no_number_is_given(
+    device: str, rows: int, expected: int
+) -> None:
+    """Every device but a CPU counts as a GPU: 5,461 rows of 49,152 float32 logits are 1 GiB."""
+    assert head._chunk_tokens(torch.empty(rows, 1, device=device)) == expected
 
 
 def test_gradients_pass_torchs_finite_differences() -> None:
