@@ -78,7 +78,7 @@ def verdict(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "scores": means,
         "standard_error_of_difference": error,
-        "fast_keeps_the_score": means["fast"] > means["exact"] - STANDARD_ERRORS * error,
+        "fast_keeps_the_score": means["fast"] >= means["exact"] - STANDARD_ERRORS * error,
         "median_step_seconds": {
             one: statistics.median(
                 s for r in runs if r["numerics"] == one for s in r["step_seconds"][1:]
