@@ -353,7 +353,14 @@ class _Lane:
         if length != chunk.numel():
             self.trouble = f"it sent {length} bytes where {chunk.numel()} are expected"
             return False
-        copying_or_done = self._slots.read(self._peer, taken % self._num_slots, chunk)
+        try:
+            copying_or_done = self._slots.read(self._peer, taken % self._num_slots, chunk)
+        except OSError:
+            # A peer that gives up may free what it has offered.
+            self.trouble = self._transport._gone(self._peer)
+            if not self.trouble:
+                raise
+            return False
         if copying_or_done is None:
             self._take(length)
         else:

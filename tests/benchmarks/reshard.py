@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -49,6 +50,7 @@ from rolemesh.engine.weights.transfer import WeightTransfer
 
 TIMEOUT_S = 120.0
 WARM_UP = 1
+WAYS = ("reshard", "full", "vanilla", "copy", "build")
 
 
 def decoder(scale: int) -> DecoderShape:
@@ -76,6 +78,7 @@ def measure(
     repetitions: int,
     bucket_bytes: int,
     scale: int,
+    names: list[str],
 ) -> dict[str, Any]:
     """Seconds of each way by repetition, and bytes that this rank received."""
     torch.set_num_threads(1)
@@ -121,6 +124,7 @@ def measure(
             "copy": lambda: {"": received.clone()},
             "build": lambda: {name: tensor.clone() for name, tensor in expected.items()},
         }
+        ways = {name: ways[name] for name in names}
         moved = {}
         for name, way in ways.items():
             before = transport.received_bytes
@@ -155,6 +159,12 @@ def sizes(text: str, count: int) -> list[int]:
     return numbers
 
 
+def ratios(values: dict[str, float]) -> dict[str, float]:
+    """How many times as much as resharding each other way takes."""
+    ours = values.get("reshard", math.nan)
+    return {name: value / ours for name, value in values.items() if name != "reshard"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--transport", choices=["memory", "shm", "gloo"], default="memory")
@@ -163,6 +173,7 @@ def main() -> None:
     parser.add_argument("--generate", default="1-2", help="p_g-t_g")
     parser.add_argument("--bucket-kib", type=int, default=2048)
     parser.add_argument("--scale", type=int, default=1, help="of all widths of the model")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     pp, tp, dp = sizes(options.train, 3)
     pp_g, tp_g = sizes(options.generate, 2)
@@ -179,6 +190,7 @@ def main() -> None:
             options.repetitions,
             options.bucket_kib << 10,
             options.scale,
+            options.ways,
             timeout_s=600,
         )
     names = list(ranks[0]["seconds"])
@@ -193,9 +205,10 @@ def main() -> None:
         )
         for name in names
     }
-    received = {
+    received: dict[str, float] = {
         name: max(rank["received"][name] for rank in ranks)
         for name in ("reshard", "full", "vanilla")
+        if name in names
     }
     whole = sum(parameter.num_bytes for parameter in shape.manifest("float32").values())
     print(
@@ -216,14 +229,9 @@ def main() -> None:
                 "median_s": median,
                 "median_cpu_s": cpu,
                 "spread_s": {name: [min(times), max(times)] for name, times in slowest.items()},
-                "bytes_full_to_reshard": received["full"] / received["reshard"],
-                "bytes_vanilla_to_reshard": received["vanilla"] / received["reshard"],
-                "time_full_to_reshard": median["full"] / median["reshard"],
-                "time_vanilla_to_reshard": median["vanilla"] / median["reshard"],
-                "time_reshard_to_copy": median["reshard"] / median["copy"],
-                "time_reshard_to_build": median["reshard"] / median["build"],
-                "cpu_reshard_to_copy": cpu["reshard"] / cpu["copy"],
-                "cpu_reshard_to_build": cpu["reshard"] / cpu["build"],
+                "bytes_to_reshard": ratios(received),
+                "time_to_reshard": ratios(median),
+                "cpu_to_reshard": ratios(cpu),
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             }

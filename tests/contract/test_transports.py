@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -239,14 +240,17 @@ def test_other_transports_refuse_views(kind: str) -> None:
         ranks.transports[0].exchange([Message(1, bytes_of(4, 4)[:, :2])], [])
 
 
+@pytest.mark.parametrize("is_freed", [False, True])
 def test_what_was_read_while_the_sender_gave_up_is_no_message(
-    monkeypatch: pytest.MonkeyPatch,
+    is_freed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with cluster("memory", 2) as ranks:
         read = MemorySlots.read
 
         def read_late(slots: MemorySlots, peer: int, slot: int, target: torch.Tensor) -> None:
             ranks.transports[1].abort()
+            if is_freed:
+                raise OSError(errno.EFAULT, "Bad address")
             read(slots, peer, slot, target)
 
         monkeypatch.setattr(MemorySlots, "read", read_late)

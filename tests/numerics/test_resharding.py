@@ -227,7 +227,7 @@ def meet_late(at: RankContext, folder: Path, layout: HybridLayout) -> str:
             backend.update_shard(resharder.run(weights, policy_version=1), 1)
         store.set("over", "yes")
         assert backend.policy_version == -1
-        assert (caught.value.peer, caught.value.transport) == (1, "shared memory")
+        assert (caught.value.peer, caught.value.transport) == (1, "process memory")
         assert caught.value.seconds >= SHORT_S
         return str(caught.value)
 
