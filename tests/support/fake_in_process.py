@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -75,6 +75,18 @@ def run_jumping(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+class _Stream:
+    """The answers of a fake within the process, for which a caller waits without a bound."""
+
+    idle_s = None
+
+    def __init__(self, answers: AsyncIterator[Any]) -> None:
+        self._answers = answers
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._answers
+
+
 class _Channel:
     """A channel to a fake within the process."""
 
@@ -87,7 +99,11 @@ class _Channel:
         method = path.rpartition("/")[2]
         return lambda request, timeout=None: getattr(self._fake, method)(request, None)
 
-    unary_stream = stream_unary = unary_unary
+    stream_unary = unary_unary
+
+    def unary_stream(self, path: str, **_: Any) -> Any:
+        method = self.unary_unary(path)
+        return lambda request, timeout=None: _Stream(method(request))
 
 
 class _Connection(RoleConnection):
