@@ -230,7 +230,7 @@ class RunMesh:
     async def _attach(self, connection: RoleConnection, recipe: Recipe) -> bool:
         """Goes on with a service that holds the run; False where it has to be initialised."""
         key = self._journal.next_key(0, f"{connection.service}.attach")
-        spec = recipe.sent_section(connection.role).model_dump(mode="json")
+        spec = recipe.sent_spec(connection.role)
         try:
             await self._taken(
                 connection,
@@ -250,7 +250,7 @@ class RunMesh:
         self, connection: RoleConnection, recipe: Recipe, key: operation_pb2.OperationKey
     ) -> None:
         service = connection.service
-        spec = recipe.sent_section(connection.role).model_dump(mode="json")
+        spec = recipe.sent_spec(connection.role)
         result = await self._taken(
             connection,
             key,

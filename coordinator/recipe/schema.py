@@ -349,6 +349,17 @@ class Recipe(Spec):
         updates = planned_updates(self.algorithm, run.prompts_per_step)
         return with_length(role, section, updates, run.steps)
 
+    def sent_spec(self, role: str) -> dict[str, Any]:
+        """The section of `sent_section` as it travels.
+
+        Services of other makes may refuse fields that they do not know, so one that is younger than
+        they are is left out where it says nothing.
+        """
+        spec = self.sent_section(role).model_dump(mode="json")
+        if spec["numerics"] is None:
+            del spec["numerics"]
+        return spec
+
     @model_validator(mode="after")
     def _check_schedules(self) -> Self:
         for role in self.roles:

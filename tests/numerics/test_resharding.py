@@ -63,8 +63,8 @@ class WeightTaker:
                 raise WeightsStaleError(f"no room for {name}")
             self.held[name] = tensor
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        return
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return True
 
 
 def make_sampler() -> tuple[VllmBackend, WeightTaker]:

@@ -97,7 +97,7 @@ def test_the_sampler_sleeps_from_the_trainers_first_pass_to_its_next_weights(
     monkeypatch.setattr(
         servicers,
         "make_backend",
-        lambda spec, path, *, mesh, device: SleepySampler(spec, path, log),
+        lambda spec, path, **_: SleepySampler(spec, path, log),
     )
     optim_step = Trainer.optim_step
     monkeypatch.setattr(
@@ -191,8 +191,9 @@ class Engine:
         assert "weights" in self.awake
         self.cuda.events.append(method)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         assert "kv_cache" in self.awake
+        return True
 
 
 @pytest.fixture
