@@ -150,12 +150,15 @@ class RoleConnection:
         """Asks what the service can do, and refuses one that cannot stand in for the role.
 
         Raises:
+            ServiceLostError: It has ended meanwhile.
             RunError: It is another role, lacks a family of calls, or pulls no experience.
         """
         where = f"services.{self.role}: the service at {self.address}"
         try:
             self.capabilities = await self.client.get_capabilities()
         except UnsupportedError as error:
+            # A server that is being stopped answers so, too.
+            await self.wait_healthy(_HEALTH_TIMEOUT_S)
             raise RunError(
                 f"{where} has no WorkerService, which every role serves: {self._as_outsider()}"
             ) from error

@@ -20,12 +20,14 @@ class ServiceLostError(RunError):
         role: Its role.
         cause: What is known, e.g. "was killed by signal 9".
         during: What was going on, e.g. "step 3, actor.update"; empty when not known.
+        others: Causes of services that were lost at the same time, by name.
     """
 
     def __init__(self, role: str, cause: str, during: str = "") -> None:
         self.role = role
         self.cause = cause
         self.during = during
+        self.others: dict[str, str] = {}
         super().__init__(f"{during}: {cause}" if during else cause)
 
 

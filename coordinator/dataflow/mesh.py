@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection, unbroken
-from rolemesh.coordinator.dataflow.errors import NodeFailedError
+from rolemesh.coordinator.dataflow.errors import NodeFailedError, ServiceLostError
 from rolemesh.coordinator.dataflow.journal import Journal
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -25,6 +25,9 @@ from rolemesh.v1 import operation_pb2, worker_pb2
 
 TRAINED_ROLES = ("actor", "critic")
 """Roles whose weights always change: they have a part in a checkpoint."""
+
+_SAME_TIME_S = 1.0
+"""Services whose waits end within this time are lost together: looks at them are 0.2 s apart."""
 
 _NOT_ATTACHABLE = ("NOT_INITIALIZED", "RUN_MISMATCH", "SPEC_CHANGED", "NOT_WHOLE")
 """Reasons why a service has to be initialised, though it may have held the run before."""
@@ -81,16 +84,27 @@ class RunMesh:
             deadlines_s: Longest wait for each service, in seconds, by its name.
 
         Raises:
-            ServiceLostError: One does not answer in time.
+            ServiceLostError: One does not answer in time, or several do not.
             RunError: One is another role.
         """
+        lost: dict[str, str] = {}
 
         async def one(connection: RoleConnection) -> None:
             self._observer.on_phase(connection.service, "start", 0, 0)
-            await connection.wait_healthy(deadlines_s[connection.service])
+            try:
+                await connection.wait_healthy(deadlines_s[connection.service])
+            except ServiceLostError as error:
+                lost[error.role] = error.cause
+                # Else each of several would cost an attempt with such a wait.
+                await asyncio.sleep(_SAME_TIME_S)
+                raise
             await connection.learn_capabilities()
 
-        await together(one(connection) for connection in self.connections.values())
+        try:
+            await together(one(connection) for connection in self.connections.values())
+        except ServiceLostError as error:
+            error.others = {name: cause for name, cause in lost.items() if name != error.role}
+            raise
 
     async def initialize(self, recipe: Recipe) -> None:
         """Gives every service its section of the recipe, side by side.

@@ -335,7 +335,8 @@ class TrainingRun:
     async def _failed(self, error: Exception, attempt: Attempt) -> None:
         """Says that the run recovers, and notes which service has to be started again."""
         if isinstance(error, ServiceLostError):
-            self._lost.names.setdefault(error.role, error.cause)
+            for service, cause in {error.role: error.cause, **error.others}.items():
+                self._lost.names.setdefault(service, cause)
         elif isinstance(error, NodeFailedError) and isinstance(cause_of(error), DeadlineError):
             # Its compute thread hangs, or is too slow to be of use.
             self._lost.names.setdefault(error.node.rpartition(".")[0], told_of(error))

@@ -195,6 +195,18 @@ class SlowStore(MemoryStateStore):
         return await super().update_run(run_id, **changes)
 
 
+async def test_services_that_never_answer_are_started_again_together(tmp_path: Path) -> None:
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = run_of(mesh, tmp_path, start_deadline_s=1.0)
+        for service in ("reference", "reward"):
+            await mesh.roles[service].stop()
+        summary = await soon(run.execute())
+        check_succeeded(mesh, summary)
+        assert sorted(mesh.restarted) == ["reference", "reward"]
+    # One recovery: each would otherwise cost a wait of its own.
+    assert len(summary.recoveries) == 1
+
+
 async def test_a_loss_right_after_a_replacement_is_another_loss(tmp_path: Path) -> None:
     store = SlowStore()
     async with fake_mesh(has_cuts=True) as mesh:

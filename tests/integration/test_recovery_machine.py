@@ -149,6 +149,14 @@ class RecoveryMachine(RuleBasedStateMachine):
 
         self.loop.run_until_complete(start())
 
+    def tell(self, service: str, reason: str) -> None:
+        """Tells the run of a loss, on its loop, as a launcher does."""
+
+        async def told() -> None:
+            self.newest.run.service_lost(service, reason)
+
+        self.loop.run_until_complete(told())
+
     async def restart(self, service: str) -> str:
         """As a launcher does, for whichever coordinator asks: who is late finds a living one."""
         if service in self.dead:
@@ -177,13 +185,13 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.dead.add(victim)
         self.loop.run_until_complete(self.mesh.roles[victim].stop())
         if is_told:
-            self.newest.run.service_lost(victim, f"{victim} was killed by signal 9")
+            self.tell(victim, f"{victim} was killed by signal 9")
 
     @rule(victim=victims)
     def give_up_a_living_service(self, victim: str) -> None:
         """It is told as lost, e.g. since it did not answer, and is replaced."""
         self.dead.add(victim)
-        self.newest.run.service_lost(victim, f"{victim} does not answer")
+        self.tell(victim, f"{victim} does not answer")
 
     @rule(victim=victims, call=st.sampled_from(["Update", "SaveCut", "ComputeReward", "Generate"]))
     def break_a_connection(self, victim: str, call: str) -> None:

@@ -45,8 +45,7 @@ def make_run(
         addresses=mesh.addresses,
         store=store,
         watch=QUICK_WATCH,
-        start_deadline_s=30,
-        **settings,
+        **{"start_deadline_s": 30, **settings},
     )
 
 
