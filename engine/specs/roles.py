@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.specs.base import Spec
@@ -118,13 +118,25 @@ class RolloutRoleSpec(RoleSpec):
         )
 
 
+CRITIC_LEARNING_RATE = 1e-5
+"""A value head begins without knowledge, and a policy must not move far in a step."""
+
+
 class CriticSpec(RoleSpec):
     """The critic: a value head on a language model."""
 
     model: ModelSpec
-    optimizer: OptimizerSpec = OptimizerSpec(learning_rate=1e-5)
+    optimizer: OptimizerSpec = OptimizerSpec(learning_rate=CRITIC_LEARNING_RATE)
+    """Its learning rate is 1e-5 where the recipe leaves it out, ten times the actor's."""
     train: LayoutSpec = LayoutSpec()
     """Layout of training and scoring."""
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _own_rate(cls, given: Any) -> Any:
+        """Other keys of the section leave the critic its own learning rate."""
+        is_section = isinstance(given, Mapping)
+        return {"learning_rate": CRITIC_LEARNING_RATE, **given} if is_section else given
 
     def rank_layout(self) -> HybridLayout:
         """The layout as rank arithmetic."""

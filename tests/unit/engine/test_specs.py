@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from rolemesh.engine.specs import (
     ActorSpec,
     ArithmeticRewardSpec,
+    CriticSpec,
     GaeSpec,
     OptimizerSpec,
     PpoPolicyLossSpec,
@@ -31,6 +32,15 @@ def test_a_senseless_value_is_refused_by_its_field(spec, field, value):
         spec(**{field: value})
     (problem,) = caught.value.errors()
     assert field in (*problem["loc"], problem["msg"].split()[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [({}, 1e-5), ({"weight_decay": 0.1}, 1e-5), ({"learning_rate": 3e-4}, 3e-4)],
+)
+def test_a_critic_has_its_own_learning_rate_unless_one_is_given(given, rate):
+    spec = CriticSpec(model={"path": "model"}, optimizer=given)
+    assert spec.optimizer.learning_rate == rate
 
 
 def test_an_unknown_key_is_refused():
