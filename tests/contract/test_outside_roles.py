@@ -7,9 +7,10 @@ from pydantic import ValidationError
 from support.scripted_outsider import outsider
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
-from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.errors import RunError, ServiceLostError
 from rolemesh.coordinator.recipe.placement import ServiceSpec
 from rolemesh.rpc.channel import ChannelTraffic
+from rolemesh.rpc.errors import UnsupportedError
 
 HEALTHY_S = 60.0
 """Longer than a test may take: whoever waits for it fails."""
@@ -44,6 +45,24 @@ async def refusal(role: str, *faults: str, server_role: str = "", inline: bool =
         finally:
             await connection.close()
         return str(raised.value).replace(server.address, "HOST:1")
+
+
+async def test_a_server_that_stops_while_it_is_met_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolemesh.coordinator.dataflow.connection._HEALTH_TIMEOUT_S", 0.5)
+    async with outsider("reward") as server:
+        connection = RoleConnection("reward", server.address, ChannelTraffic())
+        await connection.wait_healthy(HEALTHY_S)
+
+    async def stopping() -> None:
+        # As a gRPC server answers while it stops.
+        raise UnsupportedError("Method not found!")
+
+    monkeypatch.setattr(connection.client, "get_capabilities", stopping)
+    try:
+        with pytest.raises(ServiceLostError, match="did not become healthy"):
+            await connection.learn_capabilities()
+    finally:
+        await connection.close()
 
 
 async def test_a_reward_that_takes_trajectories_is_told_its_place_in_the_recipe() -> None:
