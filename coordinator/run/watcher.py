@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rolemesh.coordinator.dataflow.connection import RoleConnection
 from rolemesh.coordinator.state.store import ServiceLease, StateStore
-from rolemesh.rpc.errors import DeadlineError, RolemeshError, UnavailableError
+from rolemesh.rpc.errors import CallCancelledError, DeadlineError, RolemeshError, UnavailableError
 from rolemesh.v1 import worker_pb2
 
 
@@ -114,7 +114,8 @@ class Watcher:
             try:
                 client = connection.client.within(self._settings.status_timeout_s)
                 status = await client.get_status(self._run_id)
-            except UnavailableError as error:
+            except (UnavailableError, CallCancelledError) as error:
+                # A server that stops cancels what it is asked.
                 loss = look.refused(error.message) or look.silent()
             except DeadlineError:
                 loss = look.silent(is_connected=True)

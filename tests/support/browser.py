@@ -24,7 +24,7 @@ ARGUMENTS = (
     "--disable-sync",
 )
 
-WAIT_S = 60.0
+WAIT_S = 20.0
 """A page of a busy machine with two cores draws within two seconds."""
 
 

@@ -13,7 +13,7 @@ from rolemesh.coordinator.run.watcher import Watcher, WatchSettings
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import ServiceLease
 from rolemesh.rpc.channel import ChannelTraffic
-from rolemesh.rpc.errors import DeadlineError, UnavailableError
+from rolemesh.rpc.errors import CallCancelledError, DeadlineError, UnavailableError
 from rolemesh.v1 import operation_pb2, worker_pb2
 
 BUSY, READY = worker_pb2.WORKER_STATE_BUSY, worker_pb2.WORKER_STATE_READY
@@ -123,6 +123,16 @@ async def test_an_answer_to_a_question_from_before_the_run_was_there_is_no_loss(
         watched.watcher.ready.add("actor")
         await watched.looked(2)
         assert watched.losses == []
+
+
+async def test_a_server_that_cancels_what_it_is_asked_is_about_to_end() -> None:
+    stops = CallCancelledError("CANCELLED")
+    # One alone is no loss.
+    async with Watched(stops, status()) as watched:
+        await watched.looked(5)
+        assert watched.losses == []
+    async with Watched(stops) as watched:
+        assert (await watched.loss()).startswith("is gone: ")
 
 
 async def test_a_busy_service_without_progress_is_lost() -> None:
