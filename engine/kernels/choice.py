@@ -9,12 +9,11 @@ import os
 import torch
 
 KERNELS_VARIABLE = "ROLEMESH_KERNELS"
-"""Environment variable of a rank: auto, torch or triton.
+"""Environment variable of a rank: torch (also where it is not set) or triton.
 
-auto (also where it is not set) takes the kernels for tensors on a CUDA device, if Triton is
-installed there; all others are computed by the references. torch takes the references everywhere.
-triton takes the kernels everywhere, on a CPU by Triton's interpreter (TRITON_INTERPRET=1), which
-is for tests: it takes some ten thousand times as long.
+triton takes the kernels for tensors on a GPU, and on a CPU where TRITON_INTERPRET=1 has Triton's
+interpreter compute, which is for tests: it takes some ten thousand times as long. All other tensors
+are computed by the references. They are what counts until the kernels have run on a device.
 """
 
 
@@ -24,23 +23,17 @@ def triton_serves(device: torch.device) -> bool:
     Raises:
         ValueError: The variable has no known value, or asks for what is not there.
     """
-    choice = os.environ.get(KERNELS_VARIABLE) or "auto"
-    if choice == "auto":
-        return device.type == "cuda" and _triton_is_there()
+    choice = os.environ.get(KERNELS_VARIABLE) or "torch"
     if choice == "torch":
         return False
     if choice != "triton":
-        raise ValueError(f"{KERNELS_VARIABLE} is {choice!r}: give auto, torch or triton")
+        raise ValueError(f"{KERNELS_VARIABLE} is {choice!r}: give torch or triton")
     if not _triton_is_there():
         raise ValueError(
-            f"{KERNELS_VARIABLE} is 'triton', but Triton is not installed: install it, or give auto"
+            f"{KERNELS_VARIABLE} is 'triton', but Triton is not installed: install it, or give "
+            "torch"
         )
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"{KERNELS_VARIABLE} is 'triton', but the tensors are on {device.type!r}, where only "
-            "its interpreter runs: set TRITON_INTERPRET=1 before rolemesh is imported, or give auto"
-        )
-    return True
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def device_of_columns() -> torch.device:

@@ -5,9 +5,9 @@ one entropy) a row, and dropped; the backward pass projects it again. The larges
 [C, V]. Where the vocabulary is cut over ranks, each works on its own rows (V is then their
 number), and a few numbers a token are combined at the end: two all-reduces of at most [3, N].
 
-On a GPU Triton's kernels compute the same (`kernels/linear_logprobs.py`). There no logits exist at
-all; the backward pass goes by blocks of the vocabulary, so that each part of its gradient is
-written once.
+Where `kernels/choice.py` says so, Triton's kernels compute the same (`kernels/linear_logprobs.py`).
+There no logits exist at all; the backward pass goes by blocks of the vocabulary, so that each part
+of its gradient is written once.
 
 Shape letters: N tokens, C tokens of a chunk, D width, V vocabulary.
 """

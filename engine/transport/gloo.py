@@ -17,8 +17,8 @@ from rolemesh.engine.transport.base import (
     Exchange,
     Message,
     TransferFailedError,
-    Transport,
 )
+from rolemesh.engine.transport.torch_group import TorchGroupTransport
 
 _TAG = 0x72
 
@@ -26,8 +26,8 @@ _TICK_S = 2e-3
 """Gloo waits for whole milliseconds, so its time ends up to one before the caller's does."""
 
 
-class GlooTransport(Transport):
-    """A rank's end of a process group of its own, so that an abort harms no other group.
+class GlooTransport(TorchGroupTransport):
+    """Messages in host memory, each by a send and a receive of its own.
 
     Example: on every rank `transport = GlooTransport(mesh)`; `close` it before the mesh.
     """
@@ -47,24 +47,8 @@ class GlooTransport(Transport):
         """
         if mesh.world.process_group is None:
             raise ValueError("the mesh has one rank: it has no peer to exchange with")
-        super().__init__(mesh.rank, mesh.world.size)
-        self._torch_ranks = [mesh.torch_rank(rank) for rank in range(mesh.world.size)]
-        self._group: Any = dist.new_group(
-            backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
-        )
-
-    def abort(self) -> None:
-        """Closes the connections: peers that wait for this rank fail at once."""
-        super().abort()
-        self.close()
-
-    def close(self) -> None:
-        """Closes the connections."""
-        self._fail("closed")
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.abort()
-            dist.destroy_process_group(group)
+        super().__init__(mesh)
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, is_control: bool

@@ -20,9 +20,9 @@ from rolemesh.engine.transport.base import (
     Exchange,
     Message,
     TransferFailedError,
-    Transport,
 )
 from rolemesh.engine.transport.gloo import GlooTransport
+from rolemesh.engine.transport.torch_group import TorchGroupTransport
 
 
 class HostMemoryTransport(GlooTransport):
@@ -52,7 +52,7 @@ class _Staged(Exchange):
         self._arriving = []
 
 
-class TorchPairsTransport(Transport):
+class TorchPairsTransport(TorchGroupTransport):
     """A rank's end of a process group of torch, whose sends and receives of a round go as one.
 
     Example, on every rank of a mesh: `transport = TorchPairsTransport(mesh, device)`, then
@@ -76,11 +76,9 @@ class TorchPairsTransport(Transport):
         """
         if backend == "nccl" and not dist.is_nccl_available():
             raise OSError("this torch was built without NCCL: install its build for CUDA")
-        super().__init__(mesh.rank, mesh.world.size)
-        self._torch_ranks = [mesh.torch_rank(rank) for rank in range(mesh.world.size)]
+        super().__init__(mesh)
         self._device = device
         self._backend = backend
-        self._group: Any = None
 
     def connect(self, offers: Sequence[bytes], *, timeout_s: float) -> None:
         """Makes the group; every rank of the mesh calls it.
@@ -98,19 +96,6 @@ class TorchPairsTransport(Transport):
         # of a few.
         first = torch.zeros(1, device=self._device)
         dist.all_reduce(first, group=self._group, async_op=True).wait(timeout)
-
-    def abort(self) -> None:
-        """Ends the group: rounds under way fail."""
-        super().abort()
-        self.close()
-
-    def close(self) -> None:
-        """Ends the group."""
-        self._fail("closed")
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.abort()
-            dist.destroy_process_group(group)
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message], label: str, is_control: bool
