@@ -2,14 +2,19 @@
 
 Ends with 0 when the service answers SERVING, with 1 and a reason on standard error otherwise.
 NAME is the health entry, e.g. "liveness" or "readiness"; none means the service as a whole.
+Where ROLEMESH_SERVICE__IDENTITY names the service's identity, the check shows it, too.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity, IdentityError
 
 DEADLINE_S = 5.0
 """Below the time-out of the container's health check, so that the reason gets out."""
@@ -17,7 +22,16 @@ DEADLINE_S = 5.0
 
 def check(address: str, name: str = "") -> str | None:
     """What is wrong with the service, or None when it serves."""
-    with grpc.insecure_channel(address) as channel:
+    place = os.environ.get("ROLEMESH_SERVICE__IDENTITY")
+    try:
+        identity = None if place is None else Identity.read(Path(place))
+    except IdentityError as error:
+        return str(error)
+    with (
+        grpc.insecure_channel(address)
+        if identity is None
+        else grpc.secure_channel(address, identity.channel_credentials(), CHANNEL_OPTIONS)
+    ) as channel:
         request = health_pb2.HealthCheckRequest(service=name)
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=DEADLINE_S)

@@ -15,6 +15,10 @@ from rolemesh.rpc.errors import RolemeshError, to_status
 
 TOKEN_VARIABLE = "ROLEMESH_API_TOKEN"
 
+CLIENT_FILE = "client.pem"
+"""In the folder of a run that a client drives, while its coordinator lives: the identity by which
+its services know the client. AttachRun hands it out."""
+
 _OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """Beginnings of methods without a token: they reveal nothing of a run, and their callers (health
 checks) know no token."""

@@ -10,9 +10,11 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, RECOVERIES, alerts_of
+from rolemesh.coordinator.api.credentials import CLIENT_FILE
 from rolemesh.coordinator.api.logged_steps import check_step
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
@@ -182,6 +184,7 @@ class StoreOperations:
             epoch = await self._store.next_epoch(run_id)
         return coordinator_pb2.AttachRunResponse(
             fencing_epoch=epoch,
+            identity=await asyncio.to_thread(_client_identity, Path(record.directory)),
             services=[
                 coordinator_pb2.AttachedService(name=name, **facts)
                 for name, facts in sorted(record.services.items())
@@ -434,3 +437,11 @@ def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
     """Every n-th place, counted back from the newest, so that there are at most `most`."""
     every = -(-len(places) // most)
     return places if every <= 1 else places[::-every][::-1]
+
+
+def _client_identity(directory: Path) -> bytes:
+    """By what services of the run in the folder know its client; empty: they speak in clear."""
+    try:
+        return (directory / CLIENT_FILE).read_bytes()
+    except FileNotFoundError:
+        return b""

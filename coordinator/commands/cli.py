@@ -33,6 +33,7 @@ COMMANDS = {
     "it does.",
     "coordinator": "Takes recipes over gRPC and REST, and makes each a run in a process of its "
     "own.",
+    "certs": "Certificates of a mesh's members.",
     "render": "Files that start a mesh, made from a recipe.",
     "reward": "Rewards from outside.",
 }

@@ -18,6 +18,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.result_call import ProgressCallback
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, worker_pb2
@@ -63,14 +64,20 @@ class RoleConnection:
     Owner: the coordinator's loop.
     """
 
-    def __init__(self, service: str, address: str, traffic: ChannelTraffic) -> None:
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        traffic: ChannelTraffic,
+        identity: Identity | None = None,
+    ) -> None:
         self.service = service
         """Its name: that of the role, with a number where the role has several services."""
         self.role = role_of(service)
         self.address = address
         self.policy_version = 0
         self.capabilities = worker_pb2.GetCapabilitiesResponse()
-        self._channel = open_channel(address, traffic=traffic, is_watched=True)
+        self._channel = open_channel(address, traffic=traffic, is_watched=True, identity=identity)
         self.client = ServiceClient(self._channel, name=service)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._before: list[MeshChannel] = []

@@ -18,6 +18,7 @@ from rolemesh.rpc.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.result_call import ProgressCallback, ResultCall
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.together import together
@@ -44,6 +45,7 @@ class RunMesh:
         observer: RunObserver,
         traffic: ChannelTraffic | None = None,
         *,
+        identity: Identity | None = None,
         is_reward_trained: bool = False,
     ) -> None:
         """Opens channels; nothing is sent yet.
@@ -54,12 +56,14 @@ class RunMesh:
             journal: Names what is asked of them.
             observer: Is told how far they are.
             traffic: Counters to add to; None makes fresh ones.
+            identity: Of the coordinator; None where the services speak in clear.
             is_reward_trained: Whether the weights of the reward change, too.
         """
         self._journal = journal
         self.traffic = traffic or ChannelTraffic()
+        self._identity = identity
         self.connections = {
-            service: RoleConnection(service, addresses[service], self.traffic)
+            service: RoleConnection(service, addresses[service], self.traffic, identity)
             for service in services
         }
         self.facts: dict[str, Mapping[str, str]] = {}
@@ -201,7 +205,7 @@ class RunMesh:
             RunError: It does not answer in time, or cannot stand in for the role.
             RolemeshError: It refuses or fails.
         """
-        new = RoleConnection(service, address, self.traffic)
+        new = RoleConnection(service, address, self.traffic, self._identity)
         try:
             await new.wait_healthy(deadline_s)
             await new.learn_capabilities()

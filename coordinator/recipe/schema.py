@@ -103,6 +103,10 @@ class Recipe(Spec):
     store: StoreSpec = EmbeddedStoreSpec()
     """Where the coordinator keeps what runs have reached."""
     api: ApiSpec = ApiSpec()
+    certificates: Path | None = None
+    """Folder that `rolemesh certs` keeps, with coordinator.pem and a file <role>.pem for each role
+    that is started here: services then talk encrypted, and to members of the mesh only. None: a run
+    that starts all of its services makes certificates of its own, another one talks in clear."""
     trackers: tuple[TrackerSpec, ...] = ()
     """Where scalars go beside metrics.jsonl and TensorBoard's files, which every run has."""
     tracing: TracingSpec | None = None

@@ -31,6 +31,7 @@ from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import RolemeshError, UnavailableError
+from rolemesh.rpc.identity import Identity
 
 GIVE_BACK_DEADLINE_S = 5.0
 """Longest wait at the end of a run until a service that outlives it has released the run."""
@@ -53,6 +54,7 @@ class RunParts:
     """None where a client makes the steps."""
     progress: RunProgress
     traffic: ChannelTraffic
+    identity: Identity | None
     watch: WatchSettings
     loss_grace_s: float
     """When a service does not answer a call, the launcher has this long to report the cause."""
@@ -87,6 +89,7 @@ class Attempt:
             self.journal,
             parts.observer,
             parts.traffic,
+            identity=parts.identity,
             is_reward_trained=reward is not None and reward.optimizer is not None,
         )
         is_external = parts.algorithm is None
@@ -99,6 +102,7 @@ class Attempt:
             parts.observer,
             parts.recipe.run.samples,
             parts.writer.samples,
+            parts.identity,
         )
         self.loop: RunLoop = self._make_loop(parts)
         self.has_met = False

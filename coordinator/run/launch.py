@@ -21,6 +21,8 @@ from typing import Self
 
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.tracing import trace_environment
 
 START_DEADLINE_S = 300.0
@@ -104,8 +106,15 @@ MakeCommand = Callable[[str, Path], ServiceCommand]
 """Takes the name of a service and the file in which it announces itself; returns its command."""
 
 
-def service_commands(recipe: Recipe) -> MakeCommand:
-    """Commands of the services that come with rolemesh, set up as the recipe says."""
+def service_commands(
+    recipe: Recipe, identities: Mapping[str, Identity] | None = None
+) -> MakeCommand:
+    """Commands of the services that come with rolemesh, set up as the recipe says.
+
+    Args:
+        recipe: The run's.
+        identities: Of the services, by name; a service without one speaks in clear.
+    """
 
     def make(service: str, announce: Path) -> ServiceCommand:
         role = role_of(service)
@@ -119,6 +128,12 @@ def service_commands(recipe: Recipe) -> MakeCommand:
             "--drain-timeout-s": str(_DRAIN_TIMEOUT_S),
             "--experience-capacity-bytes": str(spec.experience_capacity_mib * 2**20),
         }
+        identity = (identities or {}).get(service)
+        if identity is not None:
+            # Beside the announce file, in the launcher's private folder.
+            place = announce.with_suffix(".pem")
+            write_atomically(place, identity.pem().decode(), is_private=True)
+            flags["--identity"] = str(place)
         environment = {
             # No file of the current directory or of the script's may shadow a package.
             "PYTHONSAFEPATH": "1",

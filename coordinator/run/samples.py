@@ -13,6 +13,7 @@ from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunStream, StateStore
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.sampled_rows import fetch_samples
 from rolemesh.v1 import coordinator_pb2, experience_pb2
 
@@ -43,6 +44,7 @@ class SampleTaker:
         observer: RunObserver,
         num_rows: int,
         file: SamplesFile | None,
+        identity: Identity | None = None,
     ) -> None:
         """Prepares.
 
@@ -53,6 +55,7 @@ class SampleTaker:
             observer: Observer that is told of failures.
             num_rows: Rows of each step; 0 takes none.
             file: File of the run that gets all samples; None: none does.
+            identity: Of the coordinator; None where the services speak in clear.
         """
         self._store = store
         self._run_id = run_id
@@ -60,6 +63,7 @@ class SampleTaker:
         self._observer = observer
         self._num_rows = num_rows
         self._file = file
+        self._identity = identity
         self._num_failures = 0
         self._channels: dict[str, MeshChannel] = {}
 
@@ -119,7 +123,7 @@ class SampleTaker:
 
     def _channel(self, address: str) -> MeshChannel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, identity=self._identity)
         return self._channels[address]
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.api.credentials import read_token
+from rolemesh.coordinator.api.credentials import CLIENT_FILE, read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
@@ -22,6 +22,7 @@ from rolemesh.coordinator.recipe.algorithms import ExternalSpec
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
+from rolemesh.coordinator.run.identities import identities_of
 from rolemesh.coordinator.run.launch import (
     QUICK_STOP_GRACE_S,
     Launcher,
@@ -123,6 +124,7 @@ class Session:
                 check_directory_is_free(self.directory)
             self._token = read_token(recipe.api.token_file, os.environ)
             check_start(recipe, self._own)
+            self._identities = identities_of(recipe, self._own, self._addresses)
         except ValueError as error:
             raise InputError(str(error)) from error
 
@@ -213,8 +215,13 @@ class Session:
                 raise InputError(str(error)) from error
             resumed = await self._reached(store) if self._resumes else None
             launcher = await stack.enter_async_context(
-                Launcher(self._own, service_commands(self.recipe), self.directory / "logs")
+                Launcher(
+                    self._own,
+                    service_commands(self.recipe, self._identities.services),
+                    self.directory / "logs",
+                )
             )
+            stack.enter_context(self._handing_out())
             for name in self._own:
                 self._observer.on_phase(name, "start", 0, 0)
             started = await _unless_stopped(launcher.start(), store, self.run_id)
@@ -227,6 +234,7 @@ class Session:
                 run_id=self.run_id,
                 restart=launcher.restart,
                 resumed=resumed,
+                identity=self._identities.coordinator,
             )
             self._run = run
             launcher.on_exit = lambda gone: run.service_lost(gone.role, gone.reason)
@@ -237,6 +245,20 @@ class Session:
                 raise
             finally:
                 self._is_ending = True
+
+    @contextlib.contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        """Keeps the identity of the run's client where AttachRun finds it."""
+        client = self._identities.client
+        if client is None or not isinstance(self.recipe.algorithm, ExternalSpec):
+            yield
+            return
+        place = self.directory / CLIENT_FILE
+        write_atomically(place, client.pem().decode(), is_private=True)
+        try:
+            yield
+        finally:
+            place.unlink(missing_ok=True)
 
     def _tell_of_disk(self) -> None:
         """Says what the run will take on disk, as far as its models can be read here."""

@@ -49,6 +49,7 @@ from rolemesh.coordinator.trackers.tracker import RunFacts
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import DeadlineError
+from rolemesh.rpc.identity import Identity
 
 START_DEADLINE_S = 300.0
 """Longest wait for a service to answer its first health check. It imports torch first."""
@@ -88,6 +89,7 @@ class TrainingRun:
         loss_grace_s: float = LOSS_GRACE_S,
         restart: Restart | None = None,
         resumed: RunProgress | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """Prepares; nothing is contacted or written before `execute`.
 
@@ -103,6 +105,7 @@ class TrainingRun:
             loss_grace_s: Longest wait for the cause when a service does not answer, in seconds.
             restart: Starts a service again that was started for the run; None: others do that.
             resumed: What the run in the folder has reached, to go on from there; None: it begins.
+            identity: Of the coordinator; None where the services speak in clear.
 
         Raises:
             ValueError: A role has no address, or the folder holds a run already.
@@ -122,6 +125,7 @@ class TrainingRun:
         if resumed is None:
             check_directory_is_free(self.directory)
         self._store = store
+        self._identity = identity
         self._events = EventLog(store, self.run_id)
         self._observer = NotingObserver(observer or QuietObserver(), self._events)
         self.wishes = Wishes(store, self.run_id, self._events, self._observer)
@@ -228,6 +232,7 @@ class TrainingRun:
             algorithm=self._algorithm,
             progress=self.progress,
             traffic=ChannelTraffic(),
+            identity=self._identity,
             watch=self._watch_settings,
             loss_grace_s=self._loss_grace_s,
         )

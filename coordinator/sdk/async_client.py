@@ -27,6 +27,7 @@ from rolemesh.coordinator.sdk.runs import (
 )
 from rolemesh.rpc.channel import MeshCall, open_channel
 from rolemesh.rpc.errors import CallCancelledError, DeadlineError, UnavailableError
+from rolemesh.rpc.identity import Identity
 from rolemesh.v1 import coordinator_pb2 as pb
 from rolemesh.v1 import coordinator_pb2_grpc
 
@@ -198,6 +199,7 @@ class AsyncClient:
             epoch=answer.fencing_epoch,
             step=step,
             retry=self._retry,
+            identity=Identity.parse(answer.identity, "AttachRun") if answer.identity else None,
         )
         mesh.logs_through(lambda logged: self._call(self._stub.LogStep, logged))
         return mesh

@@ -17,6 +17,7 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES, fetch_columns
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import CallCancelledError, UnsupportedError
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.sampled_rows import fetch_samples
 from rolemesh.v1 import coordinator_pb2, operation_pb2
 
@@ -49,6 +50,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         policy_versions: Mapping[str, int] | None = None,
         deadline_s: float | None = None,
         retry: RetryPolicy | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """Prepares; connections are made by the first calls.
 
@@ -62,6 +64,8 @@ class AsyncMesh(Mapping[str, AsyncRole]):
             policy_versions: Versions of weights by name, where they are known.
             deadline_s: Longest time of one call; None: that of its method (10 s to an hour).
             retry: How calls are repeated; None: within 60 s.
+            identity: Of this client, e.g. `Identity.read(Path("certs/client-drive.pem"))`, where
+                services have certificates; None: they speak in clear.
 
         Raises:
             ValueError: An address is not "host:port", or a number is out of range.
@@ -76,6 +80,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
         """Longest time of one call; None: that of its method."""
         self._retry = RetryPolicy() if retry is None else retry
         self._numbers = itertools.count()
+        self._identity = identity
         self._is_closed = False
         self._log_step: LogStep | None = None
         self._channels: dict[str, MeshChannel] = {}
@@ -267,5 +272,7 @@ class AsyncMesh(Mapping[str, AsyncRole]):
     def _channel(self, address: str) -> MeshChannel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, retries=False)
+            channel = self._channels[address] = open_channel(
+                address, retries=False, identity=self._identity
+            )
         return channel

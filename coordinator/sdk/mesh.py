@@ -12,6 +12,7 @@ from rolemesh.coordinator.sdk.role import Role
 from rolemesh.coordinator.sdk.runs import Sample
 from rolemesh.rpc.column_fetch import MAX_FETCH_BYTES
 from rolemesh.rpc.columns import Columns
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.loop_thread import LoopThread
 
 
@@ -35,6 +36,7 @@ class Mesh(Mapping[str, Role]):
         policy_versions: Mapping[str, int] | None = None,
         deadline_s: float | None = None,
         retry: RetryPolicy | None = None,
+        identity: Identity | None = None,
     ) -> None:
         """Prepares; arguments as of AsyncMesh."""
         loop = LoopThread("rolemesh-sdk", "mesh")
@@ -48,6 +50,7 @@ class Mesh(Mapping[str, Role]):
                 policy_versions=policy_versions,
                 deadline_s=deadline_s,
                 retry=retry,
+                identity=identity,
             )
 
         try:

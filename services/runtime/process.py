@@ -29,6 +29,7 @@ from rolemesh.engine.transport.shm import remove_leftovers
 from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import SERVER_OPTIONS
+from rolemesh.rpc.identity import Identity, IdentityError, server_credentials
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
@@ -106,9 +107,20 @@ class ServiceServer:
 
     async def _start(self) -> str:
         config, runtime = self.config, self.runtime
+        try:
+            runtime.identity = None if config.identity is None else Identity.read(config.identity)
+        except IdentityError as error:
+            raise ServiceStartError(str(error)) from error
         await self._select_device()
         server = grpc.aio.server(
-            interceptors=[ServiceInterceptor(runtime.role.name, config.rank, self.metrics)],
+            interceptors=[
+                ServiceInterceptor(
+                    runtime.role.name,
+                    config.rank,
+                    self.metrics,
+                    has_identity=runtime.identity is not None,
+                )
+            ],
             options=SERVER_OPTIONS,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
@@ -238,8 +250,11 @@ class ServiceServer:
         # gRPC only says "failed to bind": a plain socket finds out why.
         _listen(config.host, config.port, "port").close()
         host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
+        place = f"{host.replace('[[', '[')}:{config.port}"
         try:
-            return server.add_insecure_port(f"{host.replace('[[', '[')}:{config.port}")
+            if config.identity is None:
+                return server.add_insecure_port(place)
+            return server.add_secure_port(place, server_credentials(config.identity))
         except RuntimeError as error:
             raise ServiceStartError(
                 f"gRPC cannot listen on {config.host}:{config.port} ({error}): "
@@ -316,7 +331,7 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
 async def _serve(role: Role, config: ServiceConfig) -> bool:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
-    if not config.is_loopback:
+    if not config.is_loopback and config.identity is None:
         logger.warning(
             "listening on %s without encryption or authentication: everybody who reaches this "
             "address can use the service; keep the network private",

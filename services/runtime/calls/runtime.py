@@ -17,6 +17,7 @@ from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.payload import layout_without_rows, schemas_of
 from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place
 from rolemesh.rpc.together import together
@@ -72,6 +73,8 @@ class Runtime(KeyedCalls):
         self.host_id = host_identity() if config.shared_memory else ""
         self.traffic = ChannelTraffic()
         self.metrics = ServiceMetrics(role.name, config.rank)
+        self.identity: Identity | None = None
+        """Of this service; None where it speaks in clear. Set before the server is bound."""
         self.address = ""
         """host:port under which peers reach this process; set when the server is bound."""
         self.services: list[str] = []
@@ -272,7 +275,9 @@ class Runtime(KeyedCalls):
         """The channel to a peer, opened on first use and kept."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, traffic=self.traffic)
+            channel = self._channels[address] = open_channel(
+                address, traffic=self.traffic, identity=self.identity
+            )
         return channel
 
     async def close_channels(self) -> None:

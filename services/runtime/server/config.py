@@ -37,11 +37,15 @@ class ServiceConfig(BaseModel):
     role: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
     """Role that the process serves; set by the program, not by the user."""
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs allow_remote."""
+    """Address to listen on. Anything but loopback needs identity, or allow_remote."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     allow_remote: bool = False
-    """Permit a host that others can reach. There is no TLS yet: only inside a private network."""
+    """Permit a host that others can reach without identity: every program that reaches it can then
+    use the service and read what it sends. Only inside a private network."""
+    identity: Path | None = None
+    """PEM file with key and certificate of this role and the authority of the mesh, as `rolemesh
+    certs issue` writes it. The service then serves members of the mesh only, and encrypts."""
     advertise: str | None = None
     """host:port under which peers reach this process; None: host (or the host's name) and port."""
     layout: LayoutSpec = LayoutSpec()
@@ -82,11 +86,12 @@ class ServiceConfig(BaseModel):
                 f"rank is {self.rank}, but the layout has {self.world_size} ranks: leave rank to "
                 "the agent, which counts from 0"
             )
-        if not self.is_loopback and not self.allow_remote:
+        if not self.is_loopback and not self.allow_remote and self.identity is None:
             raise ValueError(
-                f"host is {self.host!r}, which others can reach, and traffic is neither encrypted "
-                "nor authenticated: listen on 127.0.0.1, or give allow_remote (--allow-remote) if "
-                "the network is private"
+                f"host is {self.host!r}, which others can reach, and without identity traffic is "
+                "neither encrypted nor authenticated: give identity (--identity, see `rolemesh "
+                "certs`), or listen on 127.0.0.1, or give allow_remote (--allow-remote) if the "
+                "network is private"
             )
         if self.port == 0 and self.advertise is not None and self.rank == 0:
             raise ValueError(

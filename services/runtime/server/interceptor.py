@@ -1,4 +1,4 @@
-"""The one server interceptor: deadline, request id, metrics, errors, for all four call kinds."""
+"""The one server interceptor: callers, deadline, request id, metrics, errors, for all calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from opentelemetry.trace import Span
 
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
-from rolemesh.rpc.errors import InternalError, InvalidRequestError, to_status
+from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, to_status
+from rolemesh.rpc.identity import member_of
 from rolemesh.rpc.policy import method_policy
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
 from rolemesh.services.runtime.server.metrics import ServiceMetrics
@@ -41,10 +42,22 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     INTERNAL with its type and message.
     """
 
-    def __init__(self, role: str, rank: int, metrics: ServiceMetrics) -> None:
+    def __init__(
+        self, role: str, rank: int, metrics: ServiceMetrics, *, has_identity: bool = False
+    ) -> None:
+        """Prepares.
+
+        Args:
+            role: Role of the service.
+            rank: Rank of this process.
+            metrics: Counts the calls.
+            has_identity: Whether callers show who they are. Then only those may call a method that
+                its policy names; else the network must keep others out.
+        """
         self._role = role
         self._rank = rank
         self._metrics = metrics
+        self._has_identity = has_identity
 
     async def intercept_service(
         self,
@@ -84,6 +97,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             with self._serving(full_method, context, request) as (call, outcome, span):
                 try:
+                    self._check_caller(full_method, context)
                     self._check_deadline(full_method, call)
                     response = await behavior(request, context)
                     _note_result(span, response)
@@ -98,6 +112,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             with self._serving(full_method, context, request) as (call, outcome, span):
                 try:
+                    self._check_caller(full_method, context)
                     self._check_deadline(full_method, call)
                     responses = behavior(request, context)
                     if inspect.isawaitable(responses):
@@ -130,6 +145,18 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             except (asyncio.CancelledError, GeneratorExit):
                 outcome[0] = "CANCELLED"
                 raise
+
+    def _check_caller(self, full_method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if not self._has_identity:
+            return
+        member = member_of(context)
+        if member is None or not method_policy(full_method).allows(member, self._role):
+            raise ForbiddenError(
+                f"{full_method} of the {self._role} is not for {member or 'an unknown caller'}: "
+                "see its callers in the proto, and call with the identity of one of them",
+                reason="CALLER_DENIED",
+                metadata={"caller": member or ""},
+            )
 
     def _check_deadline(self, full_method: str, call: CallContext) -> None:
         if math.isinf(call.deadline):

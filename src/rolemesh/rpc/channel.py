@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from rolemesh.rpc.errors import from_rpc_error
+from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
 from rolemesh.rpc.policy import Idempotency, method_policies
 from rolemesh.rpc.tracing import outgoing
 
@@ -157,6 +158,7 @@ def open_channel(
     traffic: ChannelTraffic | None = None,
     retries: bool = True,
     is_watched: bool = False,
+    identity: Identity | None = None,
 ) -> MeshChannel:
     """Opens a channel to a service.
 
@@ -167,6 +169,7 @@ def open_channel(
         is_watched: Whether a peer that is stopped or cut off has to be noticed within seconds. Only
             for servers that are called each second or have SERVER_OPTIONS: others end a connection
             with so many pings and so little data.
+        identity: Of this member of the mesh; the peer must then be one, too. None: in clear.
 
     Raises:
         ValueError: The address is not "host:port".
@@ -181,7 +184,13 @@ def open_channel(
         options |= dict(WATCHED_OPTIONS)
     if retries:
         options["grpc.service_config"] = _service_config()
-    channel = grpc.aio.insecure_channel(address, options=tuple(options.items()))
+    if identity is None:
+        channel = grpc.aio.insecure_channel(address, options=tuple(options.items()))
+    else:
+        options |= dict(CHANNEL_OPTIONS)
+        channel = grpc.aio.secure_channel(
+            address, identity.channel_credentials(), options=tuple(options.items())
+        )
     return MeshChannel(channel, address, traffic or ChannelTraffic())
 
 

@@ -1,4 +1,4 @@
-"""Deadline and idempotency of every method, read from the descriptors.
+"""Deadline, idempotency and callers of every method, read from the descriptors.
 
 The protos are the only table: `option (rolemesh.v1.policy)` on each RPC.
 """
@@ -17,6 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.duration_pb2 import Duration
 
 import rolemesh.v1
+from rolemesh.rpc.identity import Scope
 from rolemesh.v1 import operation_pb2
 
 
@@ -29,6 +30,24 @@ class Idempotency(enum.Enum):
     """A repeat with the same OperationKey returns the first answer."""
 
 
+class Caller(enum.Enum):
+    """Kind of a member of the mesh that may call a method."""
+
+    COORDINATOR = operation_pb2.CALLER_COORDINATOR
+    ROLE = operation_pb2.CALLER_ROLE
+    RANK = operation_pb2.CALLER_RANK
+    CLIENT_READ = operation_pb2.CALLER_CLIENT_READ
+    CLIENT_DRIVE = operation_pb2.CALLER_CLIENT_DRIVE
+    CLIENT_ADMIN = operation_pb2.CALLER_CLIENT_ADMIN
+
+
+_CLIENTS = {
+    Scope.READ: {Caller.CLIENT_READ},
+    Scope.DRIVE: {Caller.CLIENT_READ, Caller.CLIENT_DRIVE},
+    Scope.ADMIN: {Caller.CLIENT_READ, Caller.CLIENT_DRIVE, Caller.CLIENT_ADMIN},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How a method may be called."""
@@ -39,6 +58,23 @@ class Policy:
     """Whether and how a repeat is safe."""
     idle_s: float | None = None
     """After how long without progress a call is given up; None where it tells of none."""
+    callers: frozenset[Caller] = frozenset()
+    """Members that may call it."""
+
+    def allows(self, member: str, role: str) -> bool:
+        """Whether a member may call the method at a service of a role.
+
+        Args:
+            member: Its name, e.g. "critic" or "client/read" (`identity.member_of`).
+            role: Role of the service.
+        """
+        name, _, scope = member.partition("/")
+        if name == "client":
+            known = {one.value: one for one in Scope}
+            return scope in known and bool(_CLIENTS[known[scope]] & self.callers)
+        if member == "coordinator":
+            return Caller.COORDINATOR in self.callers
+        return (Caller.RANK if member == role else Caller.ROLE) in self.callers
 
 
 def method_policy(full_method: str) -> Policy:
@@ -54,7 +90,7 @@ def method_policy(full_method: str) -> Policy:
     if policy is None:
         raise ValueError(
             f"method {full_method!r} has no policy: give its rpc an option (rolemesh.v1.policy) "
-            "with a deadline and an idempotency"
+            "with a deadline, an idempotency and callers"
         )
     return policy
 
@@ -71,8 +107,12 @@ def method_policies() -> Mapping[str, Policy]:
         deadline_s = _seconds(declared.deadline)
         idle_s = _seconds(declared.idle) if declared.HasField("idle") else None
         unspecified = declared.idempotency == operation_pb2.IDEMPOTENCY_UNSPECIFIED
-        if deadline_s > 0 and not unspecified:
-            policies[full_method] = Policy(deadline_s, Idempotency(declared.idempotency), idle_s)
+        # 0 stands for no caller.
+        callers = frozenset(Caller(caller) for caller in declared.callers if caller)
+        if deadline_s > 0 and callers and not unspecified:
+            policies[full_method] = Policy(
+                deadline_s, Idempotency(declared.idempotency), idle_s, callers
+            )
     return MappingProxyType(policies)
 
 

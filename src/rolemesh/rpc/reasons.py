@@ -37,6 +37,10 @@ REASONS: Mapping[str, Reason] = {
         "Read the log of the service: the message says at what it stopped.",
     ),
     "CANCELLED": Reason("One end of the call has cancelled it.", "Call again if you need it."),
+    "CALLER_DENIED": Reason(
+        "This member of the mesh may not call the method.",
+        "Call with the identity of one that may: the proto names them.",
+    ),
     "CAPACITY_EXCEEDED": Reason("A bound on memory, size or number is reached.", "Ask for less."),
     "CHECKPOINT_CAPACITY": Reason(
         "The disk has no room for a checkpoint.",

@@ -1487,8 +1487,13 @@ class AttachRunResponse(_message.Message):
 
     FENCING_EPOCH_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     fencing_epoch: _builtins.int
     """Of OperationKey.fencing_epoch."""
+    identity: _builtins.bytes
+    """PEM by which the services know the client: its key, its certificate, and that of
+    the mesh's authority. Empty where they speak in clear.
+    """
     @_builtins.property
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedService]:
         """The services of the run."""
@@ -1498,10 +1503,11 @@ class AttachRunResponse(_message.Message):
         *,
         fencing_epoch: _builtins.int = ...,
         services: _abc.Iterable[Global___AttachedService] | None = ...,
+        identity: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "services", b"services"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_epoch", b"fencing_epoch", "identity", b"identity", "services", b"services"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 from rolemesh.v1 import rollout_pb2 as rolemesh_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rolemesh/v1/data.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x19rolemesh/v1/rollout.proto\"\x87\x01\n\x10ReadBatchRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12&\n\x04rows\x18\x02 \x01(\x0b\x32\x18.rolemesh.v1.PromptSlice\x12#\n\x04kind\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.ReadKind\"x\n\x11ReadBatchResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent*u\n\x08ReadKind\x12\x19\n\x15READ_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17READ_KIND_DEMONSTRATION\x10\x01\x12\x18\n\x14READ_KIND_PREFERENCE\x10\x02\x12\x17\n\x13READ_KIND_JUDGEMENT\x10\x03\x32n\n\x0b\x44\x61taService\x12_\n\tReadBatch\x12\x1d.rolemesh.v1.ReadBatchRequest\x1a\x1e.rolemesh.v1.ReadBatchResponse\"\x11\x9a\xdb\x18\r\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rolemesh/v1/data.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x19rolemesh/v1/rollout.proto\"\x87\x01\n\x10ReadBatchRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12&\n\x04rows\x18\x02 \x01(\x0b\x32\x18.rolemesh.v1.PromptSlice\x12#\n\x04kind\x18\x03 \x01(\x0e\x32\x15.rolemesh.v1.ReadKind\"x\n\x11ReadBatchResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent*u\n\x08ReadKind\x12\x19\n\x15READ_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17READ_KIND_DEMONSTRATION\x10\x01\x12\x18\n\x14READ_KIND_PREFERENCE\x10\x02\x12\x17\n\x13READ_KIND_JUDGEMENT\x10\x03\x32s\n\x0b\x44\x61taService\x12\x64\n\tReadBatch\x12\x1d.rolemesh.v1.ReadBatchRequest\x1a\x1e.rolemesh.v1.ReadBatchResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.data_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DATASERVICE'].methods_by_name['ReadBatch']._loaded_options = None
-  _globals['_DATASERVICE'].methods_by_name['ReadBatch']._serialized_options = b'\232\333\030\r\n\004\010\200\243\005\020\002\032\003\010\330\004'
+  _globals['_DATASERVICE'].methods_by_name['ReadBatch']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\330\004\"\003\001\003\005'
   _globals['_READKIND']._serialized_start=385
   _globals['_READKIND']._serialized_end=502
   _globals['_READBATCHREQUEST']._serialized_start=126
@@ -43,5 +43,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READBATCHRESPONSE']._serialized_start=263
   _globals['_READBATCHRESPONSE']._serialized_end=383
   _globals['_DATASERVICE']._serialized_start=504
-  _globals['_DATASERVICE']._serialized_end=614
+  _globals['_DATASERVICE']._serialized_end=619
 # @@protoc_insertion_point(module_scope)

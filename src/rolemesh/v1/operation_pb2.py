@@ -26,19 +26,21 @@ from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brolemesh/v1/operation.proto\x12\x0brolemesh.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"y\n\x0cOperationKey\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfencing_epoch\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\toperation\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x03\x12\x0f\n\x07lineage\x18\x06 \x01(\x03\"6\n\x08Progress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x03\"\x93\x01\n\x0cMethodPolicy\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\x0bidempotency\x18\x02 \x01(\x0e\x32\x18.rolemesh.v1.Idempotency\x12\'\n\x04idle\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*]\n\x0bIdempotency\x12\x1b\n\x17IDEMPOTENCY_UNSPECIFIED\x10\x00\x12\x1a\n\x16IDEMPOTENCY_IDEMPOTENT\x10\x01\x12\x15\n\x11IDEMPOTENCY_KEYED\x10\x02:K\n\x06policy\x12\x1e.google.protobuf.MethodOptions\x18\xb3\x8b\x03 \x01(\x0b\x32\x19.rolemesh.v1.MethodPolicyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brolemesh/v1/operation.proto\x12\x0brolemesh.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"y\n\x0cOperationKey\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rfencing_epoch\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x11\n\toperation\x18\x04 \x01(\t\x12\x10\n\x08sequence\x18\x05 \x01(\x03\x12\x0f\n\x07lineage\x18\x06 \x01(\x03\"6\n\x08Progress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x03\"\xb9\x01\n\x0cMethodPolicy\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\x0bidempotency\x18\x02 \x01(\x0e\x32\x18.rolemesh.v1.Idempotency\x12\'\n\x04idle\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12$\n\x07\x63\x61llers\x18\x04 \x03(\x0e\x32\x13.rolemesh.v1.Caller*\xa4\x01\n\x06\x43\x61ller\x12\x16\n\x12\x43\x41LLER_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43\x41LLER_COORDINATOR\x10\x01\x12\x0f\n\x0b\x43\x41LLER_ROLE\x10\x02\x12\x0f\n\x0b\x43\x41LLER_RANK\x10\x03\x12\x16\n\x12\x43\x41LLER_CLIENT_READ\x10\x04\x12\x17\n\x13\x43\x41LLER_CLIENT_DRIVE\x10\x05\x12\x17\n\x13\x43\x41LLER_CLIENT_ADMIN\x10\x06*]\n\x0bIdempotency\x12\x1b\n\x17IDEMPOTENCY_UNSPECIFIED\x10\x00\x12\x1a\n\x16IDEMPOTENCY_IDEMPOTENT\x10\x01\x12\x15\n\x11IDEMPOTENCY_KEYED\x10\x02:K\n\x06policy\x12\x1e.google.protobuf.MethodOptions\x18\xb3\x8b\x03 \x01(\x0b\x32\x19.rolemesh.v1.MethodPolicyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.operation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_IDEMPOTENCY']._serialized_start=439
-  _globals['_IDEMPOTENCY']._serialized_end=532
+  _globals['_CALLER']._serialized_start=478
+  _globals['_CALLER']._serialized_end=642
+  _globals['_IDEMPOTENCY']._serialized_start=644
+  _globals['_IDEMPOTENCY']._serialized_end=737
   _globals['_OPERATIONKEY']._serialized_start=110
   _globals['_OPERATIONKEY']._serialized_end=231
   _globals['_PROGRESS']._serialized_start=233
   _globals['_PROGRESS']._serialized_end=287
   _globals['_METHODPOLICY']._serialized_start=290
-  _globals['_METHODPOLICY']._serialized_end=437
+  _globals['_METHODPOLICY']._serialized_end=475
 # @@protoc_insertion_point(module_scope)

@@ -3,10 +3,12 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pb2 as _descriptor_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf.internal import extension_dict as _extension_dict
 import builtins as _builtins
@@ -19,6 +21,46 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Caller:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CallerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Caller.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CALLER_UNSPECIFIED: _Caller.ValueType  # 0
+    """Never valid: a test refuses a method without a caller."""
+    CALLER_COORDINATOR: _Caller.ValueType  # 1
+    """rolemesh://mesh/coordinator."""
+    CALLER_ROLE: _Caller.ValueType  # 2
+    """A service of another role, e.g. rolemesh://mesh/critic at the actor."""
+    CALLER_RANK: _Caller.ValueType  # 3
+    """Another rank of the same service: a certificate of its own role."""
+    CALLER_CLIENT_READ: _Caller.ValueType  # 4
+    """rolemesh://mesh/client/read, and the two below."""
+    CALLER_CLIENT_DRIVE: _Caller.ValueType  # 5
+    """rolemesh://mesh/client/drive, and the one below."""
+    CALLER_CLIENT_ADMIN: _Caller.ValueType  # 6
+    """rolemesh://mesh/client/admin."""
+
+class Caller(_Caller, metaclass=_CallerEnumTypeWrapper):
+    """Kind of a member of the mesh, by the URI of its certificate."""
+
+CALLER_UNSPECIFIED: Caller.ValueType  # 0
+"""Never valid: a test refuses a method without a caller."""
+CALLER_COORDINATOR: Caller.ValueType  # 1
+"""rolemesh://mesh/coordinator."""
+CALLER_ROLE: Caller.ValueType  # 2
+"""A service of another role, e.g. rolemesh://mesh/critic at the actor."""
+CALLER_RANK: Caller.ValueType  # 3
+"""Another rank of the same service: a certificate of its own role."""
+CALLER_CLIENT_READ: Caller.ValueType  # 4
+"""rolemesh://mesh/client/read, and the two below."""
+CALLER_CLIENT_DRIVE: Caller.ValueType  # 5
+"""rolemesh://mesh/client/drive, and the one below."""
+CALLER_CLIENT_ADMIN: Caller.ValueType  # 6
+"""rolemesh://mesh/client/admin."""
+Global___Caller: _TypeAlias = Caller  # noqa: Y015
 
 class _Idempotency:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -138,6 +180,7 @@ class MethodPolicy(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    CALLERS_FIELD_NUMBER: _builtins.int
     idempotency: Global___Idempotency.ValueType
     """Whether and how a repeat is safe."""
     @_builtins.property
@@ -154,16 +197,24 @@ class MethodPolicy(_message.Message):
         does not matter. Other methods have none.
         """
 
+    @_builtins.property
+    def callers(self) -> _containers.RepeatedScalarFieldContainer[Global___Caller.ValueType]:
+        """Which members of the mesh may call the method. Where services have identities
+        (certificates of the mesh's authority), the server refuses every other one with
+        PERMISSION_DENIED (CALLER_DENIED).
+        """
+
     def __init__(
         self,
         *,
         deadline: _duration_pb2.Duration | None = ...,
         idempotency: Global___Idempotency.ValueType = ...,
         idle: _duration_pb2.Duration | None = ...,
+        callers: _abc.Iterable[Global___Caller.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "idle", b"idle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "idempotency", b"idempotency", "idle", b"idle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callers", b"callers", "deadline", b"deadline", "idempotency", b"idempotency", "idle", b"idle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

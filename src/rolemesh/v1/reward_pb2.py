@@ -26,7 +26,7 @@ from rolemesh.v1 import experience_pb2 as rolemesh_dot_v1_dot_experience__pb2
 from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolemesh/v1/reward.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"\xc0\x01\n\x14\x43omputeRewardRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x30\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRefH\x00\x12\x34\n\x0ctrajectories\x18\x03 \x01(\x0b\x32\x1c.rolemesh.v1.TrajectoryBatchH\x00\x12\x0f\n\x07pass_at\x18\x04 \x03(\x05\x42\x07\n\x05input\"@\n\x0fTrajectoryBatch\x12-\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x17.rolemesh.v1.Trajectory\"\x89\x01\n\nTrajectory\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x03(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x03(\x03\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\"\xa5\x01\n\x15\x43omputeRewardResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x12\'\n\x07rewards\x18\x03 \x01(\x0b\x32\x14.rolemesh.v1.RewardsH\x00\x42\x07\n\x05\x65vent\"~\n\x07Rewards\x12\x0f\n\x07rewards\x18\x01 \x03(\x02\x12\x32\n\x07metrics\x18\x02 \x03(\x0b\x32!.rolemesh.v1.Rewards.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32|\n\rRewardService\x12k\n\rComputeReward\x12!.rolemesh.v1.ComputeRewardRequest\x1a\".rolemesh.v1.ComputeRewardResponse\"\x11\x9a\xdb\x18\r\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolemesh/v1/reward.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"\xc0\x01\n\x14\x43omputeRewardRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12\x30\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRefH\x00\x12\x34\n\x0ctrajectories\x18\x03 \x01(\x0b\x32\x1c.rolemesh.v1.TrajectoryBatchH\x00\x12\x0f\n\x07pass_at\x18\x04 \x03(\x05\x42\x07\n\x05input\"@\n\x0fTrajectoryBatch\x12-\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x17.rolemesh.v1.Trajectory\"\x89\x01\n\nTrajectory\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x12\n\ncompletion\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x03(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x03(\x03\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\"\xa5\x01\n\x15\x43omputeRewardResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x12\'\n\x07rewards\x18\x03 \x01(\x0b\x32\x14.rolemesh.v1.RewardsH\x00\x42\x07\n\x05\x65vent\"~\n\x07Rewards\x12\x0f\n\x07rewards\x18\x01 \x03(\x02\x12\x32\n\x07metrics\x18\x02 \x03(\x0b\x32!.rolemesh.v1.Rewards.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x81\x01\n\rRewardService\x12p\n\rComputeReward\x12!.rolemesh.v1.ComputeRewardRequest\x1a\".rolemesh.v1.ComputeRewardResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,7 +36,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REWARDS_METRICSENTRY']._loaded_options = None
   _globals['_REWARDS_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_REWARDSERVICE'].methods_by_name['ComputeReward']._loaded_options = None
-  _globals['_REWARDSERVICE'].methods_by_name['ComputeReward']._serialized_options = b'\232\333\030\r\n\004\010\200\243\005\020\002\032\003\010\210\016'
+  _globals['_REWARDSERVICE'].methods_by_name['ComputeReward']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
   _globals['_COMPUTEREWARDREQUEST']._serialized_start=101
   _globals['_COMPUTEREWARDREQUEST']._serialized_end=293
   _globals['_TRAJECTORYBATCH']._serialized_start=295
@@ -49,6 +49,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REWARDS']._serialized_end=795
   _globals['_REWARDS_METRICSENTRY']._serialized_start=749
   _globals['_REWARDS_METRICSENTRY']._serialized_end=795
-  _globals['_REWARDSERVICE']._serialized_start=797
-  _globals['_REWARDSERVICE']._serialized_end=921
+  _globals['_REWARDSERVICE']._serialized_start=798
+  _globals['_REWARDSERVICE']._serialized_end=927
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from rolemesh.v1 import experience_pb2 as rolemesh_dot_v1_dot_experience__pb2
 from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rolemesh/v1/value.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"n\n\x14\x43omputeValuesRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"|\n\x15\x43omputeValuesResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent2{\n\x0cValueService\x12k\n\rComputeValues\x12!.rolemesh.v1.ComputeValuesRequest\x1a\".rolemesh.v1.ComputeValuesResponse\"\x11\x9a\xdb\x18\r\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rolemesh/v1/value.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\"n\n\x14\x43omputeValuesRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"|\n\x15\x43omputeValuesResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x42\x07\n\x05\x65vent2\x80\x01\n\x0cValueService\x12p\n\rComputeValues\x12!.rolemesh.v1.ComputeValuesRequest\x1a\".rolemesh.v1.ComputeValuesResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.value_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VALUESERVICE'].methods_by_name['ComputeValues']._loaded_options = None
-  _globals['_VALUESERVICE'].methods_by_name['ComputeValues']._serialized_options = b'\232\333\030\r\n\004\010\200\243\005\020\002\032\003\010\210\016'
+  _globals['_VALUESERVICE'].methods_by_name['ComputeValues']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
   _globals['_COMPUTEVALUESREQUEST']._serialized_start=99
   _globals['_COMPUTEVALUESREQUEST']._serialized_end=209
   _globals['_COMPUTEVALUESRESPONSE']._serialized_start=211
   _globals['_COMPUTEVALUESRESPONSE']._serialized_end=335
-  _globals['_VALUESERVICE']._serialized_start=337
-  _globals['_VALUESERVICE']._serialized_end=460
+  _globals['_VALUESERVICE']._serialized_start=338
+  _globals['_VALUESERVICE']._serialized_end=466
 # @@protoc_insertion_point(module_scope)

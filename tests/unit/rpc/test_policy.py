@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.rpc.policy import Idempotency, method_policies, method_policy, rolemesh_methods
+from rolemesh.rpc.policy import (
+    Idempotency,
+    Policy,
+    method_policies,
+    method_policy,
+    rolemesh_methods,
+)
 
 PROTOS = Path(__file__).resolve().parents[3] / "protos" / "rolemesh" / "v1"
 
@@ -67,3 +73,59 @@ def test_a_method_without_a_policy_is_refused() -> None:
     assert "/rolemesh.v1.NoService/NoMethod" not in method_policies()
     with pytest.raises(ValueError, match=r"option \(rolemesh.v1.policy\)"):
         method_policy("/rolemesh.v1.NoService/NoMethod")
+
+
+SEEN_BY_ROLES = {
+    "/rolemesh.v1.ExperienceService/Fetch",
+    "/rolemesh.v1.WeightsService/GetManifest",
+    "/rolemesh.v1.WeightsService/GetChecksums",
+    "/rolemesh.v1.WeightsService/FetchWeights",
+}
+"""What services of other roles pull: batches and weights. They begin nothing."""
+
+SEEN_BY_READERS = {
+    "/rolemesh.v1.WorkerService/GetCapabilities",
+    "/rolemesh.v1.WorkerService/GetStatus",
+}
+ONLY_FOR_ADMINISTRATORS = {
+    "/rolemesh.v1.WorkerService/Initialize",
+    "/rolemesh.v1.WorkerService/Drain",
+}
+AT_THE_COORDINATOR = "/rolemesh.v1.CoordinatorService/"
+
+
+def allowed(member: str) -> set[str]:
+    """Methods that a member may call at the actor."""
+    return {
+        method
+        for method, policy in method_policies().items()
+        if policy.allows(member, "actor") and not method.startswith(AT_THE_COORDINATOR)
+    }
+
+
+def test_members_may_call_what_they_need_and_nothing_else() -> None:
+    of_services = {m for m in rolemesh_methods() if not m.startswith(AT_THE_COORDINATOR)}
+    assert allowed("coordinator") == of_services
+    # Rank 0 passes every call on to the others.
+    assert allowed("actor") == of_services
+    assert allowed("critic") == SEEN_BY_ROLES
+    assert allowed("client/read") == SEEN_BY_READERS
+    assert allowed("client/drive") == of_services - ONLY_FOR_ADMINISTRATORS
+    assert allowed("client/admin") == of_services
+    for stranger in ("", "client", "client/", "client/root", "coordinator/1/x"):
+        assert allowed(stranger) <= SEEN_BY_ROLES
+    assert allowed("client/root") == set()
+
+
+def test_no_service_may_call_the_coordinator() -> None:
+    for method, policy in method_policies().items():
+        if method.startswith(AT_THE_COORDINATOR):
+            assert not policy.allows("actor", "coordinator")
+            assert policy.allows("client/admin", "coordinator")
+
+
+def test_a_method_that_names_no_caller_has_no_policy() -> None:
+    # Missing means denied: the server's interceptor refuses a method without a policy.
+    assert Policy(1.0, Idempotency.IDEMPOTENT).callers == frozenset()
+    assert not Policy(1.0, Idempotency.IDEMPOTENT).allows("client/admin", "actor")
+    assert not Policy(1.0, Idempotency.IDEMPOTENT).allows("coordinator", "actor")
