@@ -47,6 +47,13 @@ def compliance(
             metavar="HOST:PORT", help="Where the suite serves experience; loopback by default."
         ),
     ] = None,
+    identity: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="coordinator.pem of `rolemesh certs`, where the server has an identity.",
+        ),
+    ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the checks and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -76,6 +83,7 @@ def compliance(
                 names=names,
                 timeout_s=timeout,
                 serve_address=serve_address,
+                identity=identity,
                 on_finding=tell,
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
 from rolemesh.rpc.column_fetch import fetch_columns
 from rolemesh.rpc.columns import ColumnData, Columns
 from rolemesh.rpc.errors import RolemeshError, to_status
+from rolemesh.rpc.identity import Identity, server_credentials
 from rolemesh.v1 import experience_pb2
 
 ROLE = "compliance"
@@ -46,7 +48,14 @@ def columns_of(samples: Sequence[Sample]) -> Columns:
 class Producer:
     """Serves made-up rows by ExperienceService, and pulls rows of others. Owner: the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: Path | None = None) -> None:
+        """Prepares.
+
+        Args:
+            identity: File of a coordinator's identity; None: in clear.
+        """
+        self._place = identity
+        self.identity = None if identity is None else Identity.read(identity)
         self.address = ""
         self.publisher = Publisher()
         self._held = HeldRows()
@@ -69,7 +78,11 @@ class Producer:
         experience = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Fetch": fetch})
         server.add_generic_rpc_handlers((experience, self.publisher.handlers()))
         try:
-            port = server.add_insecure_port(address)
+            port = (
+                server.add_insecure_port(address)
+                if self._place is None
+                else server.add_secure_port(address, server_credentials(self._place))
+            )
         except RuntimeError as error:
             raise ServeAddressError(
                 f"--serve-address {address} cannot be listened on ({error}): give host:port of "
@@ -127,7 +140,7 @@ class Producer:
 
     def _channel(self, address: str) -> MeshChannel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, identity=self.identity)
         return self._channels[address]
 
     async def _fetch(

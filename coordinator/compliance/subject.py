@@ -20,6 +20,7 @@ from rolemesh.coordinator.compliance.samples import Sample, ordinary_samples
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.columns import Columns
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
 from rolemesh.rpc.result_call import ResultCall
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, worker_pb2
@@ -64,6 +65,7 @@ class Subject:
         spec: Mapping[str, Any],
         producer: Producer,
         timeout_s: float,
+        identity: Identity | None = None,
     ) -> None:
         self.address = address
         self.role = role
@@ -85,9 +87,18 @@ class Subject:
         self._ordinary: experience_pb2.ExperienceRef | None = None
         self.initialize_key = self.key("compliance.initialize", step=0)
         self.initialized: worker_pb2.InitializeResult | None = None
-        self.channel: MeshChannel = open_channel(address, traffic=ChannelTraffic())
+        self.channel: MeshChannel = open_channel(
+            address, traffic=ChannelTraffic(), identity=identity
+        )
         # A plain channel without our rules: calls may have no deadline, and payloads are raw bytes.
-        self.bare = grpc.aio.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
+        options = [("grpc.enable_http_proxy", 0)]
+        self.bare = (
+            grpc.aio.insecure_channel(address, options)
+            if identity is None
+            else grpc.aio.secure_channel(
+                address, identity.channel_credentials(), [*options, *CHANNEL_OPTIONS]
+            )
+        )
         self.client = ServiceClient(self.channel, timeout_s)
 
     async def close(self) -> None:

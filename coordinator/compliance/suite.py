@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rolemesh.coordinator.compliance import (
@@ -111,6 +112,7 @@ async def run_suite(
     names: Sequence[str] = (),
     timeout_s: float = 30.0,
     serve_address: str | None = None,
+    identity: Path | None = None,
     on_finding: OnFinding = lambda finding: None,
 ) -> list[Finding]:
     """Holds a server to the contract of a role.
@@ -123,6 +125,7 @@ async def run_suite(
         timeout_s: Deadline of each call.
         serve_address: "host:port" at which the suite serves experience to the server; None:
             loopback, for a server on this machine.
+        identity: File of a coordinator's identity, for a server that has one; None: in clear.
         on_finding: Called with each finding as it comes.
 
     Raises:
@@ -131,10 +134,10 @@ async def run_suite(
     """
     chosen = checks_of(role, names)
     address = plain_address(url)
-    producer = Producer()
     try:
+        producer = Producer(identity)
         run_id = f"compliance-{uuid.uuid4().hex[:12]}"
-        subject = Subject(address, role, run_id, spec, producer, timeout_s)
+        subject = Subject(address, role, run_id, spec, producer, timeout_s, producer.identity)
     except ValueError as error:
         raise SuiteInputError(str(error)) from error
     try:

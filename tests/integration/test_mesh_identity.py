@@ -10,10 +10,13 @@ import grpc
 import pytest
 from support.services import operation_key, serving
 
+from rolemesh.coordinator.compliance.contract import Outcome
+from rolemesh.coordinator.compliance.suite import SuiteInputError, run_suite
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import ForbiddenError, PreconditionError, UnavailableError
 from rolemesh.rpc.identity import Identity, IdentityError
+from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.services.runtime.process import ServiceServer, ServiceStartError
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -155,6 +158,22 @@ async def test_a_renewed_identity_counts_for_new_connections(tmp_path: Path) -> 
         ) as late:
             with pytest.raises(UnavailableError):
                 await status(late)
+
+
+async def test_the_compliance_suite_plays_the_coordinator_of_a_closed_mesh(
+    tmp_path: Path,
+) -> None:
+    place = written(AUTHORITY.issue("reward"), tmp_path / "reward.pem")
+    own = written(AUTHORITY.issue("coordinator"), tmp_path / "coordinator.pem")
+    spec = {"source": {"type": "arithmetic"}}
+    async with serving(RewardRole(), identity=place) as server:
+        address = server.runtime.address
+        findings = await run_suite(
+            address, "reward", spec, names=("transport", "experience", "reward.order"), identity=own
+        )
+        assert {finding.outcome for finding in findings} == {Outcome.HOLDS}
+        with pytest.raises(SuiteInputError, match="no server answers"):
+            await run_suite(address, "reward", spec, names=("reward.order",), timeout_s=1.0)
 
 
 async def test_a_service_says_what_is_wrong_with_its_identity(tmp_path: Path) -> None:
