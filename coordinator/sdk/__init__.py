@@ -61,6 +61,7 @@ from rolemesh.coordinator.sdk.weights import (
 )
 from rolemesh.rpc.columns import ColumnData, ColumnKind, Columns
 from rolemesh.rpc.errors import RolemeshError
+from rolemesh.rpc.identity import Identity
 
 __all__ = [
     "Alert",
@@ -84,6 +85,7 @@ __all__ = [
     "Event",
     "Experience",
     "Gradient",
+    "Identity",
     "Initialized",
     "LogPiece",
     "Manifest",

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 import torch
@@ -16,6 +17,8 @@ from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
 from support.run_results import unexplained
 from support.tiny_models import write_tiny_classifier
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
 START_S = 240
 """A service imports torch in seconds on a quiet machine; the machine is shared."""
@@ -60,10 +63,29 @@ def finished(model, tmp_path_factory):
         run.seen_commands = [process.cmdline() for process in family]
         run.seen_maps = Path(f"/proc/{run.process.pid}/maps").read_text()
         run.seen_family = family
+        run.answers_to_strangers = {role: _answer_to_a_stranger(run, role) for role in ROLES}
         assert run.wait(START_S) == 0, run.output
         yield run
     finally:
         run.close()
+
+
+def _answer_to_a_stranger(run, role):
+    """Code with which a service of the run answers another user's program on this machine."""
+    log = (run.out / "logs" / f"{role}.log").read_text()
+    address = re.search(rf"serving {role} at (\S+)", log)[1]
+    with grpc.insecure_channel(address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            worker.Drain(worker_pb2.DrainRequest(exit=True), timeout=10)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+def test_services_of_a_run_take_no_calls_of_other_programs(finished):
+    # And the run went on to its end, as `finished` asserts.
+    assert finished.answers_to_strangers == dict.fromkeys(ROLES, grpc.StatusCode.UNAVAILABLE)
 
 
 def test_six_processes_serve_a_run(finished):
