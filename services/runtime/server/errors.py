@@ -38,6 +38,7 @@ _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
     {
+        "rolemesh.rpc.identity.IdentityError": CatalogueEntry(_INVALID, "VALUE_INVALID"),
         # engine
         "rolemesh.engine.layout.payload.ColumnMissingError": CatalogueEntry(
             _INVALID, "COLUMN_MISSING"
