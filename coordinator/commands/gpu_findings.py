@@ -103,11 +103,14 @@ def _for_cuda_12(installed: dict[str, str]) -> str:
         name: Version(installed[name]).public for name in ("torch", "vllm") if name in installed
     }
     indexes = ["https://download.pytorch.org/whl/cu129"]
+    # The extra asks for vLLM, which PyPI has for CUDA 13 alone.
+    wanted = "rolemesh cupy-cuda12x"
     if "vllm" in versions:
+        wanted = "'rolemesh[gpu-cuda12]'"
         indexes.append(f"https://wheels.vllm.ai/{versions['vllm']}/cu129")
     return " ".join(
         [
-            "pip install 'rolemesh[gpu-cuda12]'",
+            f"pip install {wanted}",
             *(f"{name}=={version}+cu129" for name, version in versions.items()),
             *(f"--extra-index-url {index}" for index in indexes),
         ]

@@ -163,6 +163,9 @@ async def test_a_driver_that_is_too_old_is_named_with_builds_that_it_runs(
         "--extra-index-url https://download.pytorch.org/whl/cu129 "
         "--extra-index-url https://wheels.vllm.ai/0.32.0/cu129 "
     ) in found[2].remedy
+    without_vllm = check_driver("570.86.10", "13.0", {"torch": "2.13.0"})
+    assert without_vllm is not None
+    assert "pip install rolemesh cupy-cuda12x torch==2.13.0+cu129 --" in without_vllm.remedy
     older = check_driver("470.223.02", "13.0", GOOD)
     assert older is not None
     assert older.remedy == "install driver 580 or newer"
