@@ -6,7 +6,6 @@ what may be broken.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import os
@@ -29,6 +28,7 @@ from rolemesh.coordinator.commands.device_settings import (
     device_settings,
 )
 from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.commands.gpu_findings import check_gpus
 from rolemesh.coordinator.commands.placing import start_cautions
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, StoreSpec
@@ -50,7 +50,6 @@ ENOUGH_DISK_GIB = 10
 """Two checkpoints of a small model and its export take about 5 GiB."""
 
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-_NVIDIA_SMI_TIMEOUT_S = 20
 
 
 async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -> list[Finding]:
@@ -166,62 +165,6 @@ def _check_companions(installed: dict[str, str]) -> Iterator[Finding]:
                 "`import transformers` dies of it",
                 remedy=f"pip uninstall {' '.join(_CUDA_ONLY)} (text needs none of them)",
             )
-
-
-async def check_gpus(installed: dict[str, str]) -> list[Finding]:
-    """What nvidia-smi shows, and where there are GPUs what moves weights between them."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return [Finding(level=Level.OK, what="gpu", text="none (no nvidia-smi): roles use the CPU")]
-    process = await asyncio.create_subprocess_exec(
-        program,
-        "--query-gpu=index,name,memory.total,driver_version",
-        "--format=csv,noheader",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), _NVIDIA_SMI_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        output = f"no answer within {_NVIDIA_SMI_TIMEOUT_S} s".encode()
-    text = output.decode(errors="replace").strip()
-    if process.returncode != 0:
-        return [
-            Finding(
-                level=Level.WARN,
-                what="gpu",
-                text=f"nvidia-smi fails: {text}",
-                remedy="mend the driver, or use pools with devices: [cpu]",
-            )
-        ]
-    gpus = [Finding(level=Level.OK, what="gpu", text=line) for line in text.splitlines()]
-    return [*gpus, check_nccl(installed)]
-
-
-def check_nccl(installed: dict[str, str]) -> Finding:
-    """Whether ranks on GPUs can exchange weights: cupy, and NCCL for the same CUDA as cupy's."""
-    cupy = next((name for name in sorted(installed) if name.startswith("cupy-cuda")), "")
-    nccl = next((name for name in sorted(installed) if name.startswith("nvidia-nccl-cu")), "")
-    if not cupy:
-        return Finding(
-            level=Level.WARN,
-            what="nccl",
-            text="cupy is not installed: ranks on GPUs exchange weights by torch, which is slower",
-            remedy="install rolemesh[gpu], or cupy of the same CUDA version as torch",
-        )
-    found = f"{cupy} {installed[cupy]}, "
-    found += f"{nccl} {installed[nccl]}" if nccl else "NCCL not from a Python package"
-    cuda, other = cupy.removeprefix("cupy-cuda")[:2], nccl.removeprefix("nvidia-nccl-cu")[:2]
-    if nccl and cuda != other:
-        return Finding(
-            level=Level.WARN,
-            what="nccl",
-            text=f"{found}: made for different versions of CUDA",
-            remedy=f"install cupy-cuda{other}x, as torch's NCCL",
-        )
-    return Finding(level=Level.OK, what="nccl", text=found)
 
 
 def usable_cores() -> int:

@@ -51,17 +51,44 @@ def test_the_script_runs_to_its_end_and_says_why_each_part_was_skipped(
 
 
 def test_every_part_that_has_a_limit_exists(first_hour: ModuleType) -> None:
-    code = "import first_hour_parts as p; print(*p.PARTS)"
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{GPU}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert said.stdout.split() == list(first_hour.LIMITS_S)
+    said = beside_the_parts("import first_hour_parts as p; print(*p.PARTS)")
+    assert said.split() == list(first_hour.LIMITS_S)
     assert sum(first_hour.LIMITS_S.values()) <= 3600.0
+
+
+def test_functions_of_ranks_are_found_in_the_processes_of_the_ranks() -> None:
+    said = beside_the_parts(
+        "from first_hour_ranks import exchanged_weights\n"
+        "from support import rank_processes\n"
+        "rank_processes.PRELOADED.clear()\n"
+        "print(rank_processes.run_ranks(exchanged_weights, 2, timeout_s=100.0))"
+    )
+    assert said.splitlines()[-1] == "['process memory', 'process memory']"
+
+
+@pytest.mark.usefixtures("capfd")
+def test_a_kernel_that_does_not_compile_is_one_part_that_failed(
+    first_hour: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLEMESH_KERNELS", "of the shell")
+    monkeypatch.setattr(first_hour, "HERE", tmp_path)
+    monkeypatch.setattr(first_hour, "no_device", lambda: "")
+    (tmp_path / "first_hour_parts.py").write_text(
+        "import json, os, sys\n"
+        "kernels = os.environ['ROLEMESH_KERNELS']\n"
+        "open(sys.argv[2], 'w').write(json.dumps({'kernels': kernels}))\n"
+        "sys.exit('CompilationError: at 7:4' if kernels == 'triton' else 0)\n"
+    )
+    names = "update_speed,update_speed_triton,publication"
+    assert first_hour.main(["--only", names, "--out", str(tmp_path / "report.json")]) == 1
+    parts = json.loads((tmp_path / "report.json").read_text())["parts"]
+    assert [part["status"] for part in parts.values()] == ["ok", "failed", "ok"]
+    assert [part["found"]["kernels"] for part in parts.values()] == [
+        "torch",
+        "triton",
+        "of the shell",
+    ]
+    assert parts["update_speed_triton"]["log"] == ["CompilationError: at 7:4"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +147,19 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(
     while is_alive(report["found"]["child"]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_alive(report["found"]["child"])
+
+
+def beside_the_parts(code: str) -> str:
+    """What a program says whose path is that of the parts."""
+    path = ":".join([str(GPU), str(GPU.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
 
 
 def is_alive(pid: int) -> bool:

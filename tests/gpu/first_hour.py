@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,21 @@ LIMITS_S = {
     "trainer_sleep": 240.0,
     "fsdp": 240.0,
     "mesh": 600.0,
-    "update_speed": 720.0,
+    "update_speed": 360.0,
+    "update_speed_triton": 360.0,
     "publication": 240.0,
     "trl": 300.0,
 }
 """The parts in their order, and the longest that each may take."""
+ENVIRONMENTS = {
+    "update_speed": {"ROLEMESH_KERNELS": "torch"},
+    "update_speed_triton": {"ROLEMESH_KERNELS": "triton"},
+}
+"""What is set for a part beside the script's own environment.
+
+The same updates by either kernels, each in a process of its own: a kernel that does not compile, or
+that writes where it should not, is a part that failed, and takes no other figure with it.
+"""
 
 _PROBE = """
 import torch
@@ -65,13 +75,19 @@ def no_device() -> str:
     return probe.stdout.strip()
 
 
-def run_part(command: Sequence[str], folder: Path, limit_s: float) -> dict[str, Any]:
+def run_part(
+    command: Sequence[str],
+    folder: Path,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Runs a part and ends it, and all that it started, at its limit.
 
     Args:
         command: Of the part; it is given a file for its result as the last argument.
         folder: For the result and the log; exists.
         limit_s: Seconds that it may take.
+        environment: What is set for it beside the environment of this process.
 
     Returns:
         "status" (ok, failed, skipped), "seconds", what it found, and why it failed or was skipped.
@@ -85,6 +101,7 @@ def run_part(command: Sequence[str], folder: Path, limit_s: float) -> dict[str, 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
             code: int | None = part.wait(limit_s)
@@ -162,7 +179,8 @@ def main(arguments: Sequence[str]) -> int:
                 own = Path(folder) / name
                 own.mkdir()
                 command = [sys.executable, str(HERE / "first_hour_parts.py"), name]
-                parts[name] = run_part(command, own, LIMITS_S[name] * given.scale)
+                limit_s = LIMITS_S[name] * given.scale
+                parts[name] = run_part(command, own, limit_s, ENVIRONMENTS.get(name))
                 print(f"{parts[name]['status']} ({parts[name]['seconds']} s)", file=sys.stderr)
     except KeyboardInterrupt:
         for name in names:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 from support.rank_processes import RankContext
+from support.tiny_models import write_tiny_llama
+from support.token_batches import token_batch
 from support.updates import update_whole
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
@@ -168,6 +170,15 @@ def whole(parts: list[Tensors], shape: DecoderShape, layout: TrainLayout) -> Ten
             there.copy_(here)
     assert not any(tensor.isnan().any() for tensor in found.values())
     return found
+
+
+def policy_job(folder: Path, loss: LossSpec) -> Job:
+    """A tiny Llama, written to the folder, and a batch that it scored nearly alike."""
+    write_tiny_llama(folder, seed=4)
+    batch = token_batch()
+    trainer = Trainer.policy(ModelSpec(path=folder, compute_dtype="float32"), OptimizerSpec())
+    scored = trainer.compute_logprobs(batch, temperature=1.0)["logprobs"]
+    return Job(folder, near_policy(batch, scored), loss)
 
 
 def near_policy(batch: Experience, scored: Column, seed: int = 0) -> Experience:

@@ -27,6 +27,8 @@ from rolemesh.engine.weights.transfer import WeightTransfer
 
 Weights = dict[str, torch.Tensor]
 WAIT_S = 240.0
+BUCKET_BYTES = 60_000
+"""Small enough for several buckets a model."""
 
 
 def random_weights(manifest: Manifest, seed: int = 0) -> Weights:

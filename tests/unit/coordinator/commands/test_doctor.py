@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from rolemesh.coordinator.commands.diagnosis import (
     check_disk,
     check_loopback,
     check_memory,
-    check_nccl,
     check_packages,
     check_python,
     check_quickstart,
@@ -23,6 +24,12 @@ from rolemesh.coordinator.commands.diagnosis import (
     check_store,
 )
 from rolemesh.coordinator.commands.findings import Finding, Level
+from rolemesh.coordinator.commands.gpu_findings import (
+    check_driver,
+    check_gpus,
+    check_nccl,
+    torch_cuda,
+)
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.engine.specs.by_device import Device
@@ -91,6 +98,77 @@ def test_cupy_and_nccl_are_named_and_must_be_of_one_cuda(
     assert finding.level is level
     assert text in finding.text
     assert (finding.remedy == "") == (level is Level.OK)
+
+
+def installed_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, versions: str) -> None:
+    """A torch that cannot be imported, whose file of versions has this text."""
+    package = folder / "torch"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "version.py").write_text(versions)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("versions", "cuda"),
+    [
+        ("__all__ = ['cuda']\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", "13.0"),
+        ("cuda = '12.9'\n", "12.9"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n", ""),
+    ],
+)
+def test_torchs_cuda_is_read_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: str, cuda: str
+) -> None:
+    installed_torch(tmp_path, monkeypatch, versions)
+    assert torch_cuda() == cuda
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "oldest"),
+    [
+        ("570.86.10", "13.0", 580),
+        ("470.223.02", "12.9", 525),
+        ("580.65.06", "13.0", None),
+        ("525.60.13", "12.9", None),
+        ("580.65.06", "12.6", None),
+        ("[N/A]", "13.0", None),
+        ("470.223.02", "", None),
+    ],
+)
+def test_a_driver_is_too_old_for_a_later_cuda(driver: str, cuda: str, oldest: int | None) -> None:
+    finding = check_driver(driver, cuda, GOOD)
+    assert (finding is None) == (oldest is None)
+    if finding is not None:
+        assert finding.level is Level.WARN
+        assert f"CUDA {cuda}, which wants driver {oldest} or newer" in finding.text
+        assert f"install driver {oldest} or newer" in finding.remedy
+
+
+async def test_a_driver_that_is_too_old_is_named_with_builds_that_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed_torch(tmp_path, monkeypatch, "cuda: Optional[str] = '13.0'\n")
+    program = tmp_path / "nvidia-smi"
+    gpu = "NVIDIA A100-SXM4-80GB, 81920 MiB, 570.86.10"
+    program.write_text(f"#!/bin/sh\necho '0, {gpu}'; echo '1, {gpu}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = await check_gpus({"torch": "2.13.0", "vllm": "0.32.0"})
+    assert [finding.what for finding in found] == ["gpu", "gpu", "driver", "nccl"]
+    assert "570.86.10 is too old" in found[2].text
+    assert (
+        "pip install 'rolemesh[gpu-cuda12]' torch==2.13.0+cu129 vllm==0.32.0+cu129 "
+        "--extra-index-url https://download.pytorch.org/whl/cu129 "
+        "--extra-index-url https://wheels.vllm.ai/0.32.0/cu129 "
+    ) in found[2].remedy
+    without_vllm = check_driver("570.86.10", "13.0", {"torch": "2.13.0"})
+    assert without_vllm is not None
+    assert "pip install rolemesh cupy-cuda12x torch==2.13.0+cu129 --" in without_vllm.remedy
+    older = check_driver("470.223.02", "13.0", GOOD)
+    assert older is not None
+    assert older.remedy == "install driver 580 or newer"
 
 
 def test_untested_version_is_a_warning() -> None:
