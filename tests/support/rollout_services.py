@@ -108,9 +108,16 @@ async def _rows_of_shard(
 
 @contextmanager
 def process_of(
-    role: str, folder: Path, *flags: str
+    role: str, folder: Path, *flags: str, is_warm: bool = True
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A service in processes of its own: its address, and the process to end or kill."""
+    """A service in processes of its own: its address, and the process to end or kill.
+
+    Args:
+        role: Of the service.
+        folder: For its log and its announcement.
+        *flags: Of its command line.
+        is_warm: Whether it is forked from a warm process, whose child it then is.
+    """
     announce = folder / f"{role}.json"
     log = (folder / f"{role}.log").open("wb")
     process = subprocess.Popen(
@@ -118,7 +125,11 @@ def process_of(
             *(sys.executable, "-m", f"rolemesh.services.{role}"),
             *("--announce", str(announce), "--threads", "1", *flags),
         ],
-        env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
+        env={
+            **os.environ,
+            **(warm_processes.services() if is_warm else {}),
+            "PYTHONSAFEPATH": "1",
+        },
         stderr=log,
     )
     try:
