@@ -21,6 +21,9 @@ from typing import Self
 
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.child_environment import child_environment
+from rolemesh.engine.specs import OutsideRewardSpec
+from rolemesh.engine.specs.rewards import named_sources
 from rolemesh.rpc.tracing import trace_environment
 
 START_DEADLINE_S = 300.0
@@ -95,7 +98,7 @@ class ServiceCommand:
     arguments: Sequence[str]
     """Program and its arguments. The service must write its announce file itself."""
     environment: Mapping[str, str]
-    """Environment variables in addition to those of this process."""
+    """Environment variables, over those that every child gets (`child_environment`)."""
     num_ranks: int = 1
     """Ranks that it starts."""
 
@@ -120,6 +123,11 @@ def service_commands(recipe: Recipe) -> MakeCommand:
             "--experience-capacity-bytes": str(spec.experience_capacity_mib * 2**20),
         }
         environment = {
+            **{
+                name: os.environ[name]
+                for name in named_variables(recipe, role)
+                if name in os.environ
+            },
             # No file of the current directory or of the script's may shadow a package.
             "PYTHONSAFEPATH": "1",
             # A crash in native code leaves its traceback in the log.
@@ -152,6 +160,19 @@ def service_commands(recipe: Recipe) -> MakeCommand:
         )
 
     return make
+
+
+def named_variables(recipe: Recipe, role: str) -> tuple[str, ...]:
+    """Environment variables that the recipe names for a role: its own, and those of its rewards."""
+    judge = {"reward": recipe.reward, "cost": recipe.cost}.get(role)
+    sources = () if judge is None else named_sources(judge.source)
+    asked = (
+        name
+        for named in sources
+        if isinstance(named.source, OutsideRewardSpec)
+        for name in named.source.variables
+    )
+    return (*recipe.service(role).variables, *asked)
 
 
 def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:
@@ -349,7 +370,7 @@ class Launcher:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                env={**os.environ, **command.environment},
+                env={**child_environment(os.environ), **command.environment},
                 # Ctrl-C in a terminal signals the whole group, but only the coordinator may decide.
                 # With a group of its own, all processes that the service starts can be ended.
                 start_new_session=True,
