@@ -108,16 +108,9 @@ async def _rows_of_shard(
 
 @contextmanager
 def process_of(
-    role: str, folder: Path, *flags: str, is_warm: bool = True
+    role: str, folder: Path, *flags: str
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A service in processes of its own: its address, and the process to end or kill.
-
-    Args:
-        role: Of the service.
-        folder: For its log and its announcement.
-        *flags: Of its command line.
-        is_warm: Whether it is forked from a warm process, whose child it then is.
-    """
+    """A service in processes of its own: its address, and the process to end or kill."""
     announce = folder / f"{role}.json"
     log = (folder / f"{role}.log").open("wb")
     process = subprocess.Popen(
@@ -125,11 +118,7 @@ def process_of(
             *(sys.executable, "-m", f"rolemesh.services.{role}"),
             *("--announce", str(announce), "--threads", "1", *flags),
         ],
-        env={
-            **os.environ,
-            **(warm_processes.services() if is_warm else {}),
-            "PYTHONSAFEPATH": "1",
-        },
+        env={**os.environ, **warm_processes.services(), "PYTHONSAFEPATH": "1"},
         stderr=log,
     )
     try:
