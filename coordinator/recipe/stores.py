@@ -38,10 +38,10 @@ class RedisStoreSpec(Spec):
     url: Annotated[
         str, Field(pattern=r"^(redis|rediss|unix)://"), AfterValidator(_without_password)
     ]
-    """URL of the server, e.g. redis://127.0.0.1:6379/0, or redis://USER@HOST:6379/0 where the
-    password_file is that of a user."""
+    """URL of the server, e.g. redis://127.0.0.1:6379/0."""
     password_file: Path | None = None
-    """File that holds the password; None: the server asks for none."""
+    """File that holds the password of the server, or of the user that the URL names
+    (redis://USER@HOST:6379/0); None: it asks for none."""
 
 
 class MemoryStoreSpec(Spec):
