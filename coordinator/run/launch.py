@@ -22,8 +22,7 @@ from typing import Self
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
 from rolemesh.coordinator.state.child_environment import child_environment
-from rolemesh.engine.specs import OutsideRewardSpec
-from rolemesh.engine.specs.rewards import named_sources
+from rolemesh.engine.specs import OutsideRewardSpec, named_sources
 from rolemesh.rpc.tracing import trace_environment
 
 START_DEADLINE_S = 300.0
