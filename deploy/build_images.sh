@@ -4,7 +4,7 @@
 #   deploy/build_images.sh [cpu|gpu] [flags of docker build, e.g. --network=host]
 #
 # Docker Compose reads .env, so that `docker compose up` finds them. Only the two names are changed
-# in a file that is there. PYTHON_IMAGE names another base image, PIP_INDEX_URL another index.
+# in a file that is there, and the store's password is added if none is named. PYTHON_IMAGE names another base image, PIP_INDEX_URL another index.
 set -eu
 cd "$(dirname "$0")/.."
 device=${1:-cpu}
@@ -35,6 +35,7 @@ build role "rolemesh:$device" "$@"
 
 [ ! -f .env ] || sed -i '/^ROLEMESH_IMAGE=/d; /^ROLEMESH_COORDINATOR_IMAGE=/d' .env
 printf 'ROLEMESH_IMAGE=rolemesh:%s\nROLEMESH_COORDINATOR_IMAGE=rolemesh:coordinator\n' "$device" >> .env
+deploy/store_password.sh
 
 size_mb() { echo $(($(docker image inspect --format '{{.Size}}' "$1") / 1000000)); }
 base_mb=$(size_mb "$base")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import grpc
 from grpc_status import rpc_status
 
+from rolemesh.coordinator.state.files import checked_secret, read_secret
 from rolemesh.rpc.errors import RolemeshError, to_status
 
 TOKEN_VARIABLE = "ROLEMESH_API_TOKEN"
@@ -41,24 +42,10 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
     Raises:
         ValueError: The file cannot be read, or what it holds cannot be a token.
     """
-    if token_file is None:
-        text, source = environment.get(TOKEN_VARIABLE), TOKEN_VARIABLE
-    else:
-        source = f"token_file {token_file}"
-        try:
-            text = token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{source} cannot be read ({error}): give a file that holds the token alone"
-            ) from error
-    if text is None:
-        return None
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise ValueError(
-            f"{source} holds no token: give visible ASCII characters without spaces, e.g. what "
-            "`openssl rand -hex 32` prints"
-        )
-    return text
+    if token_file is not None:
+        return read_secret(token_file, "token_file")
+    text = environment.get(TOKEN_VARIABLE)
+    return None if text is None else checked_secret(text, TOKEN_VARIABLE)
 
 
 def is_loopback(host: str) -> bool:

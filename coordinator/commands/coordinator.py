@@ -25,11 +25,11 @@ from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
 from rolemesh.coordinator.commands.hub import Hub
 from rolemesh.coordinator.commands.options import Host, HttpPort, Json, TokenFile
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.opening import open_store
+from rolemesh.engine.specs.urls import masked_url
 
 DATA_FOLDER = Path("rolemesh-data")
 PLACE_FILE = "coordinator.json"
@@ -53,6 +53,10 @@ def coordinator(
             "left out, one is started in DIR and ends with this process.",
         ),
     ] = None,
+    store_password_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Holds the password of --store-url, which has none."),
+    ] = None,
     host: Host = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Of CoordinatorService; 0 takes a free one.")
@@ -69,7 +73,7 @@ def coordinator(
     same DIR finds them.
     """
     try:
-        spec = _store_spec(store_url)
+        spec = _store_spec(store_url, store_password_file)
         token_file = None if token_file is None else token_file.absolute()
         token = read_token(token_file, os.environ)
         directory = data.absolute()
@@ -92,14 +96,22 @@ def coordinator(
         raise typer.Exit(EXIT_FAILED) from None
 
 
-def _store_spec(url: str | None) -> EmbeddedStoreSpec | RedisStoreSpec:
+def _store_spec(url: str | None, password_file: Path | None) -> EmbeddedStoreSpec | RedisStoreSpec:
     if url is None:
+        if password_file is not None:
+            raise ValueError(
+                "--store-password-file is given without --store-url: the store that is started "
+                "here has no password, and only you can open its socket"
+            )
         return EmbeddedStoreSpec()
+    absolute = None if password_file is None else password_file.absolute()
     try:
-        return RedisStoreSpec(url=url)
-    except ValidationError:
+        return RedisStoreSpec(url=url, password_file=absolute)
+    except ValidationError as error:
+        reason = error.errors()[0].get("ctx", {}).get("error")
+        cause = f" ({reason})" if reason else ""
         raise ValueError(
-            f"--store-url is {masked_url(url)!r}: give e.g. redis://127.0.0.1:6379/0"
+            f"--store-url is {masked_url(url)!r}{cause}: give e.g. redis://127.0.0.1:6379/0"
         ) from None
 
 
@@ -120,6 +132,7 @@ async def _serve(
             store,
             directory,
             outlives=isinstance(spec, RedisStoreSpec),
+            password_file=spec.password_file if isinstance(spec, RedisStoreSpec) else None,
             max_runs=max_runs,
             token_file=token_file,
         )

@@ -91,6 +91,7 @@ class Hub:
         outlives: bool,
         max_runs: int,
         token_file: Path | None,
+        password_file: Path | None = None,
     ) -> None:
         """Prepares; `adopt` finds the runs of an earlier hub.
 
@@ -100,12 +101,14 @@ class Hub:
             outlives: Whether the store, and with it the runs, may outlive this process.
             max_runs: Most runs that go on at a time.
             token_file: File with the token of this coordinator, which is that of its runs, too.
+            password_file: File with the store's password, absolute; None: it has none.
         """
         self._store = store
         self._directory = directory
         self._outlives = outlives
         self._max_runs = max_runs
         self._token_file = token_file
+        self._password_file = password_file
         self._processes: dict[str, RunProcess] = {}
         """By run: those that go on, and those that are gone but whose runs may go on."""
         self._watches: set[asyncio.Task[None]] = set()
@@ -135,7 +138,7 @@ class Hub:
             self._check_capacity()
             folder = self.folder(run_id)
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-            # The URL of a store may hold its password.
+            # A recipe may hold a URL with a password, e.g. of a tracker.
             write_atomically(folder / _REQUEST_FILE, json.dumps(request), is_private=True)
             write_atomically(folder / _RECIPE_FILE, dump_recipe(resolved), is_private=True)
             await enter_run(self._store, resolved, run_id, folder)
@@ -269,7 +272,7 @@ class Hub:
             recipe = read_recipe(text, "recipe", overrides=overrides, environment=environment)
             # The run's own interface and store: clients ask the hub, and need neither address.
             api = ApiSpec(http_port=None, token_file=self._token_file)
-            store = RedisStoreSpec(url=self._store.url)
+            store = RedisStoreSpec(url=self._store.url, password_file=self._password_file)
             recipe = recipe.model_copy(update={"api": api, "store": store})
             folder = self.folder(run_id)
             # Only the run's own process may run the code of a custom algorithm.

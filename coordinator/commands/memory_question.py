@@ -14,6 +14,7 @@ from typing import Any
 from rolemesh.coordinator.recipe.model_sizes import models_of, trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.pool_memory import RoleFound
+from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import OwnFunctionSpec, RewardSpec, VllmSpec
 
 _KINDS = {"actor": "policy", "reference": "policy", "critic": "critic"}
@@ -50,7 +51,7 @@ def asked(question: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             stderr=errors,
             text=True,
             # The current directory must not shadow a package. Nothing is computed on a device.
-            env={**os.environ, **environment},
+            env={**child_environment(os.environ), **environment},
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -17,10 +17,11 @@ import yaml
 from pydantic import ValidationError
 
 from rolemesh.coordinator.commands.diagnosis import installed_versions
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.model_sizes import num_parameters
 from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import RewardSpec
+from rolemesh.engine.specs.urls import masked_url
 
 SAMPLES_PER_PROMPT = 4
 _PROMPTS_PER_STEP = 16
@@ -151,7 +152,7 @@ def _asked(module: str, *arguments: str, input: str = "") -> str:
             text=True,
             timeout=_LOOKING_DEADLINE_S,
             # The current directory must not shadow a package.
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            env={**child_environment(os.environ), "PYTHONSAFEPATH": "1"},
         )
     except subprocess.TimeoutExpired as error:
         raise InitError(

@@ -28,9 +28,11 @@ from rolemesh.coordinator.run.folder import RUNS_FOLDER
 from rolemesh.coordinator.run.footprint import footprint_of, free_bytes, gib
 from rolemesh.coordinator.run.host_gpus import HostGpus
 from rolemesh.coordinator.run.installation import INSTALL
+from rolemesh.coordinator.run.launch import named_variables
 from rolemesh.coordinator.run.planning import plan_step
 from rolemesh.coordinator.run.records import check_directory_is_free
 from rolemesh.coordinator.run.start_checks import check_start, services_in
+from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     OutsideRewardSpec,
@@ -119,6 +121,7 @@ async def _preview(
     spec = _preview_spec(recipe, services, timeout_s)
     if spec is None:
         return
+    named = [name for role in recipe.roles for name in named_variables(recipe, role)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "rolemesh.services.preview"),
@@ -127,7 +130,7 @@ async def _preview(
         stderr=asyncio.subprocess.PIPE,
         limit=1 << 22,
         # The current directory must not shadow a package.
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        env={**child_environment(os.environ, named), "PYTHONSAFEPATH": "1"},
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -15,6 +15,7 @@ from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OutsideRewardSpec, named_sources
+from rolemesh.engine.specs.variables import OWN_SECRETS
 
 _MODULE = "rolemesh.services.reward.outside.check"
 
@@ -73,6 +74,8 @@ def check(
     arguments = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     if as_json:
         arguments.append("--json")
+    for name in OWN_SECRETS:
+        os.environ.pop(name, None)
     # The current directory must not shadow a package.
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.stdout.flush()

@@ -12,6 +12,7 @@ import typer
 from rolemesh.coordinator.commands.ending import refuse
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.installation import check_roles_run
+from rolemesh.engine.specs.variables import OWN_SECRETS
 
 app = typer.Typer(add_completion=False)
 
@@ -40,6 +41,8 @@ def serve(
         check_roles_run()
     except ValueError as error:
         refuse(str(error))
+    for name in OWN_SECRETS:
+        os.environ.pop(name, None)
     # The current directory must not shadow a package.
     os.environ["PYTHONSAFEPATH"] = "1"
     # The same settings as for the services of a run; launch.py gives the reasons.

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import OwnFunctionSpec
+from rolemesh.engine.specs.urls import without_passwords
 
 _LONGEST_VALUE = 60
 _MOST_DESCRIBED = 50
@@ -238,5 +238,5 @@ def _origin(where: tuple[str, ...], origins: Mapping[tuple[str, ...], str]) -> s
 
 
 def _shown(value: Any) -> str:
-    text = repr(masked_url(value) if isinstance(value, str) else value)
+    text = repr(without_passwords(value))
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

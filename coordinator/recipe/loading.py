@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.errors import RecipeError, describe
 from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.engine.specs.urls import masked_url
 
 ENVIRONMENT_PREFIX = "ROLEMESH_"
 """ROLEMESH_RUN__SEED sets run.seed, and so on."""
@@ -34,6 +34,9 @@ _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
     r"|[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
+
+
+_PASSWORD_IN_URL = re.compile(r"//[^/\s@]*:[^/\s]*@")
 
 
 class _RecipeYaml(yaml.SafeLoader):
@@ -194,6 +197,11 @@ def _from_overrides(overrides: Iterable[str]) -> _Layer:
         if not equals or not all(where):
             raise RecipeError(f"--set {text}: give a field and a value, e.g. --set run.seed=7")
         source = f"--set {masked_url(text)}"
+        if _PASSWORD_IN_URL.search(value):
+            raise RecipeError(
+                f"{source}: every user of this machine can read a password on the command line: "
+                "write the field into a file, and give that as well"
+            )
         _put(tree, where, _parsed(value, source), source)
         origins[where] = source
     return tree, origins

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.coordinator.recipe.addresses import plain_address
 from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs.variables import VariableName
 
 
 class PoolSpec(Spec):
@@ -50,6 +51,10 @@ class ServiceSpec(Spec):
     """Compute threads of each rank that the coordinator starts; None: every core."""
     experience_capacity_mib: int = Field(default=1024, ge=1)
     """Bound on the experience that each rank of a started service holds, in MiB."""
+    variables: tuple[VariableName, ...] = ()
+    """Environment variables of the coordinator that a started service gets besides the usual ones
+    (paths, languages, devices, threads, libraries), e.g. for the tools of an environment. Those
+    that sources of rewards name need not be here."""
 
     @model_validator(mode="after")
     def _check_one_way(self) -> Self:

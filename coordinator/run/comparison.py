@@ -17,7 +17,7 @@ from rolemesh.coordinator.run.ended_runs import read_records
 from rolemesh.coordinator.run.folder import NoRunError, RunStatus, read_status
 from rolemesh.coordinator.run.records import SUMMARY_FILE
 from rolemesh.coordinator.run.resume import CONFIG_FILE, RUN_FILE, differences
-from rolemesh.coordinator.trackers.outside import without_passwords
+from rolemesh.engine.specs.urls import without_passwords
 
 MAX_RUNS = 16
 """Most runs that are put side by side."""

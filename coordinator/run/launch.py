@@ -21,7 +21,9 @@ from typing import Self
 
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
+from rolemesh.engine.specs import OutsideRewardSpec, named_sources
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.tracing import trace_environment
 
@@ -97,7 +99,7 @@ class ServiceCommand:
     arguments: Sequence[str]
     """Program and its arguments. The service must write its announce file itself."""
     environment: Mapping[str, str]
-    """Environment variables in addition to those of this process."""
+    """Environment variables, over those that every child gets (`child_environment`)."""
     num_ranks: int = 1
     """Ranks that it starts."""
 
@@ -135,6 +137,11 @@ def service_commands(
             write_atomically(place, identity.pem().decode(), is_private=True)
             flags["--identity"] = str(place)
         environment = {
+            **{
+                name: os.environ[name]
+                for name in named_variables(recipe, role)
+                if name in os.environ
+            },
             # No file of the current directory or of the script's may shadow a package.
             "PYTHONSAFEPATH": "1",
             # A crash in native code leaves its traceback in the log.
@@ -167,6 +174,19 @@ def service_commands(
         )
 
     return make
+
+
+def named_variables(recipe: Recipe, role: str) -> tuple[str, ...]:
+    """Environment variables that the recipe names for a role: its own, and those of its rewards."""
+    judge = {"reward": recipe.reward, "cost": recipe.cost}.get(role)
+    sources = () if judge is None else named_sources(judge.source)
+    asked = (
+        name
+        for named in sources
+        if isinstance(named.source, OutsideRewardSpec)
+        for name in named.source.variables
+    )
+    return (*recipe.service(role).variables, *asked)
 
 
 def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:
@@ -364,7 +384,7 @@ class Launcher:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                env={**os.environ, **command.environment},
+                env={**child_environment(os.environ), **command.environment},
                 # Ctrl-C in a terminal signals the whole group, but only the coordinator may decide.
                 # With a group of its own, all processes that the service starts can be ended.
                 start_new_session=True,

@@ -45,3 +45,13 @@ def check_start(recipe: Recipe, own_services: Sequence[str]) -> None:
     check_paths(recipe, {role_of(name) for name in own_services})
     for name in own_services:
         visible_devices(recipe, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        _check_variables(recipe, role_of(name))
+
+
+def _check_variables(recipe: Recipe, role: str) -> None:
+    for variable in recipe.service(role).variables:
+        if variable not in os.environ:
+            raise ValueError(
+                f"services.{role}.variables names {variable}, which is not set here: export it, "
+                "or leave it out"
+            )

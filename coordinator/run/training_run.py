@@ -44,8 +44,9 @@ from rolemesh.coordinator.run.wishes import Wishes
 from rolemesh.coordinator.state.errors import StaleEpochError, StateStoreError
 from rolemesh.coordinator.state.files import make_folder, write_atomically
 from rolemesh.coordinator.state.store import StateStore
-from rolemesh.coordinator.trackers.outside import outside_trackers, without_passwords
+from rolemesh.coordinator.trackers.outside import outside_trackers
 from rolemesh.coordinator.trackers.tracker import RunFacts
+from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import ChannelTraffic
 from rolemesh.rpc.errors import DeadlineError

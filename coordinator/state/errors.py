@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolemesh.coordinator.recipe.addresses import masked_url
+from rolemesh.engine.specs.urls import masked_url
 
 
 class StateStoreError(Exception):

@@ -26,6 +26,37 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
     sync_folder(path.parent)
 
 
+def read_secret(path: Path, field: str) -> str:
+    """Reads a file that holds a secret alone, in one line.
+
+    Args:
+        path: The file.
+        field: What names it, for messages.
+
+    Raises:
+        ValueError: The file cannot be read, or holds no line of visible ASCII.
+    """
+    source = f"{field} {path}"
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        # The text of a decoding error has no part of the file but its place.
+        raise ValueError(
+            f"{source} cannot be read ({error}): give a file that holds the secret alone"
+        ) from None
+    return checked_secret(text, source)
+
+
+def checked_secret(text: str, source: str) -> str:
+    """The text, if it is visible ASCII without spaces; ValueError, without it, otherwise."""
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError(
+            f"{source} holds no secret: give visible ASCII characters without spaces, e.g. what "
+            "`openssl rand -hex 32` prints"
+        )
+    return text
+
+
 def make_folder(folder: Path) -> None:
     """Makes a folder and its missing parents, all durable; one that is there stays as it is."""
     folder = folder.absolute()

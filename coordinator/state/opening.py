@@ -8,13 +8,14 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec, StoreSpec
 from rolemesh.coordinator.state.embedded import EmbeddedValkey
 from rolemesh.coordinator.state.errors import StoreRefusedError
+from rolemesh.coordinator.state.files import read_secret
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.redis import RedisStateStore
 from rolemesh.coordinator.state.store import StateStore
+from rolemesh.engine.specs.urls import masked_url
 
 
 @asynccontextmanager
@@ -29,7 +30,8 @@ async def open_store(
         on_restart: Is told when an embedded server ended unasked, and what became of it.
 
     Raises:
-        ValueError: The URL cannot be read, or the server refuses its user, password or database.
+        ValueError: The URL or the password's file cannot be read, or the server refuses its user,
+            password or database.
         StoreUnavailableError: No server answers at the URL.
         EmbeddedStoreError: The embedded server does not start.
     """
@@ -40,15 +42,20 @@ async def open_store(
         ):
             yield store
     elif isinstance(spec, RedisStoreSpec):
-        async with _redis(spec.url) as store:
+        password = (
+            None
+            if spec.password_file is None
+            else read_secret(spec.password_file, "store.password_file")
+        )
+        async with _redis(spec.url, password) as store:
             yield store
     else:
         yield MemoryStateStore()
 
 
 @asynccontextmanager
-async def _redis(url: str) -> AsyncIterator[RedisStateStore]:
-    store = RedisStateStore(url)
+async def _redis(url: str, password: str | None = None) -> AsyncIterator[RedisStateStore]:
+    store = RedisStateStore(url, password=password)
     try:
         try:
             await store.ping()
@@ -57,7 +64,8 @@ async def _redis(url: str) -> AsyncIterator[RedisStateStore]:
             # TypeError: a parameter of the URL that the client does not know.
             raise ValueError(
                 f"store.url is {masked_url(url)!r}, which cannot be used "
-                f"({type(error).__name__}: {error}): correct number and parameters"
+                f"({type(error).__name__}: {error}): correct number, parameters, user and "
+                "password_file"
             ) from refused
         yield store
     finally:

@@ -59,6 +59,7 @@ class RedisStateStore(StateStore):
         self,
         url: str,
         *,
+        password: str | None = None,
         client: redis.asyncio.Redis | None = None,
         clock: Callable[[], float] = time.time,
         outage_s: float = OUTAGE_S,
@@ -67,6 +68,7 @@ class RedisStateStore(StateStore):
 
         Args:
             url: URL of the server, e.g. redis://127.0.0.1:6379/0.
+            password: Of the URL's user, or of the server; None: it asks for none.
             client: A client to use instead of one made from the URL (for tests).
             clock: Returns the Unix time in seconds.
             outage_s: How long a server that has answered before is waited for, in seconds; at most
@@ -82,7 +84,7 @@ class RedisStateStore(StateStore):
             )
         self.url = url
         self._clock = clock
-        self._link = RedisLink(url, client=client, outage_s=outage_s)
+        self._link = RedisLink(url, password=password, client=client, outage_s=outage_s)
 
     async def _changed(
         self, script: str, run_id: str, names: Sequence[str], arguments: Sequence[Any]

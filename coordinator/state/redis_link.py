@@ -20,8 +20,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.state.errors import StoreRefusedError, StoreUnavailableError
+from rolemesh.engine.specs.urls import masked_url
 
 OUTAGE_S = 60.0
 """How long a command is repeated while the server does not answer."""
@@ -55,12 +55,18 @@ class RedisLink:
     """
 
     def __init__(
-        self, url: str, *, client: redis.asyncio.Redis | None = None, outage_s: float = OUTAGE_S
+        self,
+        url: str,
+        *,
+        password: str | None = None,
+        client: redis.asyncio.Redis | None = None,
+        outage_s: float = OUTAGE_S,
     ) -> None:
         """Prepares; nothing is sent before the first command.
 
         Args:
             url: URL of the server.
+            password: Of its user; None: it asks for none.
             client: A client to use instead of one made from the URL (for tests).
             outage_s: How long a command is repeated, in seconds. Before the server has answered
                 for the first time, nothing is repeated: its URL is more likely wrong.
@@ -70,7 +76,7 @@ class RedisLink:
         """
         self.outage_s = outage_s
         self._url = url
-        self._client = client or _client(url)
+        self._client = client or _client(url, password)
         self._has_answered = False
         self._last_failure: BaseException = ConnectionError("no answer yet")
         self._turn = asyncio.Lock()
@@ -161,14 +167,22 @@ class RedisLink:
         except _REFUSALS as error:
             self._has_answered = True
             raise StoreRefusedError(self._url, error) from error
+        except RedisConnectionError as error:
+            # As which the client raises whatever a server refuses while a socket is opened.
+            cause = error.__cause__
+            if not isinstance(cause, _REFUSALS):
+                raise
+            self._has_answered = True
+            raise StoreRefusedError(self._url, cause) from cause
         self._has_answered = True
         return answer
 
 
-def _client(url: str) -> redis.asyncio.Redis:
+def _client(url: str, password: str | None) -> redis.asyncio.Redis:
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            password=password,
             max_connections=_MAX_CONNECTIONS,
             # Seconds that a command waits for a connection.
             timeout=COMMAND_TIMEOUT_S,
@@ -185,5 +199,5 @@ def _client(url: str) -> redis.asyncio.Redis:
         cause = f" ({error})" if shown == url else ""
         raise ValueError(
             f"store.url is {shown!r}, which cannot be read{cause}: give host, port and number, "
-            "e.g. redis://127.0.0.1:6379/0, and write special characters of a password as %XX"
+            "e.g. redis://127.0.0.1:6379/0"
         ) from None

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.trackers.registry import make_tracker
 from rolemesh.coordinator.trackers.tracker import RunFacts, Tracker
+from rolemesh.engine.specs.urls import masked_text
 
 EXIT_NOT_STARTED = 3
 """The tracker could not be started: there is nothing to log to."""
@@ -39,7 +40,7 @@ def main() -> int:
                 work(*arguments)
             except Exception as error:
                 # The package's code, or a user's: it may raise anything.
-                traceback.print_exc()
+                print(masked_text(traceback.format_exc()), end="", file=sys.stderr)
                 answer["error"] = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
             answers.write(json.dumps(answer) + "\n")
             answers.flush()

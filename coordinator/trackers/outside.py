@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +17,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.recipe.addresses import masked_url
 from rolemesh.coordinator.recipe.trackers import TrackerSpec
 from rolemesh.coordinator.state import bound_process
+from rolemesh.coordinator.state.child_environment import without_own_secrets
 from rolemesh.coordinator.trackers.tracker import RunFacts
+from rolemesh.engine.specs.urls import masked_text
 
 QUEUE_STEPS = 1_000
 """Steps that wait for a slow tracker; later ones are dropped while it is full."""
 
 _TERMINATE_GRACE_S = 1.0
 """Between SIGTERM and SIGKILL to a tracker that does not end."""
-
-_USER_AND_PASSWORD = re.compile(r"//[^\s/]*@")
-"""Of a URL in what a package says: events are shown to everybody who may see the run."""
 
 
 class OutsideTracker:
@@ -82,7 +79,11 @@ class OutsideTracker:
                     stderr=log,
                     # Neither the current directory nor a script's may shadow a package: wandb and
                     # mlflow leave folders of their own names behind.
-                    env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+                    env={
+                        **without_own_secrets(os.environ),
+                        "PYTHONSAFEPATH": "1",
+                        "PYTHONUNBUFFERED": "1",
+                    },
                     # Ctrl-C reaches a whole process group; the run decides when the tracker ends.
                     start_new_session=True,
                 )
@@ -163,7 +164,7 @@ class OutsideTracker:
             self._has_problem = True
             self._on_event(
                 f"tracker {self._name} failed, and the run goes on: "
-                f"{_USER_AND_PASSWORD.sub('//***@', text)}; its log is {self._log}"
+                f"{masked_text(text)}; its log is {self._log}"
             )
 
 
@@ -197,15 +198,3 @@ def outside_trackers(
             name = f"{name}-{types[:number].count(spec.type)}"
         made.append(OutsideTracker(spec, name, logs / f"tracker-{name}.log", on_event))
     return tuple(made)
-
-
-def without_passwords(value: Any) -> Any:
-    """The same plain JSON values, with the URLs in them as they may be shown."""
-    match value:
-        case dict():
-            return {key: without_passwords(inner) for key, inner in value.items()}
-        case list():
-            return [without_passwords(inner) for inner in value]
-        case str():
-            return masked_url(value) if "://" in value else value
-    return value

@@ -11,7 +11,12 @@ class Spec(BaseModel):
     """A frozen section of a recipe that refuses unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        # A URL may have a password. Our own messages show what was given, masked.
+        hide_input_in_errors=True,
     )
 
 

@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.own_functions import python_form
+from rolemesh.engine.specs.urls import is_loopback, masked_url
+from rolemesh.engine.specs.variables import TokenVariable, VariableName
 
 FORMS = (
     "grpc://host:port, http://host/get_reward (OpenRLHF), http://host/verify (NeMo-Gym), "
@@ -66,6 +68,11 @@ class OutsideRewardSpec(Spec):
     on_failure: FailurePolicySpec = FailSpec()
     """What becomes of rows for which no valid answer came."""
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Environment variables of the reward service that the source reads."""
+        return ()
+
     @model_validator(mode="after")
     def _check_range(self) -> Self:
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
@@ -103,13 +110,21 @@ class EndpointRewardSpec(OutsideRewardSpec):
     """Failures in a row after which a replica is left alone."""
     breaker_pause_s: float = Field(default=5.0, gt=0)
     """Seconds until one request tries that replica again."""
-    token_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Environment variable of the reward service that holds a bearer token; None: no token."""
+    token_variable: TokenVariable | None = None
+    """Environment variable of the reward service that holds a bearer token; None: no token. Its
+    name ends with TOKEN or KEY, and it is sent over TLS only, or to loopback."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The token's, where there is one."""
+        return () if self.token_variable is None else (self.token_variable,)
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
         for url in self.urls:
             _check_url(url, self.schemes())
+            if self.token_variable is not None:
+                _check_token_is_safe(url)
         return self
 
     @classmethod
@@ -124,7 +139,8 @@ def _check_url(url: str, schemes: tuple[str, ...]) -> None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"urls has {url!r}, which is no URL ({error}): give {wanted}") from None
+        shown = masked_url(url)
+        raise ValueError(f"urls has {shown!r}, which is no URL ({error}): give {wanted}") from None
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             "urls has a URL with a user or password in it, which would be logged: put a token into "
@@ -132,6 +148,16 @@ def _check_url(url: str, schemes: tuple[str, ...]) -> None:
         )
     if parts.scheme not in schemes or not host:
         raise ValueError(f"urls has {url!r}: give {wanted}")
+
+
+def _check_token_is_safe(url: str) -> None:
+    """Refuses a URL to which a token would travel where others can read it."""
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "grpc") and not is_loopback(parts.hostname or ""):
+        raise ValueError(
+            f"urls has {url!r}, to which token_variable would send a token that is not encrypted: "
+            f"give {parts.scheme}s://, or a server or proxy on 127.0.0.1, or no token"
+        )
 
 
 class OpenRlhfRewardSpec(EndpointRewardSpec):
@@ -271,9 +297,14 @@ class PythonRewardSpec(OutsideRewardSpec):
     """Processor time of one call, all threads together; None: as many seconds as timeout_s."""
     max_output_bytes: int = Field(default=1 << 20, ge=1)
     """What one call may print; more ends it."""
-    environment: tuple[str, ...] = ()
+    environment: tuple[VariableName, ...] = ()
     """Further environment variables of the service that its workers get, e.g. a token's. Others,
     and so passwords, are kept from them, but for the usual ones such as PATH."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Those that its workers get."""
+        return self.environment
 
 
 # --- the union ----------------------------------------------------------------------------

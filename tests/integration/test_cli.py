@@ -186,12 +186,16 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
             "store.url: the store at redis://127.0.0.1:1/0 does not answer",
         ),
         (
-            ["--set", "store.type=redis", "--set", "store.url=redis://me:secret@h:x/0"],
+            ["--set", "store.type=redis", "--set", "store.url=redis://me@h:x/0"],
             "store.url is 'redis://***@h:x/0', which cannot be read",
         ),
         (
-            ["--set", "store.type=redis", "--set", "store.url=http://me:secret@h/0"],
+            ["--set", "store.type=redis", "--set", "store.url=http://me@h/0"],
             "store.url is 'http://***@h/0'",
+        ),
+        (
+            ["--set", "store.type=redis", "--set", "store.url=redis://me:secret@h/0"],
+            "--set store.url=redis://***@h/0: every user of this machine can read a password",
         ),
     ],
     ids=[
@@ -202,6 +206,7 @@ async def test_printed_config_is_a_recipe(recipe_file: Path, tmp_path: Path) -> 
         "store-unreachable",
         "store-url-unreadable",
         "store-url-of-another-kind",
+        "password-on-the-command-line",
     ],
 )
 async def test_bad_input_is_one_message_and_exit_code_2(

@@ -24,8 +24,7 @@ from support.fake_runs import SPLIT_POOLS, Recorder, make_run, read_lines
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError, RunError
-from rolemesh.coordinator.recipe.schema import Recipe
-from rolemesh.coordinator.recipe.stores import RedisStoreSpec
+from rolemesh.coordinator.recipe.schema import Recipe, TracingSpec
 from rolemesh.coordinator.run.training_run import TrainingRun
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
@@ -135,9 +134,9 @@ def mesh_reward_spec() -> dict[str, Any]:
     return {"type": "arithmetic", "exact": 1.0, "contained": 0.2, "form": 0.1}
 
 
-async def test_a_store_s_password_is_written_where_its_owner_alone_reads_it(tmp_path: Path) -> None:
-    secret = RedisStoreSpec(url="redis://:s3cret@127.0.0.1:1/0")
-    for name, update in (("open", {}), ("closed", {"store": secret})):
+async def test_a_url_s_password_is_written_where_its_owner_alone_reads_it(tmp_path: Path) -> None:
+    secret = TracingSpec(endpoint="http://me:s3cret@127.0.0.1:1")
+    for name, update in (("open", {}), ("closed", {"tracing": secret})):
         recipe = fake_recipe(steps=1).model_copy(update=update)
         async with fake_mesh() as mesh:
             await make_run(mesh, tmp_path / name, recipe, MemoryStateStore()).execute()

@@ -387,6 +387,14 @@ async def test_a_token_is_sent_and_one_that_is_not_set_is_missed(server, monkeyp
         made(server.url, token_variable="REWARD_TOKEN")
 
 
+async def test_a_token_that_a_server_sends_back_is_not_told(server, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    server.faults = ["echo"]
+    found = await judged(server.url + "/get_reward", token_variable="REWARD_TOKEN", tries=1)
+    assert "not with Bearer ***" in str(found.failures[0])
+    assert "s3cret" not in str(found.failures[0])
+
+
 @pytest.mark.parametrize(
     "url", ["http://h/\n", "http://xn--/", "http://a..\u00e9/", "http://h\x7f/"]
 )

@@ -18,6 +18,7 @@ OUTSIDE_FILE = REPOSITORY / "deploy" / "compose.outside.yaml"
 IMAGES = {
     "ROLEMESH_IMAGE": "rolemesh:test",
     "ROLEMESH_COORDINATOR_IMAGE": "rolemesh:coordinator-test",
+    "ROLEMESH_STORE_PASSWORD_FILE": "/home/me/rolemesh/.secrets/store-password",
 }
 """What `make images` writes into .env."""
 

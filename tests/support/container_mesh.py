@@ -153,7 +153,11 @@ class Images:
 
 def resolve_images(variables: Mapping[str, str] | None = None) -> Images:
     """The images that Compose would start; raises ContainersError when one is not there."""
-    environment = {"ROLEMESH_API_TOKEN_FILE": os.devnull, **caller_environment()}
+    environment = {
+        "ROLEMESH_API_TOKEN_FILE": os.devnull,
+        "ROLEMESH_STORE_PASSWORD_FILE": os.devnull,
+        **caller_environment(),
+    }
     completed = execute(
         [*compose_command("rolemesh-images"), "config", "--format", "json"],
         environment=environment | dict(variables or {}),
@@ -200,7 +204,7 @@ class ContainerRun:
 class ContainerMesh:
     """One Compose project. Made by `container_mesh`, which also takes it down."""
 
-    def __init__(self, project: str, token_file: Path) -> None:
+    def __init__(self, project: str, token_file: Path, password_file: Path) -> None:
         self.project = project
         self.token = token_file.read_text().strip()
         # Any free port of the host: other meshes may be there.
@@ -209,6 +213,7 @@ class ContainerMesh:
             **caller_environment(),
             **ports,
             "ROLEMESH_API_TOKEN_FILE": str(token_file),
+            "ROLEMESH_STORE_PASSWORD_FILE": str(password_file),
         }
 
     def compose(
@@ -353,11 +358,12 @@ def container_mesh(project: str, folder: Path) -> Iterator[ContainerMesh]:
     Raises:
         ContainersError: Something did stay.
     """
-    token_file = folder / "token"
-    token_file.write_text(secrets.token_hex(32))
-    # The coordinator is another user than the one who runs the tests.
-    token_file.chmod(0o644)
-    mesh = ContainerMesh(project, token_file)
+    token_file, password_file = folder / "token", folder / "store-password"
+    for file in (token_file, password_file):
+        file.write_text(secrets.token_hex(32))
+        # Containers have other users than the one who runs the tests.
+        file.chmod(0o644)
+    mesh = ContainerMesh(project, token_file, password_file)
     try:
         yield mesh
     finally:

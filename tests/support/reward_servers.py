@@ -115,6 +115,9 @@ class RewardServer:
                 return JSONResponse(right)
             case "hang":
                 await asyncio.sleep(3600)
+            case "echo":
+                sent = request.headers.get("authorization")
+                return JSONResponse({"detail": f"not with {sent}"}, status_code=403)
             case "short":
                 return JSONResponse({"rewards": list(rewards)[:-1]})
             case "long":

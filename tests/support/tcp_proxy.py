@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 
 class TcpProxy:
-    """Passes bytes on to a port of this host, until it is told otherwise. Owner: its loop."""
+    """Passes bytes on to a port or a socket of this host, until it is told otherwise.
 
-    def __init__(self, target_port: int) -> None:
-        self.target_port = target_port
+    Owner: its loop.
+    """
+
+    def __init__(self, target: int | Path) -> None:
+        self.target = target
         self.num_connections = 0
         self.answers_to_lose = 0
         """So many answers end their connection instead of passing."""
@@ -51,7 +55,11 @@ class TcpProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+            far_reader, far_writer = await (
+                asyncio.open_connection("127.0.0.1", self.target)
+                if isinstance(self.target, int)
+                else asyncio.open_unix_connection(self.target)
+            )
         except OSError:
             writer.close()
             return

@@ -61,9 +61,9 @@ class JsonEndpoint:
         self.url = url
         self._max_bytes = spec.max_response_bytes
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        token = bearer_token(spec)
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
+        self._token = bearer_token(spec)
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(spec.timeout_s),
@@ -119,7 +119,7 @@ class JsonEndpoint:
             raise RewardAnswerInvalidError(
                 url,
                 expected="JSON",
-                found=f"{_text(body)} ({type(error).__name__})",
+                found=f"{self._text(body)} ({type(error).__name__})",
                 remedy="give the URL of the reward itself; its answer must be JSON",
             ) from error
 
@@ -150,7 +150,7 @@ class JsonEndpoint:
                 raise self._invalid(
                     status,
                     f"at most max_response_bytes, {self._max_bytes}",
-                    f"more ({_text(body)})",
+                    f"more ({self._text(body)})",
                 )
         return bytes(body)
 
@@ -162,7 +162,7 @@ class JsonEndpoint:
             start += piece
             if len(start) >= SHOWN_CHARACTERS:
                 break
-        found = f"status {status}: {_text(start)}"
+        found = f"status {status}: {self._text(start)}"
         if status in (REQUEST_TIMEOUT, TOO_MANY_REQUESTS) or answer.is_server_error:
             return RewardUnavailableError(
                 url,
@@ -176,6 +176,13 @@ class JsonEndpoint:
         elif status in (401, 403):
             remedy = "put a token into the variable that token_variable names"
         return RewardRefusedError(url, expected="status 200", found=found, remedy=remedy)
+
+    def _text(self, body: bytes | bytearray) -> str:
+        """The beginning of an answer, without the token that a server may send back."""
+        text = bytes(body).decode("utf-8", "replace")
+        if self._token is not None:
+            text = text.replace(self._token, "***")
+        return f"{text[:SHOWN_CHARACTERS]!r}{'...' if len(text) > SHOWN_CHARACTERS else ''}"
 
     def _invalid(self, status: int, expected: str, found: str) -> RewardAnswerInvalidError:
         return RewardAnswerInvalidError(
@@ -252,8 +259,3 @@ def _retry_after_s(header: str) -> float | None:
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return max(0.0, (moment - datetime.now(UTC)).total_seconds())
-
-
-def _text(body: bytes | bytearray) -> str:
-    cut = bytes(body[:SHOWN_CHARACTERS]).decode("utf-8", "replace")
-    return f"{cut!r}{'...' if len(body) > SHOWN_CHARACTERS else ''}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,8 +47,6 @@ class Meeting:
         self._rank = rank
         self._world_size = world_size
         self._num_meshes = 0
-        # Groups connect over loopback: all ranks of a service are on one host.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._store = FileStore(str(path), world_size)
         self._store.set_timeout(datetime.timedelta(seconds=MEET_TIMEOUT_S))
 

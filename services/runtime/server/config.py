@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rolemesh.engine.specs import LayoutSpec
+from rolemesh.engine.specs.urls import without_passwords
 
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
 """ROLEMESH_SERVICE__PORT sets port, and so on."""
@@ -32,7 +33,9 @@ class ConfigError(ValueError):
 class ServiceConfig(BaseModel):
     """Frozen settings of a service process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
     role: str = Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")
     """Role that the process serves; set by the program, not by the user."""
@@ -172,9 +175,8 @@ def load_config(
         problems = []
         for problem in error.errors():
             field = ".".join(str(part) for part in problem["loc"])
-            problems.append(
-                f"{field} is {problem['input']!r}: {problem['msg']}" if field else problem["msg"]
-            )
+            given = without_passwords(problem["input"])
+            problems.append(f"{field} is {given!r}: {problem['msg']}" if field else problem["msg"])
         raise ConfigError("; ".join(problems)) from error
 
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import grpc
 from pydantic import ValidationError
 
+from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.rpc.errors import RolemeshError, error_class
 
 FAILED_RANK = "failed_rank"
@@ -257,5 +258,6 @@ def _validation_message(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False, include_context=False):
         field = ".".join(str(part) for part in problem["loc"]) or "the whole"
-        problems.append(f"{error.title}: {field} is {problem['input']!r}: {problem['msg']}")
+        given = without_passwords(problem["input"])
+        problems.append(f"{error.title}: {field} is {given!r}: {problem['msg']}")
     return "; ".join(problems)

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from pydantic import ValidationError
 
@@ -138,6 +140,44 @@ def test_a_password_in_a_url_is_refused_and_not_repeated():
         source_of("http://user:hunter2@h/get_reward")
     assert "token_variable" in str(error.value.errors()[0]["msg"])
     assert "hunter2" not in str(error.value.errors()[0]["msg"])
+
+
+@pytest.mark.parametrize(
+    ("urls", "variable", "refused"),
+    [
+        ("https://h/get_reward", "JUDGE_TOKEN", ""),
+        ("http://127.0.0.1:5000/get_reward", "OPENAI_API_KEY", ""),
+        ("http://[::1]:5000/get_reward", "JUDGE_TOKEN", ""),
+        ("http://localhost/get_reward", "judge_token", ""),
+        ("http://h/get_reward", "JUDGE_TOKEN", "not encrypted: give https://"),
+        (["https://h/x", "http://127.0.0.1.h/x"], "JUDGE_TOKEN", "'http://127.0.0.1.h/x'"),
+        ("https://h/get_reward", "ROLEMESH_API_TOKEN", "a variable of rolemesh itself"),
+        ("https://h/get_reward", "Rolemesh_x_token", "a variable of rolemesh itself"),
+        ("https://h/get_reward", "PATH", "does not end with TOKEN or KEY"),
+        ("https://h/get_reward", "DATABASE_URL", "does not end with TOKEN or KEY"),
+    ],
+)
+def test_a_token_goes_to_nobody_who_could_read_it_on_its_way(urls, variable, refused):
+    given = {"type": "openrlhf", "urls": urls, "token_variable": variable}
+    if not refused:
+        assert source_of({"source": given}).variables == (variable,)
+        return
+    with pytest.raises(ValidationError, match=re.escape(refused)):
+        source_of({"source": given})
+
+
+def test_a_token_is_not_sent_over_grpc_in_clear():
+    given = {"type": "grpc", "urls": "grpc://h:50051", "token_variable": "JUDGE_TOKEN"}
+    with pytest.raises(ValidationError, match="not encrypted: give grpcs://"):
+        source_of({"source": given})
+    assert source_of({"source": {**given, "urls": "grpcs://h:50051"}}).variables == ("JUDGE_TOKEN",)
+
+
+def test_no_part_of_a_url_with_a_password_is_told_whatever_else_is_wrong_with_it():
+    for url in ("http://me:hunter2@[h/x", "ftp://me:hunter2@h/x", "http://me:hunter2@h:x/"):
+        with pytest.raises(ValidationError) as error:
+            source_of({"source": {"type": "openrlhf", "urls": url}})
+        assert "hunter2" not in str(error.value)
 
 
 def test_failing_is_the_default_and_dropping_is_known():

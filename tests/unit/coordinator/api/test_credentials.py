@@ -40,7 +40,7 @@ def test_the_file_goes_before_the_variable(tmp_path: Path) -> None:
 def test_what_cannot_be_a_token_is_refused_and_not_shown(text: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(text)
-    with pytest.raises(ValueError, match="holds no token") as refused:
+    with pytest.raises(ValueError, match="holds no secret") as refused:
         read_token(file, {})
     assert not text or text not in str(refused.value)
 

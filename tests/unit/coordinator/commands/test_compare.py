@@ -94,15 +94,15 @@ def test_of_a_run_that_went_back_the_newest_steps_count_and_what_is_not_finite_i
 
 
 def test_every_field_in_which_recipes_differ_is_there_and_no_password(tmp_path: Path) -> None:
-    store = {"type": "redis", "url": "redis://user:secret@host:6379/0"}
-    one = write_run(tmp_path / "one", steps([0.5]), run__seed=3, store=store)
+    tracing = {"endpoint": "http://user:secret@host:4317"}
+    one = write_run(tmp_path / "one", steps([0.5]), run__seed=3, tracing=tracing)
     two = write_run(tmp_path / "two", steps([0.5]), run__seed=4)
     assert "secret" in (one / "config.yaml").read_text()
     found = compare([one, two])
     assert found.differences["run.seed"] == [3, 4]
-    assert {name.partition(".")[0] for name in found.differences} == {"run", "store"}
+    assert {name.partition(".")[0] for name in found.differences} == {"run", "tracing"}
     told = json.dumps(found.differences) + page(found, ["reward/mean"])
-    assert "redis://" in told
+    assert "http://***@host" in told
     assert "secret" not in told
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -303,6 +304,51 @@ def test_command_says_what_the_recipe_says(tmp_path: Path) -> None:
     assert visible_devices(recipe, "reward") == ""
     with pytest.raises(ValueError, match="shows 1 devices"):
         visible_devices(recipe, "critic", "3")
+
+
+async def test_a_service_gets_what_it_needs_of_the_environment_and_what_the_recipe_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = ("ROLEMESH_API_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "MINE")
+    recipe_fields = ("ROLEMESH_TRACING__ENDPOINT",)
+    needed = ("PATH", "LC_ALL", "NCCL_DEBUG", "HF_HOME", "TOKENIZERS_PARALLELISM")
+    ours = ("ROLEMESH_SERVICE__LOG_LEVEL", "ROLEMESH_KERNELS")
+    named = ("MY_TOOL_KEY", "JUDGE_TOKEN", "FOR_FUNCTIONS")
+    for name in (*secret, *recipe_fields, *needed, *ours, *named):
+        monkeypatch.setenv(name, os.environ.get(name, name))
+    judge = {"type": "openrlhf", "urls": "https://h/get_reward", "token_variable": "JUDGE_TOKEN"}
+    mine = {"type": "python", "function": "mine.py:judge", "environment": ["FOR_FUNCTIONS"]}
+    recipe = fake_recipe(
+        services={"actor": {"variables": ["MY_TOOL_KEY"]}},
+        reward=[{"source": judge}, {"source": mine, "name": "mine"}],
+    )
+
+    def make(service: str, announce: Path) -> ServiceCommand:
+        told = json_of_environment(announce)
+        environment = service_commands(recipe)(service, announce).environment
+        return ServiceCommand(arguments=[sys.executable, "-c", told], environment=environment)
+
+    async with Launcher(("actor", "reward"), make, tmp_path) as subject:
+        await subject.start()
+        found = {
+            role: set(json.loads((tmp_path / f"{role}.log").read_text()))
+            for role in ("actor", "reward")
+        }
+    for role, own in (("actor", named[:1]), ("reward", named[1:])):
+        asked = {*secret, *recipe_fields, *needed, *ours, *named}
+        assert found[role] & asked == {*needed, *ours, *own}
+
+
+def json_of_environment(announce: Path) -> str:
+    """A program that prints the names of its variables and then serves."""
+    names = "import json, os; print(json.dumps(list(os.environ)), flush=True)\n"
+    return names + f"import sys; sys.argv = ['', {str(announce)!r}]\n" + SERVE
+
+
+@pytest.mark.parametrize("name", ["ROLEMESH_API_TOKEN", "rolemesh_store", "A-B", ""])
+def test_variables_of_rolemesh_itself_are_handed_to_none(name: str) -> None:
+    with pytest.raises(ValueError, match="variables"):
+        fake_recipe(services={"actor": {"variables": [name]}})
 
 
 def test_flags_are_those_that_services_know(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from rolemesh.coordinator.trackers.outside import (
     QUEUE_STEPS,
     OutsideTracker,
     outside_trackers,
-    without_passwords,
 )
 from rolemesh.coordinator.trackers.tracker import RunFacts
+from rolemesh.engine.specs.urls import without_passwords
 
 LONG_S = 60.0
 """Nothing of a test may take that long: a hang."""

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from rolemesh.engine.specs import RewardSpec
 from rolemesh.rpc.errors import (
     CapacityError,
     InternalError,
@@ -132,3 +133,17 @@ def test_a_validation_error_names_field_value_and_problem() -> None:
     described = describe(caught.value)
     assert described.reason == "SPEC_INVALID"
     assert "inner.rate is 'fast'" in described.message
+
+
+def test_a_validation_error_shows_no_password_of_a_url() -> None:
+    class Place(BaseModel):
+        url: str
+        port: int
+
+    with pytest.raises(ValidationError) as caught:
+        Place.model_validate({"url": "http://me:s3cret@h", "port": "http://me:s3cret@h"})
+    assert "port is 'http://***@h'" in describe(caught.value).message
+    with pytest.raises(ValidationError) as whole:
+        RewardSpec.model_validate({"source": {"type": "openrlhf", "urls": ["http://me:s3cret@h"]}})
+    assert "s3cret" not in describe(whole.value).message
+    assert "s3cret" not in str(whole.value)
