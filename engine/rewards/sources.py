@@ -145,10 +145,16 @@ class ReasoningGymReward:
             strict=True,
         )
         scores = []
-        for text, answer, metadata in rows:
-            entry = {**json.loads(metadata), "answer": answer}
-            score = get_score_answer_fn(entry["metadata"]["source_dataset"])
-            scores.append(float(score(text.strip(), entry)))
+        for row, (text, answer, metadata) in enumerate(rows):
+            try:
+                entry = {**json.loads(metadata), "answer": answer}
+                score = get_score_answer_fn(entry["metadata"]["source_dataset"])
+                scores.append(float(score(text.strip(), entry)))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise RewardInvalidError(
+                    f"row {row} is of no task of reasoning_gym, which makes its metadata "
+                    f"({type(error).__name__}: {error}): judge rows of data of that type"
+                ) from error
         return torch.tensor(scores, dtype=torch.float32)
 
 

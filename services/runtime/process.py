@@ -29,6 +29,7 @@ from rolemesh.engine.transport.shm import remove_leftovers
 from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import SERVER_OPTIONS
+from rolemesh.rpc.limits import MAX_CALLS
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
@@ -110,6 +111,7 @@ class ServiceServer:
         server = grpc.aio.server(
             interceptors=[ServiceInterceptor(runtime.role.name, config.rank, self.metrics)],
             options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
         ExperienceServicer(
