@@ -280,7 +280,7 @@ class Runtime(KeyedCalls):
         )
 
     def peer(self, address: str) -> MeshChannel:
-        """The channel to a peer, opened on first use. Those used last are kept, MAX_PEERS of them."""
+        """The channel to a peer, opened on first use; MAX_PEERS are kept, those used last."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = open_channel(address, traffic=self.traffic)
