@@ -137,8 +137,9 @@ class TrainingRun:
         self._replacements: Replacements | None = None
         """Of the attempt in progress, once it has begun."""
         self._begun_by: Attempt | None = None
-        self._told_epoch = 0
         """The last attempt that had all services where the run was."""
+        self._told_epoch = 0
+        """The highest epoch by which a service has refused this run, which the store never gave."""
         self._aborted = EarlyEnd()
         self._is_ending = False
         """Whether this process was told to end, by a signal."""

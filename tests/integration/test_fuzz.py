@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ import pytest
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from support.fake_run import fill_store
+from support.learning_runs import service_processes
 from support.malformed import TEXTS, Known, Malformed
 from support.mesh_runs import tiny_recipe
-from support.rollout_services import process_of
 from support.services import operation_key
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
@@ -345,26 +344,11 @@ async def known_of(clients: Mapping[str, ServiceClient], folder: Path) -> Known:
     )
 
 
-@asynccontextmanager
-async def roles(folder: Path, names: tuple[str, ...]) -> AsyncIterator[Mapping[str, Any]]:
-    """A process for each role: its address and its process id."""
-    flags = ("--experience-capacity-bytes", str(32 << 20))
-    with ExitStack() as stack:
-        started = await asyncio.gather(
-            *(
-                asyncio.to_thread(lambda name=name: stack.enter_context(
-                    process_of(name, folder, *flags)
-                ))
-                for name in names
-            )
-        )  # fmt: skip
-        yield {name: address for name, (address, _) in zip(names, started, strict=True)}
-
-
 async def fuzz_roles(folder: Path, names: tuple[str, ...], number: int) -> None:
     """Sends so many to every method of every role, before it holds a run and while it does."""
     specs = specs_of(folder)
-    async with roles(folder, names) as addresses:
+    capacity = ("--experience-capacity-bytes", str(32 << 20))
+    with service_processes(folder, names, *capacity) as addresses:
         channels = {name: open_channel(address) for name, address in addresses.items()}
         bare = {name: grpc.aio.insecure_channel(address) for name, address in addresses.items()}
         clients = {name: ServiceClient(channel) for name, channel in channels.items()}
