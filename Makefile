@@ -53,7 +53,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup tools model judge sums quickstart system-packages test test-slow test-gpu \
+.PHONY: help setup tools model judge sums quickstart system-packages test test-slow fuzz test-gpu \
 	first-hour test-kernels test-trackers images sbom test-containers format lint type protos \
 	protos-check sdk bench bench-peers check lock \
 	docs dist
@@ -103,6 +103,11 @@ test: system-packages tools ## everything that needs no GPU and is not slow; ARG
 
 test-slow: system-packages tools ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not containers" $(ARGS) || [ $$? -eq 5 ]
+
+fuzz: system-packages tools ## malformed requests to each method and route, into build/fuzz.jsonl; MESSAGES=10000
+	@mkdir -p build
+	FUZZ_MESSAGES=$(or $(MESSAGES),10000) FUZZ_REPORT=build/fuzz.jsonl OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q -s -m slow tests/integration/test_fuzz.py $(ARGS)
 
 $(TRITON_INSTALLED): $(TOOLS_INSTALLED)
 	rm -rf $(TRITON)

@@ -165,7 +165,7 @@ class Column:
         """The rows of a TEXT column."""
         if self.kind is not ColumnKind.TEXT:
             raise ValueError(f"a {self.kind.value} column holds no text")
-        return [bytes(row.tolist()).decode() for row in self.rows()]
+        return [row.numpy().tobytes().decode() for row in self.rows()]
 
 
 class Experience:

@@ -18,6 +18,8 @@ from rolemesh.coordinator.api.messages import to_seconds
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import InternalError, InvalidRequestError, RolemeshError, to_status
+from rolemesh.rpc.limits import MAX_CALLS, checked, request_reader
+from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def _answering(method: _Method) -> _Method:
     async def answer(self: Any, request: Any, context: _Context) -> Any:
         try:
             _check_deadline(context)
-            return await method(self, request, context)
+            return await method(self, checked(request), context)
         except Exception as error:
             await _refuse(context, _described(error))
 
@@ -211,11 +213,37 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """See coordinator.proto."""
         try:
             _check_deadline(context)
+            checked(request)
             events = self._operations.watch_run(request.run_id, request.after_event_id)
             async for event in events:
                 yield coordinator_pb2.WatchRunResponse(event=event)
         except Exception as error:
             await _refuse(context, _described(error))
+
+
+class RequestInterceptor(grpc.aio.ServerInterceptor):
+    """Reads requests so that a wrong one reaches the servicer, which can say what is wrong."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Called by grpc for each call."""
+        handler = await continuation(handler_call_details)
+        method = rolemesh_methods().get(handler_call_details.method)
+        if handler is None or method is None or handler.request_deserializer is None:
+            return handler
+        read = request_reader(handler.request_deserializer, method.input_type)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                handler.unary_stream, read, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            cast(Any, handler.unary_unary), read, handler.response_serializer
+        )
 
 
 async def serve_coordinator(
@@ -240,7 +268,11 @@ async def serve_coordinator(
     except OSError as error:
         raise _cannot_be_bound(host, port, error) from error
     guards = () if token is None else (TokenInterceptor(token),)
-    server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
+    server = grpc.aio.server(
+        interceptors=(*guards, RequestInterceptor()),
+        options=SERVER_OPTIONS,
+        maximum_concurrent_rpcs=MAX_CALLS,
+    )
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(
         CoordinatorServicer(operations), server
     )

@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
@@ -212,8 +213,9 @@ class StoreOperations:
         self, run_id: str, after_event_id: str = ""
     ) -> AsyncIterator[coordinator_pb2.RunEvent]:
         """Past and future events after the given one, to the end of the run."""
-        async for event in self._watches.follow(run_id, after_event_id):
-            yield event
+        async with aclosing(self._watches.follow(run_id, after_event_id)) as events:
+            async for event in events:
+                yield event
 
     async def watches_end(self, timeout_s: float) -> None:
         """Returns when all watches have ended, or after timeout_s."""

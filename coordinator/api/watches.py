@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from rolemesh.coordinator.api.messages import FINAL_STATES
 from rolemesh.coordinator.api.store_errors import translated
 from rolemesh.coordinator.state.store import RunStream, StateStore
+from rolemesh.rpc.errors import CapacityError
+from rolemesh.rpc.limits import MAX_WATCHES
 from rolemesh.v1 import coordinator_pb2
 
 _PAGE = 256
@@ -30,12 +32,18 @@ class Watches:
 
     async def follow(
         self, run_id: str, after_event_id: str
-    ) -> AsyncIterator[coordinator_pb2.RunEvent]:
+    ) -> AsyncGenerator[coordinator_pb2.RunEvent]:
         """Past and future events after the given one, to the end of the run.
 
         Raises:
             RolemeshError: As coordinator.proto says of WatchRun.
         """
+        if self._number >= MAX_WATCHES:
+            raise CapacityError(
+                f"{MAX_WATCHES} watches of runs go on, as many as there may be: end one",
+                reason="TOO_MANY_STREAMS",
+                retryable=True,
+            )
         self._number += 1
         self._are_none.clear()
         try:

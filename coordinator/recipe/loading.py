@@ -38,9 +38,60 @@ _FLOAT = re.compile(
 
 _PASSWORD_IN_URL = re.compile(r"//[^/\s@]*:[^/\s]*@")
 
+MAX_BYTES = 2**20
+"""Bytes of a recipe. One with every default spelled out has 20,000."""
+
+MAX_NODES = 20_000
+"""Values and keys of a recipe, where an alias counts as all that it stands for. One with every
+default spelled out has 1,000, lists of data files and trackers included."""
+
+MAX_DEPTH = 50
+"""Levels of nesting. The schema has 6, and data of the user a few more."""
+
 
 class _RecipeYaml(yaml.SafeLoader):
-    """Plain data only. Refuses a key that is given twice; reads 1e-5 as a number."""
+    """Plain data only. Refuses a key that is given twice; reads 1e-5 as a number.
+
+    Nodes are counted while the text is read, before anything is made of them: a few hundred bytes
+    of aliases of aliases could stand for billions of values.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._num_nodes = 0
+        self._sizes: dict[yaml.Node, int] = {}
+        """By each node that is read to its end how many it stands for."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark, is_alias = event.start_mark, isinstance(event, yaml.AliasEvent)
+        before = self._num_nodes
+        self._depth += 1
+        self._num_nodes += 1
+        self._check(self._depth <= MAX_DEPTH, f"it nests more than {MAX_DEPTH} levels deep", mark)
+        self._check_number(mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and is_alias:
+            self._check(node in self._sizes, "an alias stands for what it is a part of", mark)
+            self._num_nodes = before + self._sizes[node]
+            self._check_number(mark)
+        elif node is not None:
+            self._sizes[node] = self._num_nodes - before
+        return node
+
+    def _check_number(self, mark: yaml.Mark) -> None:
+        self._check(
+            self._num_nodes <= MAX_NODES,
+            f"it has more than {MAX_NODES} values and keys, with all that aliases stand for",
+            mark,
+        )
+
+    @staticmethod
+    def _check(holds: bool, problem: str, mark: yaml.Mark) -> None:
+        if not holds:
+            raise yaml.composer.ComposerError(None, None, f"{problem}: write less", mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -138,7 +189,8 @@ _Layer = tuple[dict[str, Any], dict[tuple[str, ...], str]]
 
 def _from_file(path: Path) -> _Layer:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe{_neighbours(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -208,6 +260,8 @@ def _from_overrides(overrides: Iterable[str]) -> _Layer:
 
 
 def _parsed(text: str, source: str, *, has_lines: bool = False) -> Any:
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"{source}: has {len(text)} characters: give {MAX_BYTES} at most")
     try:
         # A subclass of SafeLoader: plain data, no objects.
         return yaml.load(text, _RecipeYaml)
@@ -217,8 +271,11 @@ def _parsed(text: str, source: str, *, has_lines: bool = False) -> Any:
         raise RecipeError(f"{where}: not valid YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: not valid YAML: {error}") from error
-    except RecursionError:
-        raise RecipeError(f"{source}: nested too deep for any recipe") from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # What PyYAML raises for a value that does not fit its tag, e.g. !!timestamp word.
+        raise RecipeError(
+            f"{source}: not valid YAML: a value is not what it says ({error})"
+        ) from None
 
 
 def _put(tree: dict[str, Any], where: tuple[str, ...], value: Any, source: str) -> None:

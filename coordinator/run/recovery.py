@@ -25,6 +25,7 @@ from rolemesh.rpc.errors import (
     RolemeshError,
     UnavailableError,
 )
+from rolemesh.rpc.limits import HIGHEST_EPOCH, MAX_EPOCH
 
 _LARGEST_PAUSE_S = 30.0
 
@@ -38,6 +39,11 @@ _TRANSIENT = (
     InternalError,
 )
 """Errors of a process or a connection, not of what it was asked for."""
+
+FENCED = "STALE_EPOCH"
+"""Reason that a service gives to an older epoch than it knows. The run asks the store first whether
+another coordinator leads it; where none does, some caller has made an epoch up, and the run takes
+one that is newer."""
 
 _OTHER_PROCESS = ("NOT_INITIALIZED", "RUN_MISMATCH", "EXPERIENCE_NOT_FOUND", "WEIGHTS_GONE")
 """Reasons that a service gives when its process was replaced in the middle of a step."""
@@ -57,7 +63,19 @@ def is_transient(error: BaseException) -> bool:
     cause = cause_of(error)
     if isinstance(error, RunAbortedError):
         return False
-    return isinstance(cause, _TRANSIENT) or getattr(cause, "reason", "") in _OTHER_PROCESS
+    return isinstance(cause, _TRANSIENT) or getattr(cause, "reason", "") in (
+        *_OTHER_PROCESS,
+        FENCED,
+    )
+
+
+def told_epoch(error: BaseException) -> int:
+    """The epoch by which a service says that it was fenced; 0 where it says none."""
+    cause = cause_of(error)
+    if not isinstance(cause, RolemeshError) or cause.reason != FENCED:
+        return 0
+    told = cause.metadata.get(HIGHEST_EPOCH, "")
+    return int(told) if told.isdecimal() and len(told) <= len(str(MAX_EPOCH)) else 0
 
 
 class RecoveryBudget:

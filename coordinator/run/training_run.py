@@ -34,7 +34,7 @@ from rolemesh.coordinator.run.metrics import MetricsWriter
 from rolemesh.coordinator.run.progress import RunProgress
 from rolemesh.coordinator.run.records import check_directory_is_free, enter_run, make_run_id
 from rolemesh.coordinator.run.recoveries import Recoveries
-from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_of
+from rolemesh.coordinator.run.recovery import RecoveryBudget, cause_of, told_epoch, told_of
 from rolemesh.coordinator.run.replacing import Replacements
 from rolemesh.coordinator.run.resume import reached
 from rolemesh.coordinator.run.summary import RunSummary, git_commit
@@ -143,6 +143,8 @@ class TrainingRun:
         """Of the attempt in progress, once it has begun."""
         self._begun_by: Attempt | None = None
         """The last attempt that had all services where the run was."""
+        self._told_epoch = 0
+        """The highest epoch by which a service has refused this run, which the store never gave."""
         self._aborted = EarlyEnd()
         self._is_ending = False
         """Whether this process was told to end, by a signal."""
@@ -290,7 +292,9 @@ class TrainingRun:
 
     async def _new_attempt(self, parts: RunParts) -> Attempt:
         # Without `led`, it would fence off a coordinator that came while this one recovered.
-        epoch = await self._store.next_epoch(self.run_id, led=self.progress.epoch or None)
+        epoch = await self._store.next_epoch(
+            self.run_id, at_least=self._told_epoch + 1, led=self.progress.epoch or None
+        )
         self.progress.epoch = epoch
         self._attempt = Attempt(parts, epoch, self._lost.addresses)
         # What was lost since the services were started.
@@ -340,6 +344,7 @@ class TrainingRun:
 
     async def _failed(self, error: Exception, attempt: Attempt) -> None:
         """Says that the run recovers, and notes which service has to be started again."""
+        self._told_epoch = max(self._told_epoch, told_epoch(error))
         if isinstance(error, ServiceLostError):
             for service, cause in {error.role: error.cause, **error.others}.items():
                 self._lost.names.setdefault(service, cause)

@@ -5,6 +5,7 @@ Element types and kinds stand by their names, so that torch, numpy and the wire 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -66,8 +67,9 @@ class ColumnLayout:
 class PayloadLayout:
     """Where every column of a batch lies in one run of bytes.
 
-    Invariant: every array begins on a boundary and ends within num_bytes, the counts fit the
-    kinds, and no name comes twice. A layout that says otherwise cannot be made: ValueError.
+    Invariant: every array begins on a boundary and ends within num_bytes, no two overlap, the
+    counts fit the kinds, and no name comes twice. A layout that says otherwise cannot be made:
+    ValueError.
 
     Example: two rows of float32 rewards and a text of 5 bytes in all are
     `plan_payload(2, [("rewards", "row", "float32", 2), ("text", "text", "uint8", 5)])`: rewards at
@@ -105,6 +107,19 @@ class PayloadLayout:
                 )
         if len({column.name for column in self.columns}) != len(self.columns):
             raise ValueError("a payload names a column twice")
+        # Few bytes that many columns share would become many bytes when each is held by itself.
+        extents = sorted(
+            (at, at + length, column.name)
+            for column in self.columns
+            for at, length in self.extents(column)
+            if length
+        )
+        for (_, end, name), (at, _, other) in itertools.pairwise(extents):
+            if at < end:
+                raise ValueError(
+                    f"columns {name!r} and {other!r} overlap at byte {at}: give each array bytes "
+                    "of its own"
+                )
 
     def extents(self, column: ColumnLayout) -> Iterator[tuple[int, int]]:
         """First byte and number of bytes of a column's values, then of its offsets if any."""

@@ -29,6 +29,9 @@ Progress = Callable[[str, int, int], None]
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
+_NO_ENTRY = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What scorers of reasoning_gym raise for something else than an entry of theirs."""
+
 
 class RewardSource(Protocol):
     """Judges trajectories."""
@@ -145,10 +148,16 @@ class ReasoningGymReward:
             strict=True,
         )
         scores = []
-        for text, answer, metadata in rows:
-            entry = {**json.loads(metadata), "answer": answer}
-            score = get_score_answer_fn(entry["metadata"]["source_dataset"])
-            scores.append(float(score(text.strip(), entry)))
+        for row, (text, answer, metadata) in enumerate(rows):
+            try:
+                entry = {**json.loads(metadata), "answer": answer}
+                score = get_score_answer_fn(entry["metadata"]["source_dataset"])
+                scores.append(float(score(text.strip(), entry)))
+            except _NO_ENTRY as error:
+                raise RewardInvalidError(
+                    f"row {row} is of no task of reasoning_gym, which makes its metadata "
+                    f"({type(error).__name__}: {error}): judge rows of data of that type"
+                ) from error
         return torch.tensor(scores, dtype=torch.float32)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rolemesh.engine.experience import Experience
 from rolemesh.engine.rewards.sources import RewardInvalidError
+from rolemesh.rpc.limits import check_json
 from rolemesh.services.reward.outside.base import RewardRow
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class RowReader:
 
 def _metadata(text: str, row: int) -> dict[str, object]:
     try:
+        check_json(text, f"the metadata of row {row}")
         value = json.loads(text or "{}")
     except ValueError as error:
         raise RewardInvalidError(f"the metadata of row {row} is no JSON ({error})") from error

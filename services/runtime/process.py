@@ -31,6 +31,7 @@ from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.identity import Identity, IdentityError, server_credentials
+from rolemesh.rpc.limits import MAX_CALLS
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
@@ -124,6 +125,7 @@ class ServiceServer:
                 )
             ],
             options=SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(runtime), server)
         ExperienceServicer(

@@ -47,7 +47,7 @@ BATCH = Columns(
 @pytest.fixture
 async def server() -> AsyncIterator[ServiceServer]:
     async with (
-        serving(ToyRole(), experience_capacity_bytes=CAPACITY_BYTES) as server,
+        serving(ToyRole(), experience_capacity_bytes=CAPACITY_BYTES, put_share=1.0) as server,
         open_channel(server.runtime.address) as channel,
     ):
         request = worker_pb2.InitializeRequest(key=operation_key("initialize"))

@@ -22,8 +22,8 @@ from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, RolemeshError
+from rolemesh.rpc.limits import MAX_ROWS
 from rolemesh.services.runtime.calls.runtime import Runtime
-from rolemesh.services.runtime.servicers.prompt_slices import MAX_ROWS
 from rolemesh.v1 import (
     experience_pb2,
     rollout_pb2,

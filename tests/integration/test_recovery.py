@@ -102,6 +102,27 @@ async def test_a_kill_in_any_phase_changes_nothing_that_is_learnt(
     ]  # fmt: skip
 
 
+async def test_an_epoch_that_a_stranger_made_up_costs_a_recovery_and_not_the_run(
+    tmp_path: Path,
+) -> None:
+    expected = await undisturbed(tmp_path / "undisturbed")
+    store = MemoryStateStore()
+    async with fake_mesh(has_cuts=True) as mesh:
+        run = recovering_run(mesh, tmp_path / "fenced", store)
+        gate = mesh.roles["critic"].gates["ComputeValues 2"] = asyncio.Event()
+        task = asyncio.create_task(run.execute())
+        await until(
+            lambda: any((one.method, one.step) == ("ComputeValues", 2) for one in mesh.calls)
+        )
+        mesh.roles["critic"].highest_epoch = 60_000
+        gate.set()
+        summary = await task
+        assert mesh.restarted == []
+        assert mesh.roles["actor"].highest_epoch > 60_000
+    assert (summary.state, len(summary.recoveries)) == (RunState.SUCCEEDED, 1)
+    assert learnt(tmp_path / "fenced") == expected
+
+
 async def test_a_run_whose_services_die_again_and_again_ends_after_its_attempts(
     tmp_path: Path,
 ) -> None:

@@ -250,7 +250,7 @@ async def test_a_full_store_refuses_with_a_remedy_and_release_makes_room() -> No
         assert caught.value.metadata["held_bytes"] == str(num_bytes)
         experience = experience_pb2_grpc.ExperienceServiceStub(channel)
         released = await experience.Release(
-            experience_pb2.ReleaseRequest(run_id="run", through_step=1)
+            experience_pb2.ReleaseRequest(run_id="run", through_step=1, fencing_epoch=1)
         )
         assert released.released_bytes == num_bytes
         await last(values(channel, step=2))
@@ -268,7 +268,9 @@ async def test_released_experience_is_not_found() -> None:
         produced = (await last(values(first))).experience
         shard = produced.groups[0].shards[0]
         await experience_pb2_grpc.ExperienceServiceStub(first).Release(
-            experience_pb2.ReleaseRequest(run_id="run", experience_ids=[shard.experience_id])
+            experience_pb2.ReleaseRequest(
+                run_id="run", experience_ids=[shard.experience_id], fencing_epoch=1
+            )
         )
         request = value_pb2.ComputeValuesRequest(key=operation_key(), experience=produced)
         with pytest.raises(NotFoundError, match=f"toy rank 0 at {shard.address}") as caught:

@@ -14,6 +14,7 @@ from support.fake_models import PROMPT_TOKENS
 
 from rolemesh.coordinator.recipe.schema import role_of
 from rolemesh.rpc.errors import PreconditionError, RolemeshError, to_status
+from rolemesh.rpc.limits import HIGHEST_EPOCH
 from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2_grpc,
@@ -159,7 +160,11 @@ class FakeCore(
 
     def _check(self, key: operation_pb2.OperationKey, method: str, *, needs_awake: bool) -> None:
         if key.fencing_epoch < self.highest_epoch:
-            raise PreconditionError("a newer coordinator has taken over", reason="STALE_EPOCH")
+            raise PreconditionError(
+                "a newer coordinator has taken over",
+                reason="STALE_EPOCH",
+                metadata={HIGHEST_EPOCH: str(self.highest_epoch)},
+            )
         if self.is_asleep and needs_awake and method not in ("Initialize", "Attach"):
             raise PreconditionError(f"the {self.role} is asleep: wake it first", reason="ASLEEP")
         self.highest_epoch = key.fencing_epoch

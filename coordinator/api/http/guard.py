@@ -21,7 +21,8 @@ from rolemesh.coordinator.api.credentials import UnauthenticatedError, is_loopba
 from rolemesh.coordinator.api.credentials import refusal as token_refusal
 from rolemesh.coordinator.api.http.exposition import RequestMetrics
 from rolemesh.coordinator.api.http.problems import problem_response
-from rolemesh.rpc.errors import ForbiddenError, InternalError, RolemeshError
+from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, RolemeshError
+from rolemesh.rpc.limits import check_json
 
 MAX_BODY_BYTES = 1024**2
 
@@ -129,8 +130,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _limited(receive: Receive) -> Receive:
-    """Returns a `receive` that gives at most as many bytes as a body may have."""
+    """Returns a `receive` that gives no more than a body may have: bytes, and levels of JSON."""
     num_bytes = 0
+    parts: list[bytes] = []
 
     async def receive_limited() -> Message:
         nonlocal num_bytes
@@ -138,6 +140,12 @@ def _limited(receive: Receive) -> Receive:
         num_bytes += len(message.get("body", b""))
         if num_bytes > MAX_BODY_BYTES:
             raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            try:
+                check_json(b"".join(parts).decode(errors="replace"), "body")
+            except InvalidRequestError as error:
+                raise HTTPException(400, error.message) from error
         return message
 
     return receive_limited

@@ -45,6 +45,9 @@ REASON_BY_STATUS: Mapping[int, str] = {
 }
 """Reasons of errors that only HTTP requests can have."""
 
+MAX_ERRORS = 50
+"""Faults of one request that are told: a body of 1 MiB may have 100,000."""
+
 _DESCRIPTIONS: Mapping[int, str] = {
     400: "The request is wrong in itself; `errors` names the fields.",
     401: "The coordinator has a token and the request does not carry it.",
@@ -132,7 +135,7 @@ async def answer_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     errors = [
         {"field": ".".join(str(part) for part in one["loc"]), "detail": str(one["msg"])}
-        for one in error.errors()
+        for one in error.errors()[:MAX_ERRORS]
     ]
     first = errors[0]
     refused = InvalidRequestError(f"{first['field']}: {first['detail']}")

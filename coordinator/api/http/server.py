@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from rolemesh.coordinator.api.credentials import is_loopback
 from rolemesh.coordinator.api.http.events import EventStreams
+from rolemesh.rpc.limits import MAX_CALLS
 
 STOP_S = 5.0
 """How long requests in progress may take when the server stops."""
@@ -77,6 +78,7 @@ async def serve_http(
             log_config=None,
             access_log=False,
             server_header=False,
+            limit_concurrency=MAX_CALLS,
             timeout_graceful_shutdown=int(STOP_S),
         )
     )

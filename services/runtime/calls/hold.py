@@ -160,6 +160,15 @@ class RunHold:
             return worker_pb2.WORKER_STATE_READY
         return worker_pb2.WORKER_STATE_IDLE
 
+    def may_take(self, run_id: str) -> bool:
+        """Whether an Initialize of the run would get the service now."""
+        return self.run_id in ("", run_id) or self.silence_s >= HOLDER_SILENCE_S
+
+    def heed(self, run_id: str, epoch: int) -> None:
+        """Refuses older coordinators of the run from now on, if it has the service."""
+        if run_id == self.run_id:
+            self._ledger.heed(run_id, epoch)
+
     def hear(self, run_id: str) -> None:
         """Notes a sign of life of a run's coordinator."""
         if run_id == self.run_id:
@@ -206,6 +215,7 @@ class RunHold:
         try:
             await self._compute.run(self._close)
         finally:
+            self._ledger.forget_epoch(self.run_id)
             self.run_id = ""
 
     def work_failed(self, operation: Operation, error: Exception) -> None:
@@ -298,7 +308,7 @@ class RunHold:
             PreconditionError: NOT_INITIALIZED, RUN_MISMATCH, SPEC_CHANGED or NOT_WHOLE.
         """
         run_id, epoch = key.run_id, key.fencing_epoch
-        part = self._checked_part(run_id, spec, run_seed)
+        part = self.check_part(run_id, spec, run_seed)
         # Flags first: ranks that compute together then give up at the same sign of progress.
         self._give_up(self._older_than(run_id, epoch))
         await attach_others()
@@ -312,7 +322,12 @@ class RunHold:
         logger.info("epoch %d of run %s has the %s now", epoch, run_id, self._role.name)
         return replace(part.result, policy_version=self._role.policy_version())
 
-    def _checked_part(self, run_id: str, spec: RoleSpec, run_seed: int) -> HeldPart:
+    def check_part(self, run_id: str, spec: RoleSpec, run_seed: int) -> HeldPart:
+        """What Initialize gave; refuses another run, spec or seed, and what may not be whole.
+
+        Raises:
+            PreconditionError: NOT_INITIALIZED, RUN_MISMATCH, SPEC_CHANGED or NOT_WHOLE.
+        """
         self.check_initialized(run_id)
         part = self.part
         if part is None or (part.spec, part.run_seed) != (spec, run_seed):

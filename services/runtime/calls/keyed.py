@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S = 1.0
 """A call that works says so this often."""
 
+TAKING_OVER = ("rolemesh.v1.Initialize", "rolemesh.v1.Attach")
+"""Methods by which a coordinator begins to speak: what it gives besides the key is checked."""
+
 RELEASE_METHOD = "/rolemesh.v1.ExperienceService/Release"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -69,6 +72,7 @@ class KeyedCalls:
             config.experience_capacity_bytes,
             shared_memory=config.shared_memory,
             shared_memory_threshold_bytes=config.shared_memory_threshold_bytes,
+            given_share=config.put_share,
         )
         self.ledger = OperationLedger()
         self.hold = RunHold(
@@ -203,13 +207,13 @@ class KeyedCalls:
                 try:
                     await finish(result, call)
                 except Exception:
-                    await self._forget(request.key.run_id, result)
+                    await self._forget(request.key, result)
                     raise
             return result
 
         return spread
 
-    async def _forget(self, run_id: str, result: Message) -> None:
+    async def _forget(self, key: operation_pb2.OperationKey, result: Message) -> None:
         """Drops the experience of a result that no caller will get, on all ranks."""
         ref = getattr(result, "experience", None)
         if not isinstance(ref, experience_pb2.ExperienceRef):
@@ -217,8 +221,10 @@ class KeyedCalls:
         ids = [shard.experience_id for shard in shards_of(ref)]
         if not ids:
             return  # a release without ids is one of everything
-        self.store.release_ids(run_id, ids)
-        request = experience_pb2.ReleaseRequest(run_id=run_id, experience_ids=ids)
+        self.store.release_ids(key.run_id, ids)
+        request = experience_pb2.ReleaseRequest(
+            run_id=key.run_id, experience_ids=ids, fencing_epoch=key.fencing_epoch
+        )
         try:
             await self.release_others(request)
         except RolemeshError as error:
@@ -250,7 +256,7 @@ class KeyedCalls:
     ) -> Operation:
         message = cast(Message, request)
         method = message.DESCRIPTOR.full_name.removesuffix("Request")
-        identity = self.ledger.check_epoch(request.key)
+        identity = self.ledger.check_epoch(request.key, may_leap=method in TAKING_OVER)
         self.hold.hear(request.key.run_id)
         # A face passes each call on once. That it does so again means that it works anew, and all
         # ranks must do the same collective operations.
@@ -260,8 +266,11 @@ class KeyedCalls:
         self.hold.check_accepts_work()
         if needs_initialized:
             self.hold.check_initialized(request.key.run_id)
+            self.hold.heed(request.key.run_id, request.key.fencing_epoch)
             if needs_awake:
                 self.hold.check_awake()
+        elif not self.is_face or self.hold.may_take(request.key.run_id):
+            self.ledger.heed(request.key.run_id, request.key.fencing_epoch)
 
         async def run(operation: Operation) -> Message:
             call = Call(operation, self.compute, rank=self.config.rank, device=self.measured_device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.identity import Identity
+from rolemesh.rpc.limits import MAX_PEERS
 from rolemesh.rpc.payload import layout_without_rows, schemas_of
 from rolemesh.rpc.references import TOKENS, by_group, is_consecutive, order_of, place
 from rolemesh.rpc.together import together
@@ -32,6 +34,9 @@ from rolemesh.services.runtime.server.metrics import ServiceMetrics
 from rolemesh.v1 import experience_pb2, operation_pb2
 
 __all__ = ["Call", "Context", "Runtime"]
+
+LAST_CALLS_S = 120.0
+"""How long calls in progress may take on a channel that is given up for others: as a Fetch may."""
 
 LOCAL_TRANSPORT = "local"
 """Name under which bytes are counted that this rank held itself and did not copy."""
@@ -89,7 +94,10 @@ class Runtime(KeyedCalls):
         """Ranks of the run that holds the service."""
         self.rank_addresses: Sequence[str] = ()
         """Where each rank of the service answers; empty where there is one."""
-        self._channels: dict[str, MeshChannel] = {}
+        self.repeated_puts = asyncio.Lock()
+        """Held while a put is received that was answered before: its bytes are not counted."""
+        self._channels: OrderedDict[str, MeshChannel] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def join_ranks(self, layout: HybridLayout) -> RankMesh:
         """Makes the process groups of a run; every rank does. On the compute thread.
@@ -230,6 +238,8 @@ class Runtime(KeyedCalls):
         key: operation_pb2.OperationKey,
         experience: Experience,
         share: Share | None = None,
+        *,
+        is_given: bool = False,
     ) -> experience_pb2.ExperienceRef:
         """Puts rows of a batch into the store as one shard of this rank. Thread-safe.
 
@@ -238,6 +248,7 @@ class Runtime(KeyedCalls):
             experience: The rows.
             share: Which rows of the batch they are; None means all of it. When another rank's
                 output counts for them, nothing is published.
+            is_given: Whether a client has put them, and no rank has made them.
 
         Raises:
             CapacityError: It does not fit within the bound on bytes held.
@@ -251,7 +262,7 @@ class Runtime(KeyedCalls):
             raise ValueError("an experience without rows cannot be published: produce one at least")
         rows = range(experience.num_rows) if share is None else share.rows
         schemas = schemas_of(payload_layout(experience))
-        held = self.store.put(key.run_id, key.step, experience)
+        held = self.store.put(key.run_id, key.step, experience, is_given=is_given)
         shard = experience_pb2.Shard(
             experience_id=held.experience_id,
             row_start=rows[0],
@@ -272,16 +283,24 @@ class Runtime(KeyedCalls):
         )
 
     def peer(self, address: str) -> MeshChannel:
-        """The channel to a peer, opened on first use and kept."""
+        """The channel to a peer, opened on first use; MAX_PEERS are kept, those used last."""
         channel = self._channels.get(address)
         if channel is None:
             channel = self._channels[address] = open_channel(
                 address, traffic=self.traffic, identity=self.identity
             )
+        self._channels.move_to_end(address)
+        if len(self._channels) > MAX_PEERS:
+            _, unused = self._channels.popitem(last=False)
+            closing = asyncio.create_task(unused.close(LAST_CALLS_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         return channel
 
     async def close_channels(self) -> None:
         """Closes the channels to peers."""
-        channels, self._channels = self._channels, {}
+        channels, self._channels = self._channels, OrderedDict()
         for channel in channels.values():
             await channel.close()
+        for closing in tuple(self._closing):
+            closing.cancel()

@@ -112,8 +112,7 @@ class ExperienceServicer:
         self, request: experience_pb2.ReleaseRequest, context: object
     ) -> experience_pb2.ReleaseResponse:
         """Drops experience by id, or of all steps up to one."""
-        if request.fencing_epoch:
-            self._ledger.fence(request.run_id, request.fencing_epoch)
+        self._ledger.check_speaker(request.run_id, request.fencing_epoch)
         if request.experience_ids:
             released = self._store.release_ids(request.run_id, list(request.experience_ids))
         else:
@@ -137,7 +136,7 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def _columns_asked_for(held: Held, request: experience_pb2.FetchRequest) -> list[str]:
-    names = list(request.columns) or list(held.experience.columns)
+    names = list(dict.fromkeys(request.columns)) or list(held.experience.columns)
     for name in names:
         if name not in held.experience:
             raise NotFoundError(
@@ -156,6 +155,12 @@ def _rows_asked_for(held: Held, request: experience_pb2.FetchRequest) -> Sequenc
     if single and (start or stop):
         raise InvalidRequestError(
             f"both single rows and the range {start} to {stop} were asked for: give one of them",
+            reason="ROWS_AMBIGUOUS",
+        )
+    if len(set(single)) < len(single):
+        raise InvalidRequestError(
+            f"{len(single)} single rows were asked for, but only {len(set(single))} of them "
+            "differ: ask for each row once",
             reason="ROWS_AMBIGUOUS",
         )
     if single and max(single) >= num_rows:

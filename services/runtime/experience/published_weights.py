@@ -31,6 +31,7 @@ from rolemesh.engine.weights.published import Publication
 from rolemesh.engine.weights.sharded_tensors import TORCH_DTYPES, part
 from rolemesh.rpc.channel import MeshChannel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.limits import exceeded
 from rolemesh.rpc.payload import ChunkCutter
 from rolemesh.rpc.payload_stream import PayloadMalformedError, encode_chunk
 from rolemesh.rpc.pull import FETCH_WEIGHTS, Answer, pull
@@ -170,7 +171,15 @@ async def answer_fetch(
         holders = [publication.holder(parameter, box) for parameter, box in wanted]
     except ManifestError as error:
         raise InvalidRequestError(str(error), reason="BOX_INVALID") from error
-    header = weights_pb2.FetchWeightsHeader(total_bytes=sum(view.nbytes for view in views))
+    total_bytes = sum(view.nbytes for view in views)
+    if total_bytes > publication.num_bytes:
+        raise exceeded(
+            "boxes",
+            f"{total_bytes} bytes",
+            publication.num_bytes,
+            "ask for each part of the publication once",
+        )
+    header = weights_pb2.FetchWeightsHeader(total_bytes=total_bytes)
     is_mapped = publication.segment is not None and request.host_id == host_id != ""
     if is_mapped and publication.segment is not None:
         header.shared_memory_path = str(SHM_DIRECTORY / publication.segment.name)

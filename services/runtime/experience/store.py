@@ -34,22 +34,32 @@ class Held:
     num_bytes: int
     segment: Segment | None
     """Shared memory that holds it, None for process memory."""
+    is_given: bool = False
+    """Whether a client has put it."""
 
 
 class ExperienceStore:
     """Holds experience until it is released. Thread-safe.
 
-    Invariant: held_bytes <= capacity_bytes. Experience is immutable: no code writes to what the
-    store returned.
+    Invariant: held_bytes <= capacity_bytes, of which clients have put `given_share` at most, so
+    that what ranks make finds room. Experience is immutable: no code writes to what the store
+    returned.
 
     Example: with a capacity of 100 bytes, put of 60 and then of 50 bytes raises CapacityError;
     after release("r", through_step=0) of the first one, the second fits.
     """
 
     def __init__(
-        self, capacity_bytes: int, *, shared_memory: bool, shared_memory_threshold_bytes: int
+        self,
+        capacity_bytes: int,
+        *,
+        shared_memory: bool,
+        shared_memory_threshold_bytes: int,
+        given_share: float = 1.0,
     ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._given_capacity_bytes = int(given_share * capacity_bytes)
+        self._given_bytes = 0
         self._shared_memory = shared_memory
         self._threshold_bytes = shared_memory_threshold_bytes
         self._held: dict[str, Held] = {}
@@ -61,39 +71,54 @@ class ExperienceStore:
         """Bytes held now."""
         return self._held_bytes
 
-    def put(self, run_id: str, step: int, experience: Experience) -> Held:
+    def put(
+        self, run_id: str, step: int, experience: Experience, *, is_given: bool = False
+    ) -> Held:
         """Takes an experience; large ones are copied to shared memory.
 
         Raises:
             CapacityError: It does not fit within the bound.
         """
         num_bytes = experience.num_bytes
-        self._take_room(num_bytes)
+        self._take_room(num_bytes, is_given=is_given)
         try:
             stored, segment = self._place(experience)
         except BaseException:
-            self._give_room(num_bytes)
+            self._give_room(num_bytes, is_given=is_given)
             raise
-        held = Held(uuid.uuid4().hex, run_id, step, stored, num_bytes, segment)
+        held = Held(uuid.uuid4().hex, run_id, step, stored, num_bytes, segment, is_given)
         with self._lock:
             self._held[held.experience_id] = held
         return held
 
     @contextmanager
-    def room_for(self, num_bytes: int) -> Iterator[None]:
-        """Counts bytes as held while they arrive, until the block ends.
+    def room_for_given(self, num_bytes: int) -> Iterator[None]:
+        """Counts bytes of a client as held while they arrive, until the block ends.
 
         Raises:
-            CapacityError: They do not fit within the bound.
+            CapacityError: They do not fit within the bounds.
         """
-        self._take_room(num_bytes)
+        self._take_room(num_bytes, is_given=True)
         try:
             yield
         finally:
-            self._give_room(num_bytes)
+            self._give_room(num_bytes, is_given=True)
 
-    def _take_room(self, num_bytes: int) -> None:
+    def _take_room(self, num_bytes: int, *, is_given: bool) -> None:
         with self._lock:
+            if is_given and self._given_bytes + num_bytes > self._given_capacity_bytes:
+                raise CapacityError(
+                    f"experience of {num_bytes} bytes cannot be put: clients have put "
+                    f"{self._given_bytes} bytes, of {self._given_capacity_bytes} that they may "
+                    "hold: release what is used up, or raise put_share or "
+                    "experience_capacity_bytes (ROLEMESH_SERVICE__PUT_SHARE)",
+                    reason="EXPERIENCE_CAPACITY",
+                    metadata={
+                        "held_bytes": str(self._given_bytes),
+                        "capacity_bytes": str(self._given_capacity_bytes),
+                        "needed_bytes": str(num_bytes),
+                    },
+                )
             if self._held_bytes + num_bytes > self.capacity_bytes:
                 raise CapacityError(
                     f"experience of {num_bytes} bytes does not fit: {self._held_bytes} of "
@@ -108,10 +133,12 @@ class ExperienceStore:
                     },
                 )
             self._held_bytes += num_bytes
+            self._given_bytes += num_bytes if is_given else 0
 
-    def _give_room(self, num_bytes: int) -> None:
+    def _give_room(self, num_bytes: int, *, is_given: bool) -> None:
         with self._lock:
             self._held_bytes -= num_bytes
+            self._given_bytes -= num_bytes if is_given else 0
 
     def get(self, experience_id: str) -> Held:
         """The experience of that id.
@@ -149,6 +176,7 @@ class ExperienceStore:
             for held in dropped:
                 del self._held[held.experience_id]
                 self._held_bytes -= held.num_bytes
+                self._given_bytes -= held.num_bytes if held.is_given else 0
         for held in dropped:
             if held.segment is not None:
                 held.segment.unlink()

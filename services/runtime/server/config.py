@@ -71,6 +71,8 @@ class ServiceConfig(BaseModel):
     """Threads of torch's operations; None leaves torch's default."""
     experience_capacity_bytes: int = Field(default=4 << 30, ge=0)
     """Most bytes of experience held at once."""
+    put_share: float = Field(default=0.75, ge=0, le=1)
+    """Part of them that clients' puts may take, so that what the role makes finds room."""
     shared_memory: bool = True
     """Keep large experience in /dev/shm, so that peers on this host read it in place."""
     shared_memory_threshold_bytes: int = Field(default=64 << 10, ge=1)

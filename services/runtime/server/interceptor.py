@@ -19,7 +19,8 @@ from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
 from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, to_status
 from rolemesh.rpc.identity import member_of
-from rolemesh.rpc.policy import method_policy
+from rolemesh.rpc.limits import checked, request_reader
+from rolemesh.rpc.policy import method_policy, rolemesh_methods
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
 from rolemesh.services.runtime.server.metrics import ServiceMetrics
 from rolemesh.v1 import experience_pb2, operation_pb2
@@ -37,9 +38,10 @@ MAX_REQUEST_ID_CHARACTERS = 64
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every rolemesh call. Servicers raise; this is the only place that aborts.
 
-    A call without a deadline is refused, since nothing would ever end it. An exception is sent as
-    google.rpc.Status with ErrorInfo. An unexpected one is logged with its traceback, and is sent as
-    INTERNAL with its type and message.
+    A call without a deadline is refused, since nothing would ever end it, and so is a request that
+    cannot be read or is beyond a limit. An exception is sent as google.rpc.Status with ErrorInfo.
+    An unexpected one is logged with its traceback, and is sent as INTERNAL with its type and
+    message.
     """
 
     def __init__(
@@ -87,9 +89,12 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_unary_rpc_method_handler
             )
             behavior = self._unary(full_method, handler.stream_unary or handler.unary_unary)
+        deserialize = handler.request_deserializer
         return make(
             behavior,
-            request_deserializer=handler.request_deserializer,
+            # A method without one reads, and checks, its messages by itself.
+            request_deserializer=deserialize
+            and request_reader(deserialize, rolemesh_methods()[full_method].input_type),
             response_serializer=handler.response_serializer,
         )
 
@@ -99,7 +104,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     self._check_caller(full_method, context)
                     self._check_deadline(full_method, call)
-                    response = await behavior(request, context)
+                    response = await behavior(checked(request), context)
                     _note_result(span, response)
                     return response
                 except Exception as error:
@@ -114,7 +119,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     self._check_caller(full_method, context)
                     self._check_deadline(full_method, call)
-                    responses = behavior(request, context)
+                    responses = behavior(checked(request), context)
                     if inspect.isawaitable(responses):
                         responses = await responses
                     async with contextlib.aclosing(responses):

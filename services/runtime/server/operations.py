@@ -13,7 +13,14 @@ from typing import TypeAlias
 
 from google.protobuf.message import Message
 
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.errors import CapacityError, InvalidRequestError, PreconditionError
+from rolemesh.rpc.limits import (
+    HIGHEST_EPOCH,
+    MAX_EPOCH,
+    MAX_EPOCH_JUMP,
+    MAX_OPERATIONS,
+    exceeded,
+)
 from rolemesh.services.runtime.server.errors import is_expected
 from rolemesh.v1 import operation_pb2
 
@@ -21,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 MAX_RUN_ID_CHARACTERS = 128
 """Bound of OperationKey.run_id."""
+
+MAX_OPERATION_CHARACTERS = 256
+"""Bound of OperationKey.operation: the ledger keeps it with each answer."""
 
 Identity = tuple[str, int, int, str, int]
 """(run_id, fencing_epoch, step, operation, sequence)."""
@@ -111,12 +121,17 @@ def identity_of(key: operation_pb2.OperationKey) -> Identity:
     problem = None
     if not 1 <= len(key.run_id) <= MAX_RUN_ID_CHARACTERS:
         problem = f"key.run_id is {key.run_id[:40]!r}: give 1 to {MAX_RUN_ID_CHARACTERS} characters"
-    elif key.fencing_epoch < 1:
-        problem = f"key.fencing_epoch is {key.fencing_epoch}: give a number >= 1"
+    elif not 1 <= key.fencing_epoch <= MAX_EPOCH:
+        problem = f"key.fencing_epoch is {key.fencing_epoch}: give a number from 1 to {MAX_EPOCH}"
     elif key.step < 0:
         problem = f"key.step is {key.step}: give a number >= 0"
     elif not key.operation:
         problem = 'key.operation is empty: name the operation, e.g. "actor.update"'
+    elif len(key.operation) > MAX_OPERATION_CHARACTERS:
+        problem = (
+            f"key.operation has {len(key.operation)} characters: give {MAX_OPERATION_CHARACTERS} "
+            "at most"
+        )
     elif key.sequence < 0:
         problem = f"key.sequence is {key.sequence}: give a number >= 0"
     elif key.lineage < 0:
@@ -135,6 +150,9 @@ class OperationLedger:
     The work outlives the call that started it, so that a coordinator that lost its connection
     finds the answer.
 
+    An epoch counts once a call that was accepted has brought it (`heed`): a call that is refused,
+    e.g. since another run holds the service, fences off no coordinator.
+
     Example: two calls with the key (run "r", epoch 1, step 3, "actor.update", 0) get one Operation;
     a call of epoch 1 after one of epoch 2 raises PreconditionError (STALE_EPOCH).
     """
@@ -144,38 +162,61 @@ class OperationLedger:
         self._operations: OrderedDict[Identity, Operation] = OrderedDict()
         self._highest_epochs: OrderedDict[str, int] = OrderedDict()
 
-    def check_epoch(self, key: operation_pb2.OperationKey) -> Identity:
-        """Refuses a key of an older coordinator; keeps the epoch of a newer one.
+    def check_epoch(self, key: operation_pb2.OperationKey, *, may_leap: bool = False) -> Identity:
+        """The identity of a key; refuses that of an older coordinator.
+
+        Args:
+            key: The key.
+            may_leap: Whether the epoch may be any newer one: in the calls by which a coordinator
+                takes a service over, which show more than a key.
 
         Raises:
-            InvalidRequestError: The key itself is malformed.
+            InvalidRequestError: The key itself is malformed, or its epoch is too far ahead.
             PreconditionError: STALE_EPOCH.
         """
         identity = identity_of(key)
-        self.fence(key.run_id, key.fencing_epoch)
+        highest = self._highest_epochs.get(key.run_id, 0)
+        if key.fencing_epoch < highest:
+            raise PreconditionError(
+                f"fencing_epoch is {key.fencing_epoch}, but epoch {highest} has spoken for run "
+                f"{key.run_id!r}: a newer coordinator has taken over; this one must end",
+                reason="STALE_EPOCH",
+                metadata={HIGHEST_EPOCH: str(highest)},
+            )
+        if highest and not may_leap and key.fencing_epoch > highest + MAX_EPOCH_JUMP:
+            raise exceeded(
+                "key.fencing_epoch",
+                key.fencing_epoch,
+                highest + MAX_EPOCH_JUMP,
+                f"epoch {highest} has spoken for the run before; take the next one of the store",
+            )
         return identity
+
+    def heed(self, run_id: str, epoch: int) -> None:
+        """From now on refuses older coordinators of the run. The call has been accepted."""
+        self._highest_epochs[run_id] = max(epoch, self._highest_epochs.get(run_id, 0))
+        self._highest_epochs.move_to_end(run_id)
+        while len(self._highest_epochs) > self._capacity:
+            self._highest_epochs.popitem(last=False)
+
+    def forget_epoch(self, run_id: str) -> None:
+        """Forgets who spoke for a run: its Initialize has failed, and it never had the service."""
+        self._highest_epochs.pop(run_id, None)
 
     def has(self, identity: Identity) -> bool:
         """Whether an operation of that identity runs or was answered."""
         return identity in self._operations
 
-    def fence(self, run_id: str, epoch: int) -> None:
-        """Refuses an older coordinator of the run; keeps the epoch of a newer one.
+    def check_speaker(self, run_id: str, epoch: int) -> None:
+        """Refuses an older coordinator of a run, in a call that has no key.
 
         Raises:
+            InvalidRequestError: KEY_INVALID or LIMIT_EXCEEDED: no coordinator has such an epoch.
             PreconditionError: STALE_EPOCH.
         """
-        highest = self._highest_epochs.get(run_id, 0)
-        if epoch < highest:
-            raise PreconditionError(
-                f"fencing_epoch is {epoch}, but epoch {highest} has spoken for run "
-                f"{run_id!r}: a newer coordinator has taken over; this one must end",
-                reason="STALE_EPOCH",
-            )
-        self._highest_epochs[run_id] = epoch
-        self._highest_epochs.move_to_end(run_id)
-        while len(self._highest_epochs) > self._capacity:
-            self._highest_epochs.popitem(last=False)
+        self.check_epoch(
+            operation_pb2.OperationKey(run_id=run_id, fencing_epoch=epoch, operation="speak")
+        )
 
     def find(
         self, identity: Identity, method: str, request: Message, payload: Payload = b""
@@ -210,7 +251,18 @@ class OperationLedger:
         work: Callable[[Operation], Awaitable[Message]],
         payload: Payload = b"",
     ) -> Operation:
-        """Starts the work of a new operation."""
+        """Starts the work of a new operation.
+
+        Raises:
+            CapacityError: TOO_MANY_CALLS.
+        """
+        if len(self._operations) >= MAX_OPERATIONS and len(self.running()) >= MAX_OPERATIONS:
+            raise CapacityError(
+                f"{MAX_OPERATIONS} operations are in progress, as many as there may be: wait until "
+                "some have ended",
+                reason="TOO_MANY_CALLS",
+                retryable=True,
+            )
         operation = Operation(identity, method, _digest(request, payload))
 
         async def run() -> Message:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, Split
 from rolemesh.rpc.errors import InvalidRequestError
-from rolemesh.services.runtime.servicers.prompt_slices import MAX_ROWS, check_slice
+from rolemesh.rpc.limits import MAX_ROWS
+from rolemesh.services.runtime.servicers.prompt_slices import check_slice
 from rolemesh.v1 import rollout_pb2
 
 _SPLITS: dict[int, Split] = {

@@ -90,9 +90,9 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
         self, request: cuts_pb2.DropCutsRequest, context: Context
     ) -> cuts_pb2.DropCutsResponse:
         """See cuts.proto."""
-        _check_run(request.run_id, request.fencing_epoch)
         runtime = self._runtime
-        runtime.ledger.fence(request.run_id, request.fencing_epoch)
+        runtime.ledger.check_speaker(request.run_id, request.fencing_epoch)
+        runtime.hold.heed(request.run_id, request.fencing_epoch)
 
         def drop() -> None:
             if runtime.hold.run_id == request.run_id:
@@ -117,13 +117,13 @@ class CutServicer(cuts_pb2_grpc.CutServiceServicer):
         )
 
 
-def _check_run(run_id: str, epoch: int = 1) -> None:
-    """Refuses a run_id or an epoch that no key could have.
+def _check_run(run_id: str) -> None:
+    """Refuses a run_id that no key could have.
 
     Raises:
         InvalidRequestError: KEY_INVALID; names the field.
     """
-    identity_of(operation_pb2.OperationKey(run_id=run_id, fencing_epoch=epoch, operation="cuts"))
+    identity_of(operation_pb2.OperationKey(run_id=run_id, fencing_epoch=1, operation="cuts"))
 
 
 def _of_all_ranks(answers: Sequence[cuts_pb2.ListCutsResponse]) -> cuts_pb2.ListCutsResponse:

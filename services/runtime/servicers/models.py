@@ -23,6 +23,7 @@ from rolemesh.engine.train.auxiliary import AuxiliaryLoss
 from rolemesh.engine.train.plan import UpdatePlan
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.limits import MAX_TRAINED_ROWS, exceeded
 from rolemesh.rpc.references import names_of, row_tokens
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.servicers.estimates import EstimateServicer, algorithm_part
@@ -150,6 +151,13 @@ class TrainerServicer(EstimateServicer):
                     f"epochs is {request.epochs} and mini_batch_rows is "
                     f"{request.mini_batch_rows}: both must be at least 1",
                     reason="SPEC_INVALID",
+                )
+            if request.epochs * request.experience.num_rows > MAX_TRAINED_ROWS:
+                raise exceeded(
+                    "epochs * experience.num_rows",
+                    request.epochs * request.experience.num_rows,
+                    MAX_TRAINED_ROWS,
+                    "every rank plans all of them: update in several calls",
                 )
             trainer = self._role.trainer
             judged = await self._judged_rows(request.experience, call)

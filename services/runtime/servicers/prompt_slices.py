@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.limits import MAX_ROWS
 from rolemesh.v1 import rollout_pb2
-
-MAX_ROWS = 1 << 20
-"""Trajectories of one call. Positions run without end, so nothing else bounds a slice, and a row
-costs memory before the first one is finished."""
 
 
 def check_slice(asked: rollout_pb2.PromptSlice, field: str, rows_each: int) -> None:
     """Refuses a slice that names no position, or more rows than a call may have.
+
+    Positions run without end, so nothing else bounds a slice, and a row costs memory before the
+    first one is finished.
 
     Args:
         asked: The slice.

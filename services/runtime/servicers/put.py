@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import AsyncExitStack
 
 import torch
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience, read_payload
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.errors import DeadlineError, InvalidRequestError
+from rolemesh.rpc.limits import MAX_METADATA_BYTES, PUT_IDLE_S, check_json, checked, exceeded
 from rolemesh.rpc.payload import layout_of
 from rolemesh.rpc.payload_stream import PayloadMalformedError, collect_chunks, decode_part
 from rolemesh.services.runtime.calls.call import Call
 from rolemesh.services.runtime.calls.runtime import Context, Runtime
 from rolemesh.v1 import experience_pb2
 
+_METADATA = "metadata"
 _COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -36,9 +38,11 @@ async def put_experience(
     Raises:
         InvalidRequestError: PAYLOAD_MALFORMED, INPUT_UNSUPPORTED, or what is wrong with the key.
         CapacityError: EXPERIENCE_CAPACITY.
+        DeadlineError: No chunk came for PUT_IDLE_S.
         PreconditionError: Not initialised, or a stale epoch.
     """
-    store, opening = runtime.store, await _opening(messages)
+    messages = _punctual(messages)
+    store, opening = runtime.store, checked(await _opening(messages))
     header = opening.header
     identity = runtime.ledger.check_epoch(opening.key)
     runtime.hold.check_initialized(opening.key.run_id)
@@ -51,7 +55,11 @@ async def put_experience(
         layout = layout_of(header)
         # A repeat gets the first answer, also where there is no room for a second copy.
         is_repeat = runtime.ledger.has(identity) and layout.num_bytes <= store.capacity_bytes
-        with nullcontext() if is_repeat else store.room_for(layout.num_bytes):
+        async with AsyncExitStack() as stack:
+            if is_repeat:
+                await stack.enter_async_context(runtime.repeated_puts)
+            else:
+                stack.enter_context(store.room_for_given(layout.num_bytes))
             payload = torch.empty(layout.num_bytes, dtype=torch.uint8)
             view = payload.numpy().data
             await collect_chunks(messages, experience_pb2.PutRequest, view)
@@ -62,9 +70,25 @@ async def put_experience(
         ) from error
 
     async def work(call: Call) -> experience_pb2.PutResponse:
-        return experience_pb2.PutResponse(experience=runtime.publish(opening.key, batch))
+        published = runtime.publish(opening.key, batch, is_given=True)
+        return experience_pb2.PutResponse(experience=published)
 
     return await runtime.keyed_unary(opening, context, work, on_all_ranks=False, payload=view)
+
+
+async def _punctual(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same messages; gives a sender up that is silent, since its bytes count as held."""
+    while True:
+        try:
+            async with asyncio.timeout(PUT_IDLE_S):
+                message = await anext(messages, None)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"no message of the put came for {PUT_IDLE_S:g} s: send its chunks without a pause"
+            ) from error
+        if message is None:
+            return
+        yield message
 
 
 async def _opening(messages: AsyncIterator[bytes]) -> experience_pb2.PutOpening:
@@ -98,8 +122,14 @@ def _check_values(name: str, column: Column) -> None:
         if column.values.dtype is not torch.uint8:
             raise ValueError(f"column {name!r} is text of {column.values.dtype}: send UTF-8 bytes")
         try:
-            column.strings()
+            texts = column.strings()
         except UnicodeDecodeError as error:
             raise ValueError(f"column {name!r} holds text that is no UTF-8: {error}") from error
+        for row, text in enumerate(texts if name == _METADATA else ()):
+            if len(text) > MAX_METADATA_BYTES:
+                raise exceeded(
+                    f"{name}[{row}]", f"{len(text)} characters", MAX_METADATA_BYTES, "send less"
+                )
+            check_json(text, f"{name}[{row}]")
     elif column.values.dtype is torch.bool and bool((column.values.view(torch.uint8) > 1).any()):
         raise ValueError(f"column {name!r} is bool, but holds bytes other than 0 and 1")

@@ -107,12 +107,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.AttachResponse]:
         """Keeps the run for a newer coordinator of it."""
         runtime = self._runtime
+        runtime.ledger.check_epoch(request.key, may_leap=True)
+        spec = _spec_of(runtime, request)
+        # Before the epoch counts: to know the run's id alone must not fence its coordinator off.
+        runtime.hold.check_part(request.key.run_id, spec, request.run_seed)
 
         async def work(call: Call) -> worker_pb2.InitializeResult:
             call.progress("give up the work of older epochs")
             held = await runtime.hold.attach(
                 request.key,
-                _spec_of(runtime, request),
+                spec,
                 request.run_seed,
                 functools.partial(runtime.attach_others, request),
             )
@@ -182,7 +186,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Finishes what runs, gives the run up, and optionally ends the process."""
         runtime = self._runtime
         if request.run_id:
-            runtime.ledger.fence(request.run_id, request.fencing_epoch)
+            runtime.ledger.check_speaker(request.run_id, request.fencing_epoch)
+            runtime.hold.heed(request.run_id, request.fencing_epoch)
             if await runtime.hold.withdraw(request.run_id) and not request.exit:
                 return worker_pb2.DrainResponse()
             runtime.hold.check_is_of(request.run_id)

@@ -21,6 +21,7 @@ import grpc
 
 from rolemesh.rpc.errors import from_rpc_error
 from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
+from rolemesh.rpc.limits import MAX_IDLE_CONNECTION_S
 from rolemesh.rpc.policy import Idempotency, method_policies
 from rolemesh.rpc.tracing import outgoing
 
@@ -83,6 +84,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Otherwise a second process on the port would silently share it.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 1_024),
+    ("grpc.max_connection_idle_ms", int(1_000 * MAX_IDLE_CONNECTION_S)),
 )
 
 

@@ -148,6 +148,10 @@ REASONS: Mapping[str, Reason] = {
         "The service was started with another layout than the recipe has.",
         "Start it with `--layout` as the message says, or change the recipe.",
     ),
+    "LIMIT_EXCEEDED": Reason(
+        "A request is larger than any that the mesh needs.",
+        "Send less at once: the message names the field, its value and the limit.",
+    ),
     "LOG_NOT_FOUND": Reason("The run has no such log.", "Take a name of the message's list."),
     "LOSS_NOT_FINITE": Reason(
         "The loss or the gradient is NaN or infinite. No weight has moved.",
@@ -156,6 +160,10 @@ REASONS: Mapping[str, Reason] = {
     "MANIFEST_MISMATCH": Reason(
         "Published weights are of another model than the rollout service has.",
         "Give actor and rollout the same model.",
+    ),
+    "MESSAGE_MALFORMED": Reason(
+        "The bytes of a request are not the message that the method takes.",
+        "Send what the proto says; both ends may have different versions.",
     ),
     "METHOD_NOT_ALLOWED": Reason(
         "The route exists, but not with this HTTP method.", "Use a method of `allow`."
@@ -321,6 +329,9 @@ REASONS: Mapping[str, Reason] = {
     "TOKEN_MISSING": Reason(
         "The coordinator asks for a token.",
         "Send `authorization: Bearer TOKEN`; in the SDK `Client(address, token=...)`.",
+    ),
+    "TOO_MANY_CALLS": Reason(
+        "The service works on as many calls as it may.", "Wait until some have ended."
     ),
     "TOO_MANY_RUNS": Reason(
         "As many runs go on as the coordinator may have.",

@@ -6,6 +6,8 @@ it read a reference as a service that wants its rows does.
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -16,7 +18,7 @@ from rolemesh.v1 import experience_pb2
 TOKENS = "tokens"
 """The column whose shards tell how long rows are."""
 
-Placed: TypeAlias = tuple[experience_pb2.Shard, Sequence[int], list[int]]
+Placed: TypeAlias = tuple[experience_pb2.Shard, Sequence[int], Sequence[int]]
 """A shard, positions of rows in it (a range where they are neighbours), and for each of them its
 position among the rows that are wanted."""
 
@@ -77,19 +79,19 @@ def row_tokens(ref: experience_pb2.ExperienceRef) -> list[int]:
     lengths: dict[int, int] = {}
     for shard in ref.groups[group_with(ref, TOKENS)].shards:
         rows = rows_of(shard)
-        if len(shard.row_tokens) != len(rows) or rows[-1] >= ref.num_rows:
+        if len(shard.row_tokens) != len(rows) or not rows or rows[-1] >= ref.num_rows:
             raise ValueError(
                 f"shard {shard.experience_id} of {len(rows)} rows tells the tokens of "
                 f"{len(shard.row_tokens)}: the producer must fill Shard.row_tokens"
             )
         lengths.update(zip(rows, shard.row_tokens, strict=True))
-    known = [lengths[row] for row in range(ref.num_rows) if row in lengths]
-    if len(known) != ref.num_rows:
+    # Counted before a list of num_rows is made: the reference may say any number.
+    if len(lengths) != ref.num_rows:
         raise ValueError(
-            f"the shards of {TOKENS!r} hold {len(known)} of {ref.num_rows} rows: every row must "
+            f"the shards of {TOKENS!r} hold {len(lengths)} of {ref.num_rows} rows: every row must "
             "lie in one of them"
         )
-    return known
+    return [lengths[row] for row in range(ref.num_rows)]
 
 
 # --- references made of references ----------------------------------------------------------
@@ -263,35 +265,59 @@ def rows_of(shard: experience_pb2.Shard) -> Sequence[int]:
 
 def is_consecutive(rows: Sequence[int]) -> bool:
     """Whether each row follows the one before it."""
+    if isinstance(rows, range):
+        return rows.step == 1
     return all(row == rows[0] + index for index, row in enumerate(rows))
 
 
 def place(shards: Iterable[experience_pb2.Shard], wanted: Sequence[int]) -> list[Placed]:
     """Finds wanted rows, each named once, in shards; those without any of them are left out.
 
+    The cost grows with the rows that are named one by one. Of neighbours, whose number a stranger
+    may have made up, each wanted one takes a byte.
+
     Raises:
         ValueError: A row is in no shard, or in two.
     """
-    wanted_at = {row: index for index, row in enumerate(wanted)}
+    wants_range = isinstance(wanted, range) and wanted.step == 1
+    place_of = {} if wants_range else {row: at for at, row in enumerate(wanted)}
+    ascending = wanted if wants_range else sorted(place_of)
+    is_found = bytearray(len(wanted))
     found: list[Placed] = []
-    missing = dict(wanted_at)
     for shard in shards:
-        positions, targets = [], []
-        for position, row in enumerate(rows_of(shard)):
-            if row in wanted_at:
-                if row not in missing:
-                    raise ValueError(
-                        f"row {row} lies in two shards, the second being {shard.experience_id}"
-                    )
-                positions.append(position)
-                targets.append(missing.pop(row))
+        rows = rows_of(shard)
+        positions: Sequence[int]
+        targets: Sequence[int]
+        if isinstance(rows, range):
+            first, stop = (bisect.bisect_left(ascending, row) for row in (rows.start, rows.stop))
+            held = ascending[first:stop]
+            if isinstance(held, range):
+                positions = range(held.start - rows.start, held.stop - rows.start)
+                targets = range(first, stop)
+            else:
+                positions = [row - rows.start for row in held]
+                targets = [place_of[row] for row in held]
+        else:
+            known = wanted if wants_range else place_of
+            positions = [at for at, row in enumerate(rows) if row in known]
+            targets = [
+                rows[at] - wanted[0] if wants_range else place_of[rows[at]] for at in positions
+            ]
+        for target in targets:
+            if is_found[target]:
+                raise ValueError(
+                    f"row {wanted[target]} lies in two shards, the second being "
+                    f"{shard.experience_id}"
+                )
+            is_found[target] = 1
         if positions:
             neighbours = range(positions[0], positions[-1] + 1)
             found.append((shard, neighbours if is_consecutive(positions) else positions, targets))
-    if missing:
+    if num_missing := is_found.count(0):
+        missing = (row for row, is_there in zip(wanted, is_found, strict=True) if not is_there)
         raise ValueError(
-            f"rows {sorted(missing)[:3]} ({len(missing)} of {len(wanted)}) lie in no shard: every "
-            "row of a batch must lie in one"
+            f"rows {heapq.nsmallest(3, missing)} ({num_missing} of {len(wanted)}) lie in no shard: "
+            "every row of a batch must lie in one"
         )
     return found
 

@@ -115,8 +115,8 @@ class FetchRequest(_message.Message):
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Single rows, counted inside this shard, each >= 0 and < Shard.num_rows, in
-        the order wanted. When not empty, row_start and row_stop must be 0. A
-        consumer that is a rank of many takes only the rows that are its own.
+        the order wanted, each once. When not empty, row_start and row_stop must be
+        0. A consumer that is a rank of many takes only the rows that are its own.
         """
 
     def __init__(
@@ -356,7 +356,7 @@ class ReleaseRequest(_message.Message):
     through_step: _builtins.int
     """With no ids: experience of this step and earlier ones is dropped."""
     fencing_epoch: _builtins.int
-    """Epoch of the run's coordinator, >= 1; 0 for somebody else, who is not fenced."""
+    """Epoch of the run's coordinator, >= 1."""
     @_builtins.property
     def experience_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The experience ids; empty means everything of the run up to the step."""

@@ -69,7 +69,7 @@ class ExperienceServiceServicer(object):
         NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
         NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
         OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
-        INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
+        INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,9 @@ class ExperienceServiceServicer(object):
         INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
         INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
         INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
-        RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
+        RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held, or on the part of it
+        that puts may take, is reached.
+        DEADLINE_EXCEEDED: no message came for 30 s.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -99,6 +101,7 @@ class ExperienceServiceServicer(object):
 
         Idempotent: a second release finds nothing.
         Errors:
+        INVALID_ARGUMENT (KEY_INVALID): run_id or fencing_epoch is none that a coordinator has.
         FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -46,7 +46,7 @@ class ExperienceServiceStub:
       NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
       OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
-      INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
+      INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
     """
     Put: _grpc.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]
     """Takes columns of rows from somebody who serves none himself, e.g. a client
@@ -60,7 +60,9 @@ class ExperienceServiceStub:
       INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
       INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
       INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
-      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
+      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held, or on the part of it
+        that puts may take, is reached.
+      DEADLINE_EXCEEDED: no message came for 30 s.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]
@@ -68,6 +70,7 @@ class ExperienceServiceStub:
 
     Idempotent: a second release finds nothing.
     Errors:
+      INVALID_ARGUMENT (KEY_INVALID): run_id or fencing_epoch is none that a coordinator has.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
     """
 
@@ -89,7 +92,7 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
       NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
       NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
       OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
-      INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
+      INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
     """
     Put: _aio.StreamUnaryMultiCallable[_experience_pb2.PutRequest, _experience_pb2.PutResponse]  # type: ignore[assignment]
     """Takes columns of rows from somebody who serves none himself, e.g. a client
@@ -103,7 +106,9 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
       INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
       INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
       INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
-      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
+      RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held, or on the part of it
+        that puts may take, is reached.
+      DEADLINE_EXCEEDED: no message came for 30 s.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
     """
     Release: _aio.UnaryUnaryMultiCallable[_experience_pb2.ReleaseRequest, _experience_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -111,6 +116,7 @@ class ExperienceServiceAsyncStub(ExperienceServiceStub):
 
     Idempotent: a second release finds nothing.
     Errors:
+      INVALID_ARGUMENT (KEY_INVALID): run_id or fencing_epoch is none that a coordinator has.
       FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
     """
 
@@ -135,7 +141,7 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND (EXPERIENCE_NOT_FOUND): released, or never here; the step must be replayed.
           NOT_FOUND (COLUMN_NOT_FOUND): no such column in that experience.
           OUT_OF_RANGE (ROWS_OUT_OF_RANGE): some of the rows are not held.
-          INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given.
+          INVALID_ARGUMENT (ROWS_AMBIGUOUS): both a range and single rows were given, or a row twice.
         """
 
     @_abc_1.abstractmethod
@@ -155,7 +161,9 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT (PAYLOAD_MALFORMED): header and bytes do not fit; names the column.
           INVALID_ARGUMENT (INPUT_UNSUPPORTED): the header names a shared memory segment.
           INVALID_ARGUMENT (KEY_REUSED): the key belongs to other bytes.
-          RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held is reached.
+          RESOURCE_EXHAUSTED (EXPERIENCE_CAPACITY): the bound on experience held, or on the part of it
+            that puts may take, is reached.
+          DEADLINE_EXCEEDED: no message came for 30 s.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
         """
 
@@ -169,6 +177,7 @@ class ExperienceServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Idempotent: a second release finds nothing.
         Errors:
+          INVALID_ARGUMENT (KEY_INVALID): run_id or fencing_epoch is none that a coordinator has.
           FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator of the run has taken over.
         """
 

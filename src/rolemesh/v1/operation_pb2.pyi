@@ -108,11 +108,14 @@ class OperationKey(_message.Message):
     run_id: _builtins.str
     """The training run, 1 to 128 characters."""
     fencing_epoch: _builtins.int
-    """Monotonic number of the coordinator that speaks, >= 1."""
+    """Monotonic number of the coordinator that speaks, 1 to 2^53 - 1, as the store
+    counts them. It counts once a call of it is accepted. Except in Initialize and
+    Attach it is at most 65536 more than the one that has spoken before.
+    """
     step: _builtins.int
     """RL iteration within the run, >= 0. Set-up and export use the step at which they happen."""
     operation: _builtins.str
-    """Name of the operation within the step, e.g. "actor.update"."""
+    """Name of the operation within the step, e.g. "actor.update"; at most 256 characters."""
     sequence: _builtins.int
     """Distinguishes several operations of one name in one step, >= 0."""
     lineage: _builtins.int

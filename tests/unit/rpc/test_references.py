@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 from support.references import ref, shard
@@ -238,3 +239,38 @@ def test_wanted_columns_stand_under_the_last_group_that_has_them() -> None:
     with pytest.raises(ColumnMissingError, match="'logprobs' is missing") as missing:
         by_group(batch, ["logprobs"])
     assert missing.value.column == "logprobs"
+
+
+NUM_MADE_UP = 1 << 17
+
+
+def test_rows_that_a_reference_makes_up_take_a_byte_each() -> None:
+    made_up = experience_pb2.Shard(experience_id="one", num_rows=NUM_MADE_UP)
+    tracemalloc.start()
+    try:
+        found = place([made_up], range(NUM_MADE_UP))
+        with pytest.raises(ValueError, match=r"rows \[0, 1, 2\] \(131072 of 131072\)"):
+            place([], range(NUM_MADE_UP))
+        with pytest.raises(ValueError, match="row 0 lies in two shards"):
+            place([made_up] * 10, range(NUM_MADE_UP))
+        with pytest.raises(ValueError, match=r"hold 1 of 131072 rows"):
+            row_tokens(ref(NUM_MADE_UP, shard([0], tokens=[3])))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == [(made_up, range(NUM_MADE_UP), range(NUM_MADE_UP))]
+    # The same by a dict took 40 MiB.
+    assert peak < 4 << 20
+
+
+def test_single_rows_are_found_in_shards_of_any_size() -> None:
+    shards = [
+        experience_pb2.Shard(experience_id=str(at), row_start=100 * at, num_rows=100)
+        for at in range(3)
+    ]
+    found = place(shards, [250, 3, 101, 2])
+    assert [(one.experience_id, list(at), list(to)) for one, at, to in found] == [
+        ("0", [2, 3], [3, 1]),
+        ("1", [1], [2]),
+        ("2", [50], [0]),
+    ]

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from support.fake_run import append_step, fill_store
 
+from rolemesh.coordinator.api import watches
 from rolemesh.coordinator.api.messages import to_seconds, to_timestamp
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import _KEPT as KEPT
 from rolemesh.coordinator.state.store import RunState, RunStream, StateStore, StreamEntry
 from rolemesh.rpc.errors import (
+    CapacityError,
     InvalidRequestError,
     NotFoundError,
     OutOfRangeError,
@@ -263,6 +265,20 @@ async def test_a_watch_waits_for_what_comes(store: StateStore, operations: Store
     await asyncio.sleep(0)
     await append_step(store, await store.get_run("live"), NUM_STEPS + 1)
     assert (await coming).step_made.metrics["step"] == NUM_STEPS + 1
+
+
+async def test_more_watches_than_there_may_be_are_refused_as_load(
+    store: StateStore, operations: StoreOperations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches, "MAX_WATCHES", 2)
+    open_watches = [operations.watch_run("live"), operations.watch_run("live")]
+    for watch in open_watches:
+        await anext(aiter(watch))
+    with pytest.raises(CapacityError, match="2 watches of runs go on") as refused:
+        await anext(aiter(operations.watch_run("live")))
+    assert (refused.value.reason, refused.value.retryable) == ("TOO_MANY_STREAMS", True)
+    await open_watches.pop().aclose()  # type: ignore[attr-defined]
+    await anext(aiter(operations.watch_run("live")))
 
 
 async def test_a_watch_ends_when_the_last_event_was_never_written(

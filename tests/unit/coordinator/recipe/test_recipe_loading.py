@@ -280,7 +280,7 @@ def test_of_very_many_mistakes_the_first_are_named(recipe_file: Path) -> None:
 def test_a_file_nested_too_deep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("run: " + "[" * 3000 + "]" * 3000)
-    with pytest.raises(RecipeError, match="nested too deep"):
+    with pytest.raises(RecipeError, match="nests more than 50 levels deep"):
         load_recipe([path])
 
 

@@ -53,6 +53,8 @@ def test_bytes_that_do_not_fit_their_shape_are_refused(values_at: int, num_value
         (0, {"offsets_at": 64}, "'rewards' of kind row must not have offsets"),
         (1, {"offsets_at": None}, "'text' of kind text lacks offsets"),
         (0, {"num_values": 3}, "'rewards' has 3 values for 2 rows"),
+        (0, {"values_at": 128}, "'text' and 'rewards' overlap at byte 128"),
+        (1, {"values_at": 64}, "'text' and 'text' overlap at byte 64"),
         (1, {"name": "rewards"}, "names a column twice"),
         (1, {"offsets_at": 96}, "'text' claims bytes 96"),
         (1, {"num_values": 1 << 62}, "'text' claims bytes 128"),

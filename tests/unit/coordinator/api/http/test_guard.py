@@ -119,3 +119,17 @@ async def test_every_answer_carries_the_headers_that_keep_a_browser_in_bounds() 
             assert headers["x-content-type-options"] == "nosniff"
             assert headers["referrer-policy"] == "no-referrer"
             assert headers["cache-control"] == "no-store"
+
+
+async def test_a_body_that_nests_too_deep_is_refused_by_name() -> None:
+    async with client() as open_client:
+        answer = await open_client.post("/api/v1/runs/made/steps", content="[" * 500_000)
+        problem = refused(answer, 400, "REQUEST_INVALID")
+        assert "body is JSON of more than 64 levels, more than the limit of 64" in problem["detail"]
+
+
+async def test_of_many_faults_of_a_body_some_are_told() -> None:
+    async with client() as open_client:
+        body = {"fencing_epoch": 1, "step": 1, "metrics": {f"m{n}": "x" for n in range(200)}}
+        answer = await open_client.post("/api/v1/runs/made/steps", json=body)
+        assert len(refused(answer, 400, "REQUEST_INVALID")["errors"]) == 50

@@ -72,8 +72,9 @@ async def test_a_reused_key_is_refused() -> None:
 
 def test_epochs_only_rise_and_each_run_has_its_own() -> None:
     ledger = OperationLedger()
+    ledger.heed("run", 3)
     ledger.check_epoch(key(epoch=3))
-    ledger.check_epoch(key(epoch=3))
+    ledger.heed("run", 2)
     ledger.check_epoch(key(epoch=1, run_id="other"))
     with pytest.raises(PreconditionError) as caught:
         ledger.check_epoch(key(epoch=2))
