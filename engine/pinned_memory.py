@@ -31,7 +31,7 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
     """
     if device.type != "cuda":
         return _nothing
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = memory.data_ptr()
 
     def succeeds(what: str, error: object) -> bool:
@@ -64,7 +64,7 @@ def _nothing() -> None:
 class PinnedMemory:
     """Host memory for some tensors of a GPU, kept from one use to the next. Owned by one thread.
 
-    Invariant: what `places` gave is valid until it is called again, and after this object is gone.
+    Invariant: places are the caller's until `places` is called again.
 
     Example::
 
@@ -106,6 +106,8 @@ class PinnedMemory:
         # Pages of its own, so that no page is locked twice; and no more of them than needed, as
         # torch's allocator of pinned memory would take (it rounds up to a power of two).
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # After a fork this process would write to copies of pages that the GPU still knows.
+        pages.madvise(mmap.MADV_DONTFORK)
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         unpin = pin(self._memory, self._device)
         # The memory is an argument: it must not be given back before it is unlocked.

@@ -110,7 +110,9 @@ def replace_tensors(
         if isinstance(tensor, DTensor):
             # As FSDP2 makes them. DTensor.from_local would move the part to the mesh's kind of
             # device.
-            return DTensor(part, tensor._spec, requires_grad=tensor.requires_grad)
+            return DTensor(  # type: ignore[no-untyped-call]
+                part, tensor._spec, requires_grad=tensor.requires_grad
+            )
         return part
 
     module._apply(new)  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ then has not come, and memory that is used again without one is written twice.
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -68,12 +67,16 @@ class FakeStreams(TorchFunctionMode):
                 start <= target.data_ptr() <= start + length - target.nbytes
                 for start, length in self.locked.items()
             )
-            self._current.later(lambda: target.copy_(source))
+
+            # Holds the tensors themselves: their memory is in use until then.
+            def copy(tensors: Any = args[:2]) -> None:
+                target.copy_(source)
+
+            self._current.later(copy)
             return args[0]
         made = func(*args, **kwargs)
         if func is torch.empty_like:
             self._made.add(made)
-            gc.collect()
             living = sum(tensor.nbytes for tensor in self._made)
             self.most_made_bytes = max(self.most_made_bytes, living)
         return made
