@@ -171,9 +171,9 @@ class _Subject:
             self._trainer.optim_step()
         step, step_peak = dict(tally.at_peak), tally.peak
         if device_kind == "cuda" and self._work.optimizer and self._work.optimizer.offload:
-            # Moments are on the host, but for those of the weights that are being stepped.
+            # Moments are on the host, but for those of two groups of weights during a step.
             moments = at_rest["optimizer"]
-            for held, brought in ((at_rest, 0), (passes, 0), (step, 2 * OFFLOAD_BYTES)):
+            for held, brought in ((at_rest, 0), (passes, 0), (step, 4 * OFFLOAD_BYTES)):
                 held["optimizer"] -= moments - min(moments, brought)
             passes_peak, step_peak = sum(passes.values()), sum(step.values())
         is_step = step_peak > passes_peak

@@ -14,6 +14,7 @@ from rolemesh.engine.models.scoring_model import ScoringModel
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import ComputeDtype, OptimizerSpec
 from rolemesh.engine.train import cut_slots
 from rolemesh.engine.train import state as trainer_state
@@ -64,6 +65,7 @@ class ModelInTraining:
         self._gradients = Gradients(self.rank_model)
         self._optimizer = Optimizer(optimizer, self._gradients)
         self._has_gradient = False
+        self._sleep_memory = SleepMemory()
 
     @property
     def mesh(self) -> RankMesh:
@@ -104,9 +106,7 @@ class ModelInTraining:
             raise GradientPendingError(
                 "gradients are accumulated: call optim_step or drop_gradients before sleep"
             )
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        moved = sum(local_part(tensor).nbytes for tensor in tensors if tensor.device != device)
-        self.rank_model.to(device)
+        moved = move_module(self.rank_model, device, self._sleep_memory)
         self.model.device = device
         return moved + self._optimizer.move_to(device)
 

@@ -9,16 +9,18 @@ import torch
 from torch import nn
 
 from rolemesh.engine.parallel.data_parallel import buckets
+from rolemesh.engine.sleep_memory import SleepMemory
 from rolemesh.engine.specs import DecaySpec, OptimizerSpec
 from rolemesh.engine.train.gradients import Gradients
+from rolemesh.engine.train.host_moments import MOMENTS, HostMoments
 
 _FUSED_DEVICES = ("cpu", "cuda")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_NAMES = (*MOMENTS, "step")
 """What torch's AdamW keeps for each parameter: two moments, and its own count of steps."""
 
-OFFLOAD_BYTES = 256 * 2**20
-"""Weights whose moments are on the device together, where moments live in host memory."""
+OFFLOAD_BYTES = 128 * 2**20
+"""Weights that are stepped together where moments live in host memory. The moments of two such
+groups are on the device at a time: 4 times as much."""
 
 
 class LossNotFiniteError(RuntimeError):
@@ -80,9 +82,11 @@ class Optimizer:
         weights = list(self._weights.values())
         self._device_type = weights[0].device.type
         # Where moments live in host memory, parameters are stepped in groups, so that the moments
-        # of one group at a time are on the device.
+        # of few of them at a time are on the device.
         group_bytes = OFFLOAD_BYTES if self.is_offloaded else sum(w.nbytes for w in weights)
         self._adamws = [self._adamw(list(group)) for group in buckets(weights, max(1, group_bytes))]
+        self._moments = HostMoments(self._adamws, weights[0].device) if self.is_offloaded else None
+        self._sleep_memory = SleepMemory()
 
     @property
     def learning_rate(self) -> float:
@@ -121,9 +125,11 @@ class Optimizer:
         for adamw in self._adamws:
             for group in adamw.param_groups:
                 group["lr"] = rate
-            self._place_state(adamw, to_host=False)
-            adamw.step()
-            self._place_state(adamw, to_host=True)
+        if self._moments is not None:
+            self._moments.step()
+        else:
+            for adamw in self._adamws:
+                adamw.step()
         self.drop_gradients()
         self.num_steps += 1
         return {"grad_norm": norm, "learning_rate": rate}
@@ -137,13 +143,18 @@ class Optimizer:
         self._gradients.refresh()
         if self.is_offloaded:
             return 0  # they are on the host already, and each step fetches them
-        moved = 0
-        for state in self._states():
-            for name in MOMENTS:
-                if name in state and state[name].device != device:
-                    moved += state[name].nbytes
-                    state[name] = state[name].to(device)
-        return moved
+        elsewhere = [
+            (state, name)
+            for state in self._states()
+            for name in MOMENTS
+            if name in state and state[name].device != device
+        ]
+        if not elsewhere:
+            return 0
+        moved = self._sleep_memory.move([state[name] for state, name in elsewhere], device)
+        for (state, name), moment in zip(elsewhere, moved, strict=True):
+            state[name] = moment
+        return sum(moment.nbytes for moment in moved)
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """One of STATE_NAMES by parameter name, float32; this rank's part, not a copy.
@@ -170,7 +181,8 @@ class Optimizer:
                         name: states[name][weight_name].to(weight.device, copy=True)
                         for name in STATE_NAMES
                     }
-            self._place_state(adamw, to_host=True)
+                    if self._moments is not None:
+                        self._moments.put(adamw, weight)
         self.num_steps = num_steps
 
     def _adamw(self, weights: list[torch.Tensor]) -> torch.optim.AdamW:
@@ -191,15 +203,3 @@ class Optimizer:
     def _states(self) -> Iterator[dict[str, torch.Tensor]]:
         for adamw in self._adamws:
             yield from adamw.state.values()
-
-    def _place_state(self, adamw: torch.optim.AdamW, *, to_host: bool) -> None:
-        """Brings the moments of a group to the device for its step, or back to the host."""
-        if not self.is_offloaded:
-            return
-        for weight, state in adamw.state.items():
-            for name in MOMENTS:
-                if to_host:
-                    host = torch.empty_like(state[name], device="cpu", pin_memory=True)
-                    state[name] = host.copy_(state[name])
-                else:
-                    state[name] = state[name].to(weight.device, non_blocking=True)

@@ -15,7 +15,8 @@ from rolemesh.engine.layout.manifest import Manifest, RankShard, WeightLayout
 from rolemesh.engine.parallel.agreement import Peers
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.specs import OptimizerSpec
-from rolemesh.engine.train.optimizer import MOMENTS, STATE_NAMES, Optimizer
+from rolemesh.engine.train.host_moments import MOMENTS
+from rolemesh.engine.train.optimizer import STATE_NAMES, Optimizer
 from rolemesh.engine.train.randomness import restore_random_state, seed_random_state
 from rolemesh.engine.weights.checkpoint import (
     SHARED_ERRORS,

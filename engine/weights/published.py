@@ -32,6 +32,7 @@ from rolemesh.engine.layout.manifest import (
 )
 from rolemesh.engine.layout.payload import aligned
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.pinned_memory import pin
 from rolemesh.engine.transport.shm import Segment
 from rolemesh.engine.weights.assembly import Assembly
 from rolemesh.engine.weights.copies import Copy, part_of
@@ -131,19 +132,45 @@ class Publication:
         else:
             self._memory = torch.empty(self.num_bytes, dtype=torch.uint8)
         try:
-            with torch.no_grad():
-                for name, place in self.places.items():
-                    weight = weights.get(name)
-                    if weight is None or tuple(weight.shape) != place.shape:
-                        found = None if weight is None else list(weight.shape)
-                        raise ManifestError(
-                            f"rank {rank} holds {name!r} with shape {found}, its layout says "
-                            f"{list(place.shape)}: give the layout that the weights are cut by"
-                        )
-                    place.view(self._memory).copy_(weight)
+            self._fill(weights)
         except BaseException:
             self.close()
             raise
+
+    def _fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        copies = []
+        for name, place in self.places.items():
+            weight = weights.get(name)
+            if weight is None or tuple(weight.shape) != place.shape:
+                found = None if weight is None else list(weight.shape)
+                raise ManifestError(
+                    f"rank {self.rank} holds {name!r} with shape {found}, its layout says "
+                    f"{list(place.shape)}: give the layout that the weights are cut by"
+                )
+            copies.append((place.view(self._memory), weight))
+        if not self.num_bytes:
+            return
+        device = _device_of(weights)
+        with torch.no_grad():
+            if device.type == "cpu":
+                for target, weight in copies:
+                    target.copy_(weight)
+            else:
+                self._copy_from(device, copies)
+
+    def _copy_from(
+        self, device: torch.device, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Copies from a GPU into memory that is locked meanwhile, and waits for it once."""
+        unpin = pin(self._memory, device)
+        try:
+            for target, weight in copies:
+                # Rounded where it lies: what travels is of the published type.
+                target.copy_(weight.to(target.dtype), non_blocking=True)
+        finally:
+            # Also after an error: nothing is to write to this memory later.
+            torch.cuda.current_stream(device).synchronize()
+            unpin()
 
     def holder(self, parameter: str, box: Box) -> Piece:
         """The piece of this rank that a box lies in.
@@ -300,6 +327,11 @@ def plan_taking(source: WeightLayout, target: WeightLayout, rank: int) -> Taking
         {number: tuple(copies[number]) for number in sorted(copies)},
         plan.duplicates[first + rank],
     )
+
+
+def _device_of(weights: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where a rank's weights lie."""
+    return next(iter(weights.values())).device
 
 
 def _dtype(layout: WeightLayout) -> DtypeName:

@@ -8,15 +8,13 @@ import torch
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.sleep_memory import SleepMemory, move_module
 from rolemesh.engine.specs import ReferenceSpec
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
-from rolemesh.services.runtime.servicers.model_role import (
-    move_module,
-    num_parameters,
-)
+from rolemesh.services.runtime.servicers.model_role import num_parameters
 from rolemesh.services.runtime.servicers.models import LogprobServicer
 from rolemesh.v1 import logprob_pb2_grpc
 
@@ -29,6 +27,7 @@ class ReferenceRole(Role):
 
     def __init__(self) -> None:
         self._policy: RankModel | None = None
+        self._sleep_memory = SleepMemory()
 
     @property
     def policy(self) -> RankModel:
@@ -67,12 +66,13 @@ class ReferenceRole(Role):
 
     def sleep(self) -> int:
         """Moves the weights to host memory."""
-        return move_module(self.policy, torch.device("cpu"))
+        return move_module(self.policy, torch.device("cpu"), self._sleep_memory)
 
     def wake(self) -> int:
         """Brings the weights back."""
-        return move_module(self.policy, rank_device())
+        return move_module(self.policy, rank_device(), self._sleep_memory)
 
     def close(self) -> None:
         """Drops the weights."""
         self._policy = None
+        self._sleep_memory = SleepMemory()

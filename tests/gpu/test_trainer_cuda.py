@@ -126,10 +126,16 @@ def test_sleep_frees_the_device_and_wake_brings_the_same_weights_back(tmp_path):
     give_back_memory(device)
     # By what the driver gives to other processes, and not by what torch says it has in use.
     assert free_bytes(device) - free >= 0.95 * moved > 1e9
+    asleep = {name: weight.data_ptr() for name, weight in trainer.named_weights()}
+    assert all(weight.is_pinned() for _, weight in trainer.named_weights())
     assert trainer.move_to(device) == moved
     for name, weight in trainer.named_weights():
         assert weight.device == device
         assert torch.equal(weight.cpu(), before[name])
+    assert trainer.move_to(torch.device("cpu")) == moved
+    assert {name: weight.data_ptr() for name, weight in trainer.named_weights()} == asleep
+    for name, weight in trainer.named_weights():
+        assert torch.equal(weight, before[name])
 
 
 def test_the_scan_of_gae_agrees_across_devices():

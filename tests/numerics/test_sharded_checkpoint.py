@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, PpoValueLossSpec
 from rolemesh.engine.train.export import export_policy
-from rolemesh.engine.train.optimizer import MOMENTS
+from rolemesh.engine.train.host_moments import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.weights.checkpoint import CheckpointMismatchError, open_checkpoint
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.fake_streams import FakeStreams
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import update_whole
@@ -405,21 +407,33 @@ def test_a_checkpoint_is_refused_while_gradients_are_pending(folder: Path, tmp_p
 def test_stepping_parameters_in_groups_changes_no_bit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What offload does on a GPU, without the moves: pinned memory needs one.
+    # What offload does on a GPU, by streams that are as late as they may be.
     once = _trainer(folder, optimizer={"max_grad_norm": 0.05})
     monkeypatch.setattr(Optimizer, "is_offloaded", property(lambda self: self.spec.offload))
-    monkeypatch.setattr(Optimizer, "_place_state", lambda self, adamw, *, to_host: None)
     monkeypatch.setattr(optimizer, "OFFLOAD_BYTES", 40_000)
     grouped = _trainer(folder, optimizer={"max_grad_norm": 0.05, "offload": True})
-    assert len(grouped._optimizer._adamws) > 3
+    groups = [
+        sum(weight.nbytes for group in adamw.param_groups for weight in group["params"])
+        for adamw in grouped._optimizer._adamws
+    ]
+    assert len(groups) > 3
     resumed = _trainer(folder, optimizer={"max_grad_norm": 0.05, "offload": True})
-    batch = _batch(once)
+    batch, places = _batch(once), set()
     for step in range(3):
         for trainer in (once, grouped, resumed):
             trainer.forward_backward(batch, POLICY_LOSS)
-            trainer.optim_step()
+        once.optim_step()
+        for trainer in (grouped, resumed):
+            with FakeStreams(monkeypatch) as cuda:
+                trainer.optim_step()
+            # Two moments of each weight, of two groups at a time.
+            neighbours = max(map(sum, pairwise(groups)))
+            assert cuda.most_made_bytes == (2 * neighbours if step else 0)
+            assert cuda.log.count("copy") == (4 if step else 2) * len(once._optimizer._weights)
         states = {name: grouped._optimizer.state(name) for name in STATE_NAMES}
+        places.add(tuple(state.data_ptr() for state in states["exp_avg"].values()))
         resumed._optimizer.restore(states, step + 1)
+    assert len(places) == 1, "moments were given other memory"
     for trainer in (grouped, resumed):
         for name, weight in trainer.named_weights():
             assert torch.equal(weight, _weights(once)[name]), name

@@ -17,7 +17,7 @@ from rolemesh.engine.layout.boxes import train_layout
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.specs import ClassifierRewardSpec, LossSpec, ModelSpec, OptimizerSpec
-from rolemesh.engine.train.optimizer import MOMENTS
+from rolemesh.engine.train.host_moments import MOMENTS
 from rolemesh.engine.train.trainer import Trainer
 
 Tensors = dict[str, torch.Tensor]

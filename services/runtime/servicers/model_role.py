@@ -7,7 +7,6 @@ import math
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from rolemesh.engine.own_functions import OwnFunctions
 from rolemesh.engine.specs import OptimizerSpec
@@ -133,11 +132,3 @@ def num_parameters(model: TrainedModel) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
     manifest = model.shape.manifest("float32")
     return sum(math.prod(parameter.shape) for parameter in manifest.values())
-
-
-def move_module(module: nn.Module, device: torch.device) -> int:
-    """Moves parameters and buffers; returns the bytes that changed places."""
-    tensors = [*module.parameters(), *module.buffers()]
-    moved = sum(tensor.nbytes for tensor in tensors if tensor.device.type != device.type)
-    module.to(device)
-    return moved

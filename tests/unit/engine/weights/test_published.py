@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from support.fake_streams import FakeStreams
 from support.weight_shards import PADDING, numbered, shards
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
@@ -14,6 +15,7 @@ from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
 from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
+from rolemesh.engine.weights import published
 from rolemesh.engine.weights.published import (
     Publication,
     places,
@@ -192,3 +194,53 @@ def test_another_model_is_refused_by_the_parameter_that_differs() -> None:
         source_layout(manifest, TRAIN["tp2"], "float32", shape_of())
     with pytest.raises(ManifestError, match="no plan"):
         source_layout(manifest, TRAIN["tp2"], "float32", None)
+
+
+@pytest.mark.parametrize("lock_error", [0, 2], ids=["locked", "not locked"])
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_a_gpu_rounds_first_and_copies_into_memory_that_is_locked_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, shares_memory: bool, lock_error: int
+) -> None:
+    monkeypatch.setattr(published, "_device_of", lambda weights: torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "ones", lambda size, device: None)  # none on a fake GPU
+    layout = train_layout(shape_of(), TrainLayout(), "bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in layout.ranks[0].shapes.items()
+    }
+    with FakeStreams(monkeypatch) as cuda:
+        cuda.lock_error = lock_error
+        publication = Publication(layout, 0, weights, policy_version=1, shares_memory=shares_memory)
+    assert cuda.log.count("copy") == len(weights)
+    assert cuda.num_casts == 0
+    assert (cuda.num_locks, cuda.num_unlocked) == ((1, 0) if not lock_error else (0, len(weights)))
+    assert not cuda.locked
+    # All of it is there, though nothing was waited for since.
+    for name, weight in weights.items():
+        box = tuple((0, size) for size in weight.shape)
+        assert torch.equal(publication.view(name, box), weight.bfloat16()), name
+    publication.close()
+
+
+def test_a_gpu_has_let_go_of_memory_when_a_publication_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(published, "_device_of", lambda weights: torch.device("cuda", 0))
+    layout = train_layout(shape_of(), TrainLayout(), "bfloat16")
+    weights = {name: torch.ones(shape) for name, shape in layout.ranks[0].shapes.items()}
+    left = len(list(SHM_DIRECTORY.glob("rolemesh-*")))
+    *_, last = weights
+    cuda = FakeStreams(monkeypatch)
+
+    class Broken(torch.Tensor):
+        def to(self, *args: object, **kwargs: object) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+    weights[last] = weights[last].as_subclass(Broken)
+    with cuda, pytest.raises(RuntimeError, match="out of memory"):
+        Publication(layout, 0, weights, policy_version=1, shares_memory=True)
+    assert (cuda.num_locks, cuda.locked) == (1, {})
+    assert cuda.log.count("copy") == len(weights) - 1
+    assert cuda.num_waiting == 0
+    assert len(list(SHM_DIRECTORY.glob("rolemesh-*"))) == left
