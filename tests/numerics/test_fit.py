@@ -93,18 +93,22 @@ def measure(at: RankContext, work: RankWork) -> int:
         return really(work, mesh)
 
 
-LAYOUTS = {
-    "fsdp": (TrainLayout(dp=2, fsdp=2), 512),
+LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
+    "fsdp": (TrainLayout(dp=2, fsdp=2), {"micro_batch_tokens": 512}),
     # Gloo keeps a message until a thread of its own lets go of it, so messages are short here.
-    "tensor slices": (TrainLayout(tp=2), 128),
+    "tensor slices": (TrainLayout(tp=2), {"micro_batch_tokens": 128}),
+    "slices that share tokens": (
+        TrainLayout(tp=2),
+        {"micro_batch_tokens": 128, "sequence_parallel": True},
+    ),
 }
 
 
-@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_estimate_holds_for_a_rank_of_several(
-    folder: Path, layout: TrainLayout, tokens: int, rank_pool: RankPool
+    folder: Path, layout: TrainLayout, options: dict[str, Any], rank_pool: RankPool
 ) -> None:
-    model = {"recompute": "full", "micro_batch_tokens": tokens}
+    model = {"recompute": "full", **options}
     work = work_of(folder, layout=HybridLayout(layout), model=model)
     found = estimated(work, "cpu").peak
     for measured in rank_pool.run(measure, 2, work):
