@@ -218,7 +218,7 @@ class Decoder(nn.Module):
             autocasts=self.autocasts,
             hidden_BTD=hidden_BTD,
             prefixes=rows.prefixes,
-            sharing=self.mesh.tp if self.shares_tokens else None,
+            slices=self.mesh.tp if self.shares_tokens else None,
         )
         # Between stages, and to a head, they go in the type of a score.
         return states_BTD.float() if self.is_narrow else states_BTD
@@ -270,7 +270,7 @@ def backbone_states(
     autocasts: bool,
     hidden_BTD: torch.Tensor | None = None,
     prefixes: PrefixLayout | None = None,
-    sharing: RankGroup | None = None,
+    slices: RankGroup | None = None,
 ) -> torch.Tensor:
     """Runs the layers of a right-padded batch, or of one whose prompts are shared, without a head.
 
@@ -282,7 +282,7 @@ def backbone_states(
         autocasts: Whether products are made bfloat16.
         hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
         prefixes: Where prompts are shared; for models with `SHARING_ATTENTION`.
-        sharing: Slices that share the tokens between their blocks, as `cut_tensors` was told; None
+        slices: Those that share the tokens between their blocks, as `cut_tensors` was told; None
             where each has all.
 
     Returns:
@@ -293,14 +293,14 @@ def backbone_states(
     )
     if prefixes is not None:
         inputs |= inputs_of(prefixes)
-    if sharing is not None:
+    if slices is not None:
         inputs["token_shape"] = tuple(tokens_BT.shape)
     # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
     # context ends, so each weight is cast once a pass and never stale after an optimizer step.
     with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):
         states_BTD: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
-    if sharing is not None:
-        states_BTD = gather_shares(states_BTD, sharing, inputs["token_shape"])
+    if slices is not None:
+        states_BTD = gather_shares(states_BTD, slices, inputs["token_shape"])
     return states_BTD
 
 

@@ -93,26 +93,39 @@ def measure(at: RankContext, work: RankWork) -> int:
         return really(work, mesh)
 
 
-LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
-    "fsdp": (TrainLayout(dp=2, fsdp=2), {"micro_batch_tokens": 512}),
+LAYOUTS = {
+    "fsdp": (TrainLayout(dp=2, fsdp=2), 512),
     # Gloo keeps a message until a thread of its own lets go of it, so messages are short here.
-    "tensor slices": (TrainLayout(tp=2), {"micro_batch_tokens": 128}),
-    "slices that share tokens": (
-        TrainLayout(tp=2),
-        {"micro_batch_tokens": 128, "sequence_parallel": True},
-    ),
+    "tensor slices": (TrainLayout(tp=2), 128),
 }
 
 
-@pytest.mark.parametrize(("layout", "options"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_estimate_holds_for_a_rank_of_several(
-    folder: Path, layout: TrainLayout, options: dict[str, Any], rank_pool: RankPool
+    folder: Path, layout: TrainLayout, tokens: int, rank_pool: RankPool
 ) -> None:
-    model = {"recompute": "full", **options}
+    model = {"recompute": "full", "micro_batch_tokens": tokens}
     work = work_of(folder, layout=HybridLayout(layout), model=model)
     found = estimated(work, "cpu").peak
     for measured in rank_pool.run(measure, 2, work):
         assert found == pytest.approx(measured, rel=TOLERANCE)
+
+
+def count(at: RankContext, work: RankWork) -> RankMemory:
+    with at.connect(work.layout) as mesh, Tally() as tally:
+        return counted(work, mesh, tally)
+
+
+def test_sharing_the_tokens_saves_what_is_estimated(folder: Path, rank_pool: RankPool) -> None:
+    """To the byte, of the tensors of the code: gloo takes copies of its own where it sums."""
+    layout, model = HybridLayout(TrainLayout(tp=2)), {"recompute": "full"}
+    whole = work_of(folder, layout=layout, model=model)
+    shared = work_of(folder, layout=layout, model=model | {"sequence_parallel": True})
+    found = estimated(whole, "cpu").peak - estimated(shared, "cpu").peak
+    assert found > 0
+    with_all, with_shares = (rank_pool.run(count, 2, work) for work in (whole, shared))
+    for one, other in zip(with_all, with_shares, strict=True):
+        assert one.peak - other.peak == found
 
 
 def test_what_is_estimated_is_what_is_counted_of_real_tensors(folder: Path) -> None:
