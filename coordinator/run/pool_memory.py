@@ -217,7 +217,7 @@ def _advice(
         else:
             yield f"{worst.role}.generate.tp: more slices of the sampler, on more GPUs"
     else:
-        yield from _advice_for_model(worst.role, section, role)
+        yield from _advice_for_model(worst.role, section, role, recipe.layout(worst.role).tp)
     layout = recipe.layout(worst.role)
     where = "train" if hasattr(section, "train") else "layout"
     if layout.fsdp < layout.dp:
@@ -229,12 +229,14 @@ def _advice(
         yield "critic.model.num_layers: a critic of the first layers alone"
 
 
-def _advice_for_model(name: str, section: Any, role: RoleFound) -> Iterator[str]:
+def _advice_for_model(name: str, section: Any, role: RoleFound, tp: int) -> Iterator[str]:
     model = getattr(section, "model", None) or getattr(section.source, "model", None)
     if model is None:
         return
     part = f"{name}.model" if hasattr(section, "model") else f"{name}.source.model"
     if role.at_peak.get("activations", 0) > role.peak / 10:
+        if tp > 1 and model.sequence_parallel is not True and role.trains:
+            yield f"{part}.sequence_parallel: true (slices share the tokens between their blocks)"
         if model.recompute != "full" and role.trains:
             yield f"{part}.recompute: full (layers are computed again in the backward pass)"
         yield f"{part}.micro_batch_tokens: less than {model.micro_batch_tokens}, down to one row"

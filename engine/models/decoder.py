@@ -31,9 +31,10 @@ from rolemesh.engine.packing.prefix_layout import PrefixLayout
 from rolemesh.engine.packing.prefix_packing import SharingCost
 from rolemesh.engine.parallel.data_parallel import local_part
 from rolemesh.engine.parallel.device import device_of
-from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.parallel.mesh import RankGroup, RankMesh
 from rolemesh.engine.parallel.stages import global_name
 from rolemesh.engine.parallel.tensor_parallel import partial_gradients
+from rolemesh.engine.parallel.token_shares import gather_shares
 from rolemesh.engine.specs import ModelSpec, Numerics
 from rolemesh.engine.specs.by_device import ModelSizes, described, model_choices
 
@@ -91,6 +92,16 @@ class Decoder(nn.Module):
         """Sizes of the whole model; None for a family without a plan."""
         self.missing: frozenset[str]
         """Parameters of this rank that the folder lacked."""
+        machine = device_of(kind_of(self.device))
+        choices = model_choices(
+            spec,
+            machine,
+            _sizes(config, mesh),
+            numerics=numerics,
+            trains=trainable,
+        )
+        self.shares_tokens = mesh.tp.size > 1 and choices["sequence_parallel"].value
+        """Whether each tensor slice holds only its share of the tokens between its blocks."""
         is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1
         if self.shape is not None and (is_cut or maker_without_values() is not None):
             check_layout(self.shape, mesh.layout)
@@ -101,19 +112,12 @@ class Decoder(nn.Module):
                 shape=self.shape,
                 mesh=mesh,
                 may_miss=may_miss,
+                shares_tokens=self.shares_tokens,
             )
         else:
             self.lm, self.missing = load_model(auto_class, spec, config=config, may_miss=may_miss)
-        machine = device_of(kind_of(self.device))
         self.multiplies_in_float32 = numerics == "fast" and not machine.multiplies_bfloat16
         """Whether products of bfloat16 would only take longer, so that none are made."""
-        choices = model_choices(
-            spec,
-            machine,
-            _sizes(config, mesh),
-            numerics=numerics,
-            trains=trainable,
-        )
         for line in described(choices):
             logger.info("%s: model.%s", type(self).__name__, line)
         self.is_narrow = choices["activations"].value == "bfloat16"
@@ -214,6 +218,7 @@ class Decoder(nn.Module):
             autocasts=self.autocasts,
             hidden_BTD=hidden_BTD,
             prefixes=rows.prefixes,
+            slices=self.mesh.tp if self.shares_tokens else None,
         )
         # Between stages, and to a head, they go in the type of a score.
         return states_BTD.float() if self.is_narrow else states_BTD
@@ -235,7 +240,7 @@ class Decoder(nn.Module):
         if self.shape is None:
             return {}
         names = [name for name, _ in self.named_weights()]
-        return partial_gradients(names, self.shape, self.mesh.tp)
+        return partial_gradients(names, self.shape, self.mesh.tp, shares_tokens=self.shares_tokens)
 
     def tied_weight(self) -> str | None:
         """Name of this rank's copy of an embedding that the first and the last stage both hold.
@@ -265,6 +270,7 @@ def backbone_states(
     autocasts: bool,
     hidden_BTD: torch.Tensor | None = None,
     prefixes: PrefixLayout | None = None,
+    slices: RankGroup | None = None,
 ) -> torch.Tensor:
     """Runs the layers of a right-padded batch, or of one whose prompts are shared, without a head.
 
@@ -276,6 +282,8 @@ def backbone_states(
         autocasts: Whether products are made bfloat16.
         hidden_BTD: float32 [B, T, D] to go on from instead of the tokens' embeddings.
         prefixes: Where prompts are shared; for models with `SHARING_ATTENTION`.
+        slices: Those that share the tokens between their blocks, as `cut_tensors` was told; None
+            where each has all.
 
     Returns:
         Hidden states, float [B, T, D].
@@ -285,10 +293,14 @@ def backbone_states(
     )
     if prefixes is not None:
         inputs |= inputs_of(prefixes)
+    if slices is not None:
+        inputs["token_shape"] = tuple(tokens_BT.shape)
     # A context of its own for each pass: autocast keeps the bfloat16 copy of a weight until the
     # context ends, so each weight is cast once a pass and never stale after an optimizer step.
     with torch.autocast(tokens_BT.device.type, torch.bfloat16, enabled=autocasts):
         states_BTD: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+    if slices is not None:
+        states_BTD = gather_shares(states_BTD, slices, inputs["token_shape"])
     return states_BTD
 
 

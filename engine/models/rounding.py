@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear, sum_over_slices
+from rolemesh.engine.parallel.tensor_parallel import RowParallelLinear
 
 
 def round_weights(model: nn.Module, *, narrow_gradients: bool = True) -> None:
@@ -128,12 +128,10 @@ class _RoundedProduct(torch.autograd.Function):
 
 
 def _linear(module: nn.Linear, narrow_gradients: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    group = module.group if isinstance(module, RowParallelLinear) else None
-
     def forward(x: torch.Tensor) -> torch.Tensor:
         product = rounded_product(x, module.weight, narrow_gradients=narrow_gradients)
-        if group is not None:
-            product = sum_over_slices(product, group)
+        if isinstance(module, RowParallelLinear):
+            product = module.summed(product)
         return product if module.bias is None else product + rounded(module.bias)
 
     return forward
@@ -147,14 +145,12 @@ def _embedding(
 
 
 def _narrow_linear(module: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    group = module.group if isinstance(module, RowParallelLinear) else None
-
     def forward(x: torch.Tensor) -> torch.Tensor:
         bias = None if module.bias is None else module.bias.bfloat16()
-        if group is None:
+        if not isinstance(module, RowParallelLinear):
             return functional.linear(x.bfloat16(), module.weight.bfloat16(), bias)
         product = functional.linear(x.bfloat16(), module.weight.bfloat16())
-        product = sum_over_slices(product, group, in_own_type=True)
+        product = module.summed(product, in_own_type=True)
         return product if bias is None else product + bias
 
     return forward

@@ -126,6 +126,7 @@ def load_shard(
     shape: DecoderShape,
     mesh: RankMesh,
     may_miss: tuple[str, ...] = (),
+    shares_tokens: bool = False,
 ) -> tuple[Any, frozenset[str]]:
     """Builds this rank's stage and slice and fills it from the folder's files.
 
@@ -136,6 +137,7 @@ def load_shard(
         shape: Sizes of the whole model; `check_layout` has passed.
         mesh: The rank's place.
         may_miss: Prefixes of parameters that the folder may lack; they become zeros.
+        shares_tokens: See `cut_tensors`.
 
     Returns:
         The model, float32, with layers numbered from 0 (see `stages.global_name`), and the
@@ -156,7 +158,7 @@ def load_shard(
     # The frequencies of the rotary embedding are not in the files, so they are computed here.
     base.rotary_emb = type(base.rotary_emb)(config=base.config)
     keep_stage(lm, shape, mesh.pp)
-    cut_tensors(lm, shape, mesh.tp)
+    cut_tensors(lm, shape, mesh.tp, shares_tokens=shares_tokens)
 
     parameters = dict(stage_tensors(shape, pp=mesh.pp.index, size=mesh.pp.size))
     local_names = {global_name(name, shape, mesh.pp): name for name, _ in lm.named_parameters()}

@@ -3,14 +3,16 @@
 Attention is cut by heads and the MLP by its inner width (arXiv 1909.08053, section 3), the
 embedding by rows of the vocabulary. Parameters stay plain local tensors; `families.slice_box` says
 which box of the whole each one is. What does not divide by ranks (norms, biases after a sum, a
-score head) every rank holds whole and computes alike.
+score head) every rank holds whole and computes alike, or, where slices share the tokens between
+attention and MLP, on its own ones (`token_shares`).
 
 Shape letters: B rows, T longest row, D width, S vocabulary rows of this slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from rolemesh.engine.layout.families import (
     slice_box,
 )
 from rolemesh.engine.parallel.mesh import RankGroup
+from rolemesh.engine.parallel.token_shares import gather_to_slices, sum_to_shares, take_share
 
 _PARTIAL_EVERYWHERE = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 """Held whole by every slice, but each slice uses them on its own heads alone."""
@@ -121,11 +124,27 @@ class RowParallelLinear(nn.Linear):
     """
 
     group: RankGroup
+    shares_tokens: bool
+    """Whether each rank gets the sum for its share of the tokens alone."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Projects floating [..., columns of this slice] to [..., D], equal on all ranks."""
-        output = sum_over_slices(functional.linear(input, self.weight), self.group)
+        """Projects floating [B, T, columns of this slice] to what `summed` gives."""
+        output = self.summed(functional.linear(input, self.weight))
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def summed(self, part_BTD: torch.Tensor, *, in_own_type: bool = False) -> torch.Tensor:
+        """The sum of the slices' products.
+
+        Args:
+            part_BTD: This slice's, floating [B, T, D].
+            in_own_type: See `all_reduce`.
+
+        Returns:
+            [B, T, D], equal on all ranks; or this rank's share of it, see `sum_to_shares`.
+        """
+        if self.shares_tokens:
+            return sum_to_shares(part_BTD, self.group, in_own_type=in_own_type)
+        return sum_over_slices(part_BTD, self.group, in_own_type=in_own_type)
 
 
 class VocabularySliceEmbedding(nn.Embedding):
@@ -149,16 +168,24 @@ class VocabularySliceEmbedding(nn.Embedding):
         return sum_over_slices(found_BTD, self.group)
 
 
-def cut_tensors(lm: Any, shape: DecoderShape, group: RankGroup) -> None:
+def cut_tensors(
+    lm: Any, shape: DecoderShape, group: RankGroup, *, shares_tokens: bool = False
+) -> None:
     """Makes a decoder compute on one slice, in place. Its weights become empty local tensors.
 
     Called on a model on the meta device; the caller fills the tensors (`slice_box` of each).
     A group of one rank changes nothing.
 
+    Where slices share the tokens, the first layer takes this rank's share of its input, layers
+    and the last norm work on shares, and the backbone's result is a share: the caller gathers it.
+    The backbone must be called with `token_shape`, B and T of the whole.
+
     Args:
         lm: A transformers model of a known family; embedding, layers or head may be absent.
         shape: Sizes of the whole model.
         group: The slices; this rank's is `group.index`.
+        shares_tokens: Whether each slice holds only its share of the tokens outside of attention
+            and MLP.
 
     Raises:
         LayoutError: The model cannot be cut into so many slices.
@@ -171,11 +198,19 @@ def cut_tensors(lm: Any, shape: DecoderShape, group: RankGroup) -> None:
     kv_heads = shape.num_kv_heads * replica_ranks_of_kv(shape, group.size) // group.size
     for layer in base.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        attention.o_proj = _row_parallel(attention.o_proj, group)
-        mlp.down_proj = _row_parallel(mlp.down_proj, group)
+        attention.o_proj = _row_parallel(attention.o_proj, group, shares_tokens)
+        mlp.down_proj = _row_parallel(mlp.down_proj, group, shares_tokens)
         attention.num_key_value_groups = shape.num_heads // group.size // kv_heads
         for part in (attention, mlp):
-            part.register_forward_pre_hook(_copying_hook(group), with_kwargs=True)
+            if shares_tokens:
+                # Not a hook: recomputation of a part then keeps its share, and gathers again.
+                part.forward = _on_all_tokens(part.forward, group)
+            else:
+                part.register_forward_pre_hook(_copying_hook(group), with_kwargs=True)
+    if shares_tokens:
+        base.layers[0].register_forward_pre_hook(
+            lambda _, args: (take_share(args[0], group), *args[1:])
+        )
     for name, parameter in list(lm.named_parameters()):
         box = slice_box(shape, name, tp=group.index, size=group.size)
         sizes = [stop - start for start, stop in box]
@@ -208,17 +243,20 @@ def first_vocabulary_row(shape: DecoderShape, group: RankGroup) -> int:
 
 
 def partial_gradients(
-    names: Iterable[str], shape: DecoderShape, group: RankGroup
+    names: Iterable[str], shape: DecoderShape, group: RankGroup, *, shares_tokens: bool = False
 ) -> dict[str, int]:
     """Parameters whose gradient, after backward, is a rank's own share of a sum.
 
     Norms of queries and keys see each slice's own heads; a key-value head that several slices hold
-    gets the gradients of each one's queries. All other parameters have their whole gradient.
+    gets the gradients of each one's queries. Where slices share the tokens, what every slice holds
+    whole sees each one's own tokens, but for a score head, which sees all. All other parameters
+    have their whole gradient.
 
     Args:
         names: Hugging Face names of the rank's parameters.
         shape: Sizes of the whole model.
         group: The slices.
+        shares_tokens: As `cut_tensors` was told.
 
     Returns:
         By name, how many neighbouring slices the gradient must be summed over: `group.size` for
@@ -229,7 +267,8 @@ def partial_gradients(
     sharing = replica_ranks_of_kv(shape, group.size)
     shares = {}
     for name in names:
-        if name.endswith(_PARTIAL_EVERYWHERE):
+        sees_own_tokens = shares_tokens and not name.startswith(f"{shape.head}.")
+        if name.endswith(_PARTIAL_EVERYWHERE) or (sees_own_tokens and cut_of(name) == "whole"):
             shares[name] = group.size
         elif sharing > 1 and cut_of(name) == "kv_heads":
             shares[name] = sharing
@@ -296,10 +335,24 @@ def _copying_hook(group: RankGroup) -> Any:
     return copy
 
 
-def _row_parallel(linear: nn.Linear, group: RankGroup) -> RowParallelLinear:
+def _on_all_tokens(forward: Callable[..., Any], group: RankGroup) -> Callable[..., Any]:
+    """Attention or MLP behind a gather of their input's shares."""
+
+    @functools.wraps(forward)
+    def gathering(*args: Any, token_shape: tuple[int, int] | None = None, **kwargs: Any) -> Any:
+        # Layers hand the shape to attention alone; an MLP may meet the zeros that fill shares up.
+        if args:
+            return forward(gather_to_slices(args[0], group, token_shape), *args[1:], **kwargs)
+        whole = gather_to_slices(kwargs["hidden_states"], group, token_shape)
+        return forward(**{**kwargs, "hidden_states": whole})
+
+    return gathering
+
+
+def _row_parallel(linear: nn.Linear, group: RankGroup, shares_tokens: bool) -> RowParallelLinear:
     module = RowParallelLinear(1, 1, bias=False, device="meta")
     module.weight, module.bias = linear.weight, linear.bias
-    module.group = group
+    module.group, module.shares_tokens = group, shares_tokens
     return module
 
 

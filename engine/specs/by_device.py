@@ -146,7 +146,11 @@ def model_choices(
         trains: False for a frozen one.
 
     Returns:
-        activations, and recompute of a trained model, or frozen_dtype of a frozen one.
+        activations; sequence_parallel, where there are several slices; and recompute of a trained
+        model, or frozen_dtype of a frozen one.
+
+    Raises:
+        ValueError: Sequence parallelism is asked for where there is one slice.
     """
     on_gpu = device.type == "cuda"
     if numerics == "exact":
@@ -158,6 +162,14 @@ def model_choices(
     else:
         activations = Choice("float32", _NO_BFLOAT16)
     chosen = {"activations": _chosen(spec.activations, activations)}
+    if sizes.num_slices > 1:
+        shared = _sequence_parallel(spec, device, sizes, numerics=numerics, trains=trains)
+        chosen["sequence_parallel"] = _chosen(spec.sequence_parallel, shared)
+    elif spec.sequence_parallel:
+        raise ValueError(
+            "model.sequence_parallel is true, but the layout has tp 1, and no slices to share the "
+            "tokens: leave it out, or give a layout with tp"
+        )
     if not trains:
         is_narrow = spec.compute_dtype == "bfloat16" and (
             on_gpu or chosen["activations"].value == "bfloat16"
@@ -170,8 +182,9 @@ def model_choices(
                 else Choice("float32", "as it is trained"),
             )
         }
-    size = activation_bytes(spec, sizes)
-    about = f"about {size / 2**30:.1f} GiB of activations in a micro-batch"
+    shares_tokens = sizes.num_slices > 1 and chosen["sequence_parallel"].value
+    size = activation_bytes(spec, sizes, shares_tokens=shares_tokens)
+    about = _about(size)
     return chosen | {
         "recompute": _chosen(
             spec.recompute,
@@ -182,15 +195,37 @@ def model_choices(
     }
 
 
-def activation_bytes(spec: ModelSpec, sizes: ModelSizes) -> int:
+def _sequence_parallel(
+    spec: ModelSpec, device: Device, sizes: ModelSizes, *, numerics: Numerics, trains: bool
+) -> Choice:
+    """Whether slices share the tokens, where a recipe does not say."""
+    if not trains:
+        return Choice(False, "a frozen model keeps nothing for a backward pass")
+    if numerics == "exact":
+        return Choice(False, "exact numerics: sums keep their order")
+    if device.type != "cuda":
+        return Choice(False, f"{_ON_A_CPU} time is dearer than memory")
+    size = activation_bytes(spec, sizes)
+    # Before recomputation, which costs time.
+    return Choice(size > RECOMPUTE_BYTES, _about(size))
+
+
+def _about(size: int) -> str:
+    return f"about {size / 2**30:.1f} GiB of activations in a micro-batch"
+
+
+def activation_bytes(spec: ModelSpec, sizes: ModelSizes, *, shares_tokens: bool = False) -> int:
     """Bytes of activations that the layers of one rank keep for a backward pass.
 
     (10 + 24 / t) tokens hidden bytes a layer in a 16-bit type, twice that in float32 (arXiv
-    2205.05198, eq. 2, without the scores of attention, which fused kernels do not keep).
+    2205.05198, eq. 2, without the scores of attention, which fused kernels do not keep). Where
+    slices share the tokens, (4 + 30 / t): the inputs of attention and MLP are kept whole, not
+    gathered again as in eq. 4.
     """
     layers = -(-sizes.num_layers // sizes.num_stages)
     width = 1 if spec.compute_dtype == "bfloat16" else 2
-    bytes_a_number = width * (10 + 24 / sizes.num_slices)
+    whole = 4 if shares_tokens else 10
+    bytes_a_number = width * (whole + (34 - whole) / sizes.num_slices)
     return int(layers * spec.micro_batch_tokens * sizes.hidden_size * bytes_a_number)
 
 

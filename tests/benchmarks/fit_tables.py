@@ -1,12 +1,14 @@
 """Memory of a rank that trains a public model, without a GPU: a JSON line for each case.
 
     PYTHONPATH=tests python tests/benchmarks/fit_tables.py [--model 7B] [--tokens 4096]
-        [--of-layers 4 8]
+        [--of-layers 4 8] [--tp 4] [--model-options '{"sequence_parallel": true}']
+        [--numerics fast]
 
 The real trainer makes two passes and an optimizer step on tensors without values
 (`engine/fit/rank_memory.py`); the sampler is arithmetic. Takes 2 to 10 minutes a case. With
 --of-layers it makes models of so many layers, and draws the line through both to all layers: every
-layer adds the same.
+layer adds the same. --tp makes slices of the case's ranks, and FSDP cuts over the others;
+--model-options are further keys of the model's spec.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 from support.public_models import CONFIGS, config_folder
 
@@ -23,7 +27,7 @@ from rolemesh.engine.fit.rank_memory import RankMemory, RankWork, estimated
 from rolemesh.engine.fit.sampler import sampler_memory
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
-from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec, VllmSpec
+from rolemesh.engine.specs import ModelSpec, Numerics, OptimizerSpec, PpoPolicyLossSpec, VllmSpec
 
 CASES = {
     "7B": ("Qwen2.5-7B-Instruct", TrainLayout(dp=8, fsdp=8), 1),
@@ -41,25 +45,56 @@ def main() -> None:
     parser.add_argument("--model", choices=CASES, action="append")
     parser.add_argument("--tokens", type=int, choices=TOKENS, action="append")
     parser.add_argument("--of-layers", type=int, nargs=2)
+    parser.add_argument("--tp", type=int)
+    parser.add_argument("--model-options", type=json.loads, default={})
+    parser.add_argument("--numerics", choices=get_args(Numerics), default="exact")
     arguments = parser.parse_args()
     for size in arguments.model or CASES:
         for tokens in arguments.tokens or TOKENS:
-            print(json.dumps(case(size, tokens, arguments.of_layers)), flush=True)
+            way = Way(size, tokens, arguments.tp, arguments.model_options, arguments.numerics)
+            print(json.dumps(case(way, arguments.of_layers)), flush=True)
 
 
-def memory(size: str, tokens: int, num_layers: int) -> RankMemory:
+@dataclass(frozen=True)
+class Way:
+    """What is trained, and how."""
+
+    size: str
+    """A key of CASES."""
+    tokens: int
+    """Of a row."""
+    tp: int | None
+    """Slices; None: as the case says."""
+    model_options: dict[str, Any]
+    numerics: Numerics
+
+    @property
+    def layout(self) -> TrainLayout:
+        """Of the case, or of its ranks in so many slices."""
+        layout = CASES[self.size][1]
+        if self.tp is None:
+            return layout
+        dp = layout.world_size // self.tp
+        return TrainLayout(tp=self.tp, dp=dp, fsdp=dp)
+
+
+def memory(way: Way, num_layers: int) -> RankMemory:
     """A model of so many layers, one row in a pass."""
-    name, layout, _ = CASES[size]
+    name, tokens = CASES[way.size][0], way.tokens
     with tempfile.TemporaryDirectory() as directory:
         return estimated(
             RankWork(
                 kind="policy",
-                model=ModelSpec(
-                    path=config_folder(Path(directory), name, num_hidden_layers=num_layers),
-                    recompute="full",
-                    micro_batch_tokens=tokens,
+                model=ModelSpec.model_validate(
+                    {
+                        "path": config_folder(Path(directory), name, num_hidden_layers=num_layers),
+                        "recompute": "full",
+                        "micro_batch_tokens": tokens,
+                        **way.model_options,
+                    }
                 ),
-                layout=HybridLayout(layout),
+                numerics=way.numerics,
+                layout=HybridLayout(way.layout),
                 optimizer=OptimizerSpec(),
                 loss=PpoPolicyLossSpec(),
                 row_tokens=tokens,
@@ -73,15 +108,16 @@ def line(fewer: int, more: int, layers: tuple[int, int], wanted: int) -> int:
     return round(fewer + (more - fewer) * (wanted - layers[0]) / (layers[1] - layers[0]))
 
 
-def case(size: str, tokens: int, of_layers: list[int] | None) -> dict[str, object]:
+def case(way: Way, of_layers: list[int] | None) -> dict[str, object]:
     """One model with rows of so many tokens."""
-    name, layout, slices = CASES[size]
+    name, _, slices = CASES[way.size]
+    layout, tokens = way.layout, way.tokens
     num_layers = CONFIGS[name]["num_hidden_layers"]
     begun = time.monotonic()
     if of_layers is None:
-        found = memory(size, tokens, num_layers)
+        found = memory(way, num_layers)
     else:
-        fewer, more = (memory(size, tokens, number) for number in of_layers)
+        fewer, more = (memory(way, number) for number in of_layers)
         ends = (of_layers[0], of_layers[1])
         found = RankMemory(
             at_rest={
@@ -104,6 +140,8 @@ def case(size: str, tokens: int, of_layers: list[int] | None) -> dict[str, objec
         "ranks": layout.world_size,
         "layout": layout.flag(),
         "tokens": tokens,
+        "numerics": way.numerics,
+        "model_options": way.model_options,
         "of_layers": of_layers or num_layers,
         "rest_gib": round(found.rest / gib, 2),
         "peak_gib": round(found.peak / gib, 2),

@@ -111,6 +111,23 @@ def test_the_estimate_holds_for_a_rank_of_several(
         assert found == pytest.approx(measured, rel=TOLERANCE)
 
 
+def count(at: RankContext, work: RankWork) -> RankMemory:
+    with at.connect(work.layout) as mesh, Tally() as tally:
+        return counted(work, mesh, tally)
+
+
+def test_sharing_the_tokens_saves_what_is_estimated(folder: Path, rank_pool: RankPool) -> None:
+    """To the byte, of the tensors of the code: gloo takes copies of its own where it sums."""
+    layout, model = HybridLayout(TrainLayout(tp=2)), {"recompute": "full"}
+    whole = work_of(folder, layout=layout, model=model)
+    shared = work_of(folder, layout=layout, model=model | {"sequence_parallel": True})
+    found = estimated(whole, "cpu").peak - estimated(shared, "cpu").peak
+    assert found > 0
+    with_all, with_shares = (rank_pool.run(count, 2, work) for work in (whole, shared))
+    for one, other in zip(with_all, with_shares, strict=True):
+        assert one.peak - other.peak == found
+
+
 def test_what_is_estimated_is_what_is_counted_of_real_tensors(folder: Path) -> None:
     """Each purpose alike, to the byte of what grows with the model."""
     work = work_of(folder)

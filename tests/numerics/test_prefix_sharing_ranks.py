@@ -156,6 +156,16 @@ def test_recomputed_activations_agree_on_all_axes(
     _assert_agree(rank_pool, job, LAYOUTS["tp2-pp2-fsdp2"], unshared(job))
 
 
+def test_slices_that_share_tokens_share_prompts_too(
+    rank_pool: RankPool, folders: dict[str, Path], batch: Experience, unshared: Any
+) -> None:
+    job = _job(folders["qwen3"], batch, "policy")
+    # A group in a pass: 42, 27 and 13 tokens, which two slices do not divide evenly.
+    options = {"sequence_parallel": True, "recompute": "full", "micro_batch_tokens": 30}
+    sharing = replace(job, model=options)
+    _assert_agree(rank_pool, sharing, LAYOUTS["tp2"], unshared(job))
+
+
 @pytest.mark.parametrize("name", ["tp4 (2 kv heads)", "tp2-pp2-fsdp2"], ids=str)
 def test_norms_of_heads_agree(
     rank_pool: RankPool, folders: dict[str, Path], batch: Experience, unshared: Any, name: str

@@ -13,7 +13,7 @@ from support.rank_processes import RankContext, RankFailedError, RankPool
 from support.rollout_checks import load_trainer_model, rounded_copy
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_classifier
-from support.token_batches import token_batch
+from support.token_batches import COMPLETION_LENGTHS, PROMPT_LENGTHS, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -55,22 +55,26 @@ def _spec(path: Path, **options: object) -> ModelSpec:
     return ModelSpec.model_validate({"path": path, "compute_dtype": "float32", **options})
 
 
-def _rows(spec: ModelSpec) -> PaddedRows:
-    return pad_rows(token_batch(vocab_size=read_config(spec).vocab_size), "cpu")
+def _rows(spec: ModelSpec, rows: slice = slice(None)) -> PaddedRows:
+    lengths = {
+        "prompt_lengths": PROMPT_LENGTHS[rows],
+        "completion_lengths": COMPLETION_LENGTHS[rows],
+    }
+    return pad_rows(token_batch(vocab_size=read_config(spec).vocab_size, **lengths), "cpu")
 
 
-def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None) -> Pass:
+def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None, rows: slice = slice(None)) -> Pass:
     """Loads a model, scores a batch, and sends a gradient back that differs for each token."""
     model: Decoder
     outputs: dict[str, torch.Tensor]
     if head == "lm_head":
         model = lm = CausalLm(spec, mesh=mesh)
-        logprobs, entropy = lm.score(_rows(spec), temperature=0.8, with_entropy=True)
+        logprobs, entropy = lm.score(_rows(spec, rows), temperature=0.8, with_entropy=True)
         assert entropy is not None
         outputs = {"logprobs": logprobs, "entropy": entropy}
     elif head == "values":
         model = critic = ScoringModel(spec, VALUE_HEAD, mesh=mesh)
-        outputs = {"values": critic(_rows(spec))}
+        outputs = {"values": critic(_rows(spec, rows))}
     else:
         model = classifier = ScoringModel(spec, ROW_HEAD, mesh=mesh)
         outputs = {"logits": classifier(pad_token_rows(TOKEN_ROWS))}
@@ -92,10 +96,16 @@ def run_pass(spec: ModelSpec, head: str, mesh: RankMesh | None) -> Pass:
     )
 
 
-def pass_of_rank(at: RankContext, spec: ModelSpec, head: str, layout: TrainLayout) -> Pass:
+def pass_of_rank(
+    at: RankContext,
+    spec: ModelSpec,
+    head: str,
+    layout: TrainLayout,
+    rows: slice = slice(None),
+) -> Pass:
     """`run_pass` on a rank of a mesh."""
     with at.connect(HybridLayout(layout)) as mesh:
-        return run_pass(spec, head, mesh)
+        return run_pass(spec, head, mesh, rows)
 
 
 def check_against_one_rank(
@@ -155,6 +165,39 @@ def test_slices_score_and_learn_as_the_whole_model(
     whole = run_pass(spec, "lm_head", None)
     parts = rank_pool.run(pass_of_rank, tp, spec, "lm_head", TrainLayout(tp=tp))
     check_against_one_rank(whole, parts, spec, "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("case", "tp"),
+    [
+        *((case, 2) for case in CASES),
+        *(pytest.param(case, 4, marks=pytest.mark.slow) for case in CASES),
+    ],
+)
+def test_slices_that_share_tokens_score_and_learn_as_the_whole_model(
+    rank_pool: RankPool, tmp_path: Path, case: str, tp: int
+) -> None:
+    family, config = CASES[case]
+    spec = _spec(write_tiny_decoder(tmp_path, family, **config))
+    rows = slice(0, 3)  # the longest of 11 tokens
+    assert _rows(spec, rows).tokens_BT.numel() == 33
+    whole = run_pass(spec, "lm_head", None, rows)
+    sharing = spec.model_copy(update={"sequence_parallel": True})
+    parts = rank_pool.run(pass_of_rank, tp, sharing, "lm_head", TrainLayout(tp=tp), rows)
+    check_against_one_rank(whole, parts, spec, "lm_head")
+
+
+@pytest.mark.parametrize("head", ["values", "labels"])
+def test_slices_that_share_tokens_give_values_and_labels_as_the_whole_model(
+    rank_pool: RankPool, tmp_path: Path, head: str
+) -> None:
+    num_labels = {"values": 1, "labels": 3}[head]
+    spec = _spec(write_tiny_decoder(tmp_path, "qwen2", head=head, num_labels=num_labels))
+    rows = slice(0, 3)
+    whole = run_pass(spec, head, None, rows)
+    sharing = spec.model_copy(update={"sequence_parallel": True})
+    parts = rank_pool.run(pass_of_rank, 2, sharing, head, TrainLayout(tp=2), rows)
+    check_against_one_rank(whole, parts, spec, head)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -110,6 +110,19 @@ def test_each_advised_setting_is_a_key_of_the_recipe() -> None:
         recipe(f"{key}={value}")
 
 
+def test_slices_are_advised_to_share_tokens_before_layers_are_recomputed() -> None:
+    given = (
+        "pools.gpus.devices=['cuda:0', 'cuda:1']",
+        "actor.train={tp: 2}",
+        "reference.layout={tp: 2}",
+        "actor.rollout.gpu_memory_utilization=0.2",
+    )
+    key, _, value = found(recipe(*given), 20).advice[0].partition(": ")
+    assert key == "actor.model.sequence_parallel"
+    taken = found(recipe(*given, f"{key}={value.partition(' (')[0]}"), 20)
+    assert taken.advice[0].startswith("actor.model.recompute")
+
+
 def test_sleep_is_advised_first_where_roles_stay_awake() -> None:
     whole = found(recipe("pools.gpus.sleep=never"), 30)
     assert whole.advice[0].startswith("pools.gpus.sleep: always")
