@@ -177,7 +177,8 @@ class WeightUpdates:
         message.ahead = True
         message.key.operation += _AHEAD
         own, others = await asyncio.gather(self._ahead(request, call), face.beside(message))
-        return join_answers([own, *others])
+        joined: rollout_pb2.UpdateWeightsResult = join_answers([own, *others])
+        return joined
 
     async def _ahead(
         self, request: rollout_pb2.UpdateWeightsRequest, call: Call
