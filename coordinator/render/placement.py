@@ -72,11 +72,7 @@ def spread(recipe: Recipe, num_gpus: int) -> list[str]:
             "layout, or give pools in the recipe whose roles share GPUs"
         )
     settings = []
-    grows = [
-        index
-        for index, group in enumerate(groups)
-        if len(group) == 1 and sizes[index] == 1 and _may_grow(recipe, group[0])
-    ]
+    grows = [index for index, group in enumerate(groups) if len(group) == 1 and sizes[index] == 1]
     while fits := [index for index in grows if sum(sizes) + sizes[index] <= num_gpus]:
         # The role with the fewest ranks first; of equals the first in order (actor, critic, ...).
         sizes[min(fits, key=lambda index: sizes[index])] *= 2
@@ -90,13 +86,3 @@ def spread(recipe: Recipe, num_gpus: int) -> list[str]:
     if others:
         pools.append(f"{others[0]}: {{devices: [cpu], roles: [{', '.join(others)}]}}")
     return [f"pools={{{', '.join(pools)}}}", *settings]
-
-
-def _may_grow(recipe: Recipe, role: str) -> bool:
-    """Whether more ranks change only the speed.
-
-    Not for rollout: with one rank, new weights come between two tokens; with several ranks they
-    come after the running completions.
-    """
-    sampler = recipe.schedule.sampler
-    return role != "rollout" or not getattr(sampler, "partial_rollouts", False)

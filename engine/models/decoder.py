@@ -189,6 +189,7 @@ class Decoder(nn.Module):
         self.sharing = SharingCost.of_sizes(
             layer_weights=projections + 3 * shape.hidden_size * shape.intermediate_size,
             attention_width=width,
+            kind=kind_of(self.device),
         )
 
     def stage_forward(self, rows: PaddedRows, hidden_BTD: torch.Tensor | None) -> torch.Tensor:

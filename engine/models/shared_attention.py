@@ -18,6 +18,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rolemesh.engine.device_kinds import kind_of
+from rolemesh.engine.models.shared_flex import (
+    flex_serves,
+    flex_shared_attention,
+    with_block_mask,
+)
 from rolemesh.engine.packing.prefix_layout import PrefixLayout
 
 SHARING_ATTENTION = "rolemesh_prefix_sharing"
@@ -57,6 +62,8 @@ def sharing_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return plain, None
+    if prefixes.block_mask is not None:
+        return flex_shared_attention(query, key, value, prefixes, scaling), None
     packed = query.shape[2]
     heads, width = query.shape[1], query.shape[3]
     # Rows of the gathers: a token with all of its heads.
@@ -89,6 +96,8 @@ AttentionMaskInterface.register(SHARING_ATTENTION, sdpa_mask)
 def inputs_of(prefixes: PrefixLayout) -> dict[str, Any]:
     """What a model that attends by `sharing_attention` is called with, besides its tokens."""
     positions_1S = prefixes.positions_1S
+    if flex_serves(positions_1S.device):
+        prefixes = with_block_mask(prefixes)
     # Transformers leaves a mask of four dimensions alone. Given none, it would take positions that
     # begin anew for rows packed one after another, and make a mask of S x S.
     nothing = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=positions_1S.device)

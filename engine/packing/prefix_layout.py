@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["PrefixLayout", "RowGather"]
 
@@ -103,12 +104,18 @@ class PrefixLayout:
     """bool [R or 1, 1, C, T]. Every query, padding too, may attend to its row's first token."""
     states: RowGather
     """[N] of all packed tokens: the state before each completion token."""
+    prompts_S: torch.Tensor
+    """int64 [S]: the prompt that each token is of, or goes on from."""
+    rows_S: torch.Tensor
+    """int64 [S]: the row of each completion token; -1 for tokens of prompts."""
+    block_mask: BlockMask | None = None
+    """For attention over S at once (`engine/models/shared_flex.py`); None: by rectangles."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same on a device."""
         moved = {
             field.name: value.to(device)
             for field in fields(self)
-            if not isinstance(value := getattr(self, field.name), int)
+            if not isinstance(value := getattr(self, field.name), int | None)
         }
         return replace(self, **moved)

@@ -32,11 +32,27 @@ MOST_KEYS_PER_TOKEN = 8
 are narrow beside what the other products of a token keep (a thirtieth in an 8B model of the Llama
 family), but a long prompt with many short completions has many: a pass has at most this many times
 the tokens of its budget."""
-MARGIN = 0.95
-"""Sharing must cost less than this part of not sharing: below, gathering eats what is saved."""
-ATTENTION_SLOWNESS = 3.0
-"""Attention takes longer for the same operations than a large product of matrices: on a CPU, heads
-64 wide, forward and backward, 2 times beside float32 products and 3 times beside bfloat16 ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """What decides between the two ways on one kind of device."""
+
+    attention_slowness: float
+    """How much longer attention takes than a large product of matrices for as many operations."""
+    margin: float
+    """Sharing must cost less than this part of not sharing: above, gathering eats what is saved."""
+
+
+DEVICE_COSTS = {
+    # Measured with heads 64 wide, forward and backward: 2 times beside float32 products and 3 times
+    # beside bfloat16 ones.
+    "cpu": DeviceCosts(attention_slowness=3.0, margin=0.95),
+    # Assumed, not measured: those of a CPU. `tests/benchmarks/prefix_sharing.py --constants` gives
+    # a GPU's.
+    "cuda": DeviceCosts(attention_slowness=3.0, margin=0.95),
+}
+"""By kind of device (`kind_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +61,21 @@ class SharingCost:
 
     pairs_per_token: float
     """Pairs of query and key that take as long as all else that is done for one token."""
+    margin: float
+    """See `DeviceCosts`."""
 
     @classmethod
-    def of_sizes(cls, *, layer_weights: int, attention_width: int) -> SharingCost:
+    def of_sizes(cls, *, layer_weights: int, attention_width: int, kind: str) -> SharingCost:
         """From the sizes of a layer.
 
         Args:
             layer_weights: Elements of its matrices; each is one multiplication a token.
             attention_width: Heads times their width; twice as many multiplications a pair.
+            kind: Of the device, "cpu" or "cuda".
         """
-        return cls(layer_weights / (2 * attention_width * ATTENTION_SLOWNESS))
+        costs = DEVICE_COSTS[kind]
+        pairs = layer_weights / (2 * attention_width * costs.attention_slowness)
+        return cls(pairs, costs.margin)
 
     def rectangle(self, num_rows: int, longest: int) -> float:
         """Cost of right-padded rows; causal attention computes half of the pairs."""
@@ -149,7 +170,7 @@ def plan_passes(
         packed = cost.packed(
             own, [prompt_lengths[row] for row in rows], [prompts[row] for row in rows]
         )
-        if len({prompts[row] for row in rows}) < len(rows) and packed < MARGIN * padded:
+        if len({prompts[row] for row in rows}) < len(rows) and packed < cost.margin * padded:
             passes.append(Pass(rows, shares=True))
         else:
             plain += rows
@@ -274,6 +295,18 @@ def pack_rows(batch: Experience, device: torch.device | str) -> PaddedRows:
         keys=RowGather.of(key_RT.flatten()),
         may_attend=may_attend[:, None],
         states=RowGather.of(states_N),
+        prompts_S=torch.cat(
+            [
+                torch.arange(len(prompts)).repeat_interleave(prompt_lengths_G),
+                prompt_of_row.repeat_interleave(completion_lengths_R),
+            ]
+        ),
+        rows_S=torch.cat(
+            [
+                torch.full((num_prompt_tokens,), -1),
+                torch.arange(len(completions)).repeat_interleave(completion_lengths_R),
+            ]
+        ),
     )
     return PaddedRows(
         tokens_BT=tokens_S[None].to(device),

@@ -51,6 +51,22 @@ def gather_facts(facts: Any, group: RankGroup, device: torch.device) -> list[Any
     return [theirs for _, theirs in found]
 
 
+def have_same_number(number: int, group: RankGroup, device: torch.device) -> bool:
+    """Whether all ranks of a group give one number, which they call with: one small reduction.
+
+    Args:
+        number: This rank's, int64.
+        group: Who takes part.
+        device: Where the group's messages lie.
+    """
+    if group.process_group is None:
+        return True
+    ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group.process_group)
+    smallest, negated_largest = ends.tolist()
+    return bool(smallest == -negated_largest)
+
+
 def try_together(
     work: Callable[[], tuple[WorkT, Any]], gather: Gather
 ) -> tuple[list[WorkT], Exception | None, list[dict[str, Any]]]:

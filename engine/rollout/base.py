@@ -49,7 +49,7 @@ class RolloutBackend(ABC):
 
     between_steps: Callable[[], None] | None = None
     """Called before each decoding step of a generation, on the compute thread. It may update the
-    weights, where the rank samples alone; what it raises ends the generation."""
+    weights, on all ranks of a sampler before the same step; what it raises ends the generation."""
 
     @abstractmethod
     def generate(
@@ -185,9 +185,21 @@ class RolloutBackend(ABC):
         if self.policy_version < 0:
             raise WeightsStaleError(
                 "an update in the middle of the generation failed, so the sampler holds no whole "
-                "set of weights: send one, and generate again"
+                f"set of weights ({self._stale_reason}): send one, and generate again"
             )
         return self._num_updates != known
+
+    def drop_weights(self, reason: str) -> None:
+        """Refuses to generate until the next whole update.
+
+        Args:
+            reason: Why, for the error of a generation that comes before the update.
+
+        Raises:
+            RuntimeError: A generation is under way, and `between_steps` is not the caller.
+        """
+        self._check_idle("weights were taken away")
+        self._hold_nothing(reason)
 
     @abstractmethod
     def weight_checksums(self) -> Mapping[str, str]:

@@ -266,8 +266,7 @@ class HfBackend(RolloutBackend):
         Raises:
             RuntimeError: A generation is under way, and `between_steps` is not the caller.
         """
-        self._check_idle("weights were taken away")
-        self._hold_nothing(reason)
+        super().drop_weights(reason)
         self._empty()
 
     def weight_checksums(self) -> Mapping[str, str]:

@@ -74,9 +74,10 @@ class VllmBackend(RolloutBackend):
     With several ranks every rank has an engine. Those of all ranks are made together, and closed
     before the mesh. The ranks of one generation replica (`mesh.generate_tp`) are one sampler:
     they call `generate` with the same requests in the same order, take the same number of
-    trajectories, and update, sleep and wake together; each gets all trajectories, and the same
-    ones. Replicas do not depend on each other: one may finish or begin while another works. A rank
-    that dies leaves the others of its replica waiting in vLLM for ever: their launcher ends them.
+    trajectories, and update, sleep and wake together, `between_steps` before the same step; each
+    gets all trajectories, and the same ones. Replicas do not depend on each other: one may finish
+    or begin while another works. A rank that dies leaves the others of its replica waiting in vLLM
+    for ever: their launcher ends them.
     """
 
     def __init__(

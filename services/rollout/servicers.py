@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from rolemesh.engine.layout.boxes import generate_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
-from rolemesh.engine.layout.manifest import DtypeName, Manifest, ManifestError, Parameter
+from rolemesh.engine.layout.manifest import DtypeName, Manifest, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rollout.base import RolloutBackend
@@ -26,17 +25,10 @@ from rolemesh.engine.weights.published import (
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.tensors import data_type_of
-from rolemesh.rpc.together import together
-from rolemesh.services.rollout.deliveries import Deliveries, Delivery
+from rolemesh.services.rollout.deliveries import Deliveries
+from rolemesh.services.rollout.updates import WeightUpdates
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
-from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.experience.published_weights import (
-    FetchedBoxes,
-    dtype_of,
-    fetch_boxes,
-    layout_of,
-    manifest_of,
-)
+from rolemesh.services.runtime.calls.runtime import Context, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
@@ -203,107 +195,29 @@ class RolloutRole(Role, SamplingRole):
 
 
 class StandAloneRolloutServicer(RolloutServicer):
-    """RolloutService of a role whose weights come from elsewhere.
-
-    Invariant: updates take effect in the order in which they came, however long each one travels.
-    """
+    """RolloutService of a role whose weights come from elsewhere."""
 
     def __init__(self, role: RolloutRole, runtime: Runtime) -> None:
         super().__init__(role, runtime)
-        self._rollout = role
-        self._updating = asyncio.Lock()
+        self._updates = WeightUpdates(role, runtime)
 
     def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
         """See rollout.proto."""
-
-        async def work(call: Call) -> Message:
-            async with self._updating:
-                delivery = await self._fetch(request.weights, call)
-                with call.phase("load"):
-                    await self._load(delivery, call)
-            return rollout_pb2.UpdateWeightsResult(
-                policy_version=delivery.policy_version, report=call.report({}, 0)
-            )
-
-        async def count(result: rollout_pb2.UpdateWeightsResult, call: Call) -> None:
-            # Nothing else was fetched, by any rank.
-            report = result.report
-            report.metrics["weight_sync_bytes"] = sum(report.fetched_bytes.values())
-
+        work = self._updates.whole
+        if request.ahead:
+            work = self._updates.ahead
+        elif not self._runtime.is_face:
+            work = self._updates.in_turn
+        # The ranks hear of it beside their generation, too, which the face passes on by itself.
         return self._runtime.keyed(
-            request, context, rollout_pb2.UpdateWeightsResponse, work, finish=count
+            request,
+            context,
+            rollout_pb2.UpdateWeightsResponse,
+            functools.partial(work, request),
+            on_all_ranks=False,
         )
-
-    async def _fetch(self, ref: weights_pb2.WeightsRef, call: Call) -> Delivery:
-        """Brings this rank's boxes here, while the compute thread goes on.
-
-        An error is part of the delivery: the ranks agree on it where they load.
-        """
-        version = ref.policy_version
-        try:
-            with call.phase("fetch"):
-                taking = self._plan(ref)
-                fetched = await self._fetch_all(ref, taking, call)
-        except Exception as error:
-            return Delivery(version, error=error)
-        return Delivery(version, taking, fetched)
-
-    def _plan(self, ref: weights_pb2.WeightsRef) -> Taking:
-        if ref.policy_version < 0:
-            raise InvalidRequestError(
-                f"weights.policy_version is {ref.policy_version}: give a reference of "
-                "PublishWeights",
-                reason="REFERENCE_INVALID",
-            )
-        try:
-            return self._rollout.plan(
-                manifest_of(ref), layout_of(ref), dtype_of(ref.dtype, "weights.dtype")
-            )
-        except ManifestError as error:
-            raise InvalidRequestError(str(error), reason="MANIFEST_MISMATCH") from error
-
-    async def _fetch_all(
-        self, ref: weights_pb2.WeightsRef, taking: Taking, call: Call
-    ) -> Mapping[int, FetchedBoxes]:
-        """From all publishers at once; the first failure cancels the rest and is raised."""
-        done = 0
-
-        async def fetch(source: int) -> FetchedBoxes:
-            nonlocal done
-            found = await fetch_boxes(
-                self._runtime.peer(ref.addresses[source]),
-                ref,
-                source,
-                taking.copies[source],
-                self._runtime.host_id,
-            )
-            call.add_fetched(found.transport, found.num_bytes)
-            done += 1
-            call.progress("fetch weights", done, len(taking.copies))
-            return found
-
-        found = await together(fetch(source) for source in taking.copies)
-        return dict(zip(taking.copies, found, strict=True))
-
-    async def _load(self, delivery: Delivery, call: Call) -> None:
-        """Loads a delivery: in the generation that runs, or in its own turn on the thread."""
-        deliveries = self._rollout.deliveries
-        deliveries.put(delivery)
-        loaded: asyncio.Future[Any] = asyncio.wrap_future(delivery.loaded)
-        turn: asyncio.Future[Any] = asyncio.ensure_future(call.compute(deliveries.load))
-        try:
-            await asyncio.wait({loaded, turn}, return_when=asyncio.FIRST_COMPLETED)
-            if not loaded.done():
-                # It is being loaded, or the turn was refused because the service drains.
-                await turn
-            await loaded
-        finally:
-            # A turn that has not come is of no more use.
-            turn.cancel()
-            loaded.cancel()
-            await asyncio.gather(turn, loaded, return_exceptions=True)
 
 
 class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/prefix_sharing.py [--model .models/SmolLM2-135M-Instruct] [--rows 8]
         [--groups 1,2,4,8] [--prompts 32,128,512] [--completion 64] [--repetitions 2] [--threads 2]
-        [--layers 30]
+        [--layers 30] [--constants]
 
 For each number of completions of a prompt and each length of prompts, the same rows with and
 without sharing, in turns, by one policy: `update` is forward and backward of a PPO loss over the
@@ -11,6 +11,11 @@ Completions are between half of and all of --completion tokens. Sharing is as th
 ("auto"): `shares` is how many of the rows stood in passes that shared. Prints one JSON line;
 seconds are medians, ratios are without sharing over with. CPU time of all threads is given beside
 the time by the clock, because other programs may have had the processors.
+
+With --constants it measures instead what decides whether a pass shares, on the device that torch
+takes (a GPU if there is one), for `DEVICE_COSTS` of `engine/packing/prefix_packing.py`:
+`attention_slowness`, by the masked attention that sharing needs, and `margin`, by rows that have
+all but nothing to share. ROLEMESH_KERNELS=triton on a GPU gives those of FlexAttention.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +76,10 @@ def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, 
         for way, cost in (("shared", sharing), ("padded", None)):
             trainer.model.sharing = cost
             for name, run in passes.items():
+                synchronize()
                 began, computed = time.perf_counter(), time.process_time()
                 run()
+                synchronize()
                 key = f"{name}_{way}"
                 clock.setdefault(key, []).append(time.perf_counter() - began)
                 cpu.setdefault(key, []).append(time.process_time() - computed)
@@ -101,6 +109,64 @@ def measure(trainer: Trainer, batch: Experience, repetitions: int) -> dict[str, 
     }
 
 
+def synchronize() -> None:
+    """Waits for the GPU, if there is one: its work goes on behind the caller."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], Any], repetitions: int) -> float:
+    """Median of some runs after one that warms up."""
+    found = []
+    for _ in range(repetitions + 1):
+        synchronize()
+        began = time.perf_counter()
+        run()
+        synchronize()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def constants(trainer: Trainer, repetitions: int, vocab: int) -> dict[str, float]:
+    """The constants of this device, by passes of its own and by the model's."""
+    shape, model = trainer.model.shape, trainer.model
+    assert shape is not None, "a model without a plan shares nothing"
+    assert model.sharing is not None
+    rows, length = 8, 512
+    dtype = getattr(torch, model.spec.compute_dtype)
+    options: dict[str, Any] = {"dtype": dtype, "device": model.device, "requires_grad": True}
+    query, key, value = (
+        torch.randn(rows, shape.num_heads, length, shape.head_dim, **options) for _ in range(3)
+    )
+    mask = torch.ones(length, length, dtype=torch.bool, device=model.device).tril()
+    states = torch.randn(rows * length, shape.hidden_size, **options)
+    weight = torch.randn(shape.intermediate_size, shape.hidden_size, **options)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    attention_s = seconds_of(
+        lambda: attend(query, key, value, attn_mask=mask).sum().backward(), repetitions
+    )
+    product_s = seconds_of(lambda: (states @ weight.T).sum().backward(), repetitions)
+    # The score of a pair and its part of the output: two multiplications an element.
+    multiplied = 2 * rows * length**2 * shape.num_heads * shape.head_dim
+    slowness = (attention_s / multiplied) / (product_s / (states.numel() * len(weight)))
+
+    batch = rows_of(rows, rows, 2, 128, vocab)
+    always = replace(model.sharing, margin=float("inf"))
+    found = {}
+    for name, cost in (("shared", always), ("padded", None)):
+        model.sharing = cost
+        found[name] = seconds_of(
+            lambda: (trainer.forward_backward(batch, LOSS), trainer.drop_gradients()), repetitions
+        )
+    tokens = {"shared": 2 + sum(batch["loss_mask"].lengths().tolist())}
+    tokens["padded"] = rows * int(batch["tokens"].lengths().max())
+    a_token = {name: seconds / tokens[name] for name, seconds in found.items()}
+    return {
+        "attention_slowness": round(slowness, 2),
+        "margin": round(min(1.0, a_token["padded"] / a_token["shared"]), 2),
+    }
+
+
 def numbers(text: str) -> list[int]:
     """Numbers with commas between them."""
     return [int(number) for number in text.split(",")]
@@ -118,6 +184,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compute-dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=None, help="keep only the first layers")
+    parser.add_argument("--constants", action="store_true", help="measure the cost model's")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     spec = ModelSpec(
@@ -133,6 +200,22 @@ def main() -> int:
         rows_of(arguments.rows, arguments.rows, 2, arguments.completion, vocab),
         repetitions=1,
     )
+    if arguments.constants:
+        found = constants(trainer, arguments.repetitions, vocab)
+        kind = trainer.model.device.type
+        name = torch.cuda.get_device_name() if kind == "cuda" else platform.machine()
+        print(
+            json.dumps(
+                {
+                    "benchmark": "prefix_sharing_constants",
+                    "kind": kind,
+                    "device": name,
+                    "compute_dtype": arguments.compute_dtype,
+                    **found,
+                }
+            )
+        )
+        return 0
     points = []
     for prompt in arguments.prompts:
         for group in arguments.groups:

@@ -18,12 +18,16 @@ from support.kernel_cases import (
     HEADS,
     LOSSES,
     assert_both_agree,
+    attended,
     both,
     estimated,
+    kernels,
     laid_out,
     lost,
     scored,
 )
+
+from rolemesh.engine.models.shared_flex import flex_serves
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +70,14 @@ def test_advantages_and_returns_are_the_references(gamma, lam):
 
 def test_rows_are_laid_out_and_taken_back_as_by_the_references():
     assert_both_agree(lambda: laid_out(CUDA, ((300, 400), (1, 0), (2, 9000), (5, 1))), 0.0)
+
+
+@pytest.mark.parametrize("completions", [(300, 1, 70, 9), (128, 0, 500, 3, 64, 1000)])
+def test_flex_attention_of_shared_prompts_is_that_of_rectangles(completions):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert flex_serves(torch.device(CUDA)) is False
+    with kernels("triton"):
+        assert flex_serves(torch.device(CUDA))
+    # Two numbers of tokens a group: the second is another shape for what was compiled.
+    for group in (2, len(completions)):
+        assert_both_agree(lambda group=group: attended(CUDA, group, 150, completions), 2e-3)

@@ -36,7 +36,7 @@ from rolemesh.rpc.errors import (
     UnsupportedError,
 )
 from rolemesh.services.actor.servicers import ActorRole
-from rolemesh.services.rollout import servicers
+from rolemesh.services.rollout import updates
 from rolemesh.services.rollout.servicers import RolloutRole
 from rolemesh.services.runtime.experience.published_weights import fetch_boxes
 from rolemesh.v1 import weights_pb2, weights_pb2_grpc
@@ -182,7 +182,7 @@ async def test_updates_take_effect_in_the_order_in_which_they_came(
             await go_on.wait()
         return found
 
-    monkeypatch.setattr(servicers, "fetch_boxes", slow_at_first)
+    monkeypatch.setattr(updates, "fetch_boxes", slow_at_first)
     batch = await pair.actor.generate(0, count=6)
     older = asyncio.create_task(pair.bring())
     await fetched.wait()

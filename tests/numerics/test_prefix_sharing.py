@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex_attention
+from support.kernel_cases import attended
 from support.tiny_families import write_tiny_decoder
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.engine.experience import Column, ColumnKind, Experience
+from rolemesh.engine.models import shared_attention
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.scoring import compute_logprobs, compute_values
 from rolemesh.engine.models.scoring_model import VALUE_HEAD, ScoringModel
-from rolemesh.engine.packing import prefix_packing
 from rolemesh.engine.packing.batching import PaddedRows, pad_rows
-from rolemesh.engine.packing.prefix_packing import pack_rows
+from rolemesh.engine.packing.prefix_packing import DEVICE_COSTS, pack_rows
 from rolemesh.engine.specs import ModelSpec, OptimizerSpec, PpoPolicyLossSpec
 from rolemesh.engine.train.trainer import Trainer
 
@@ -73,7 +76,8 @@ def shared_batch(rows: Any = ROWS, seed: int = 0) -> Experience:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares whatever it costs: these rows are too short to save much."""
-    monkeypatch.setattr(prefix_packing, "MARGIN", float("inf"))
+    always = replace(DEVICE_COSTS["cpu"], margin=float("inf"))
+    monkeypatch.setitem(DEVICE_COSTS, "cpu", always)
 
 
 def _model(folder: Path, kind: str, **options: Any) -> CausalLm | ScoringModel:
@@ -126,24 +130,29 @@ def test_states_and_all_gradients_in_float64(tmp_path: Path, family: str, kind: 
     model = _model(_folder(tmp_path, family), kind)
     model.lm.double()
     batch = shared_batch()
-    found = []
-    for rows in (pack_rows(batch, "cpu"), pad_rows(batch, "cpu")):
-        states_ND = rows.states(model.stage_forward(rows, None))
-        assert states_ND.dtype == torch.float64
-        weights = torch.randn(
-            states_ND.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
-        )
-        model.zero_grad()
-        (states_ND * weights).sum().backward()
-        gradients = {
-            name: weight.grad.clone()
-            for name, weight in model.named_weights()
-            if weight.grad is not None
-        }
-        found.append((states_ND.detach(), gradients))
-    (shared, shared_gradients), (padded, padded_gradients) = found
+    shared, shared_gradients = _states_and_gradients(model, pack_rows(batch, "cpu"))
+    padded, padded_gradients = _states_and_gradients(model, pad_rows(batch, "cpu"))
     assert float((shared - padded).norm() / padded.norm()) < DOUBLE_TOLERANCE
     _assert_near(shared_gradients, padded_gradients, DOUBLE_TOLERANCE)
+
+
+def _states_and_gradients(
+    model: CausalLm | ScoringModel, rows: PaddedRows
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """States before completion tokens, float64, and gradients of a sum with random weights."""
+    states_ND = rows.states(model.stage_forward(rows, None))
+    assert states_ND.dtype == torch.float64
+    weights = torch.randn(
+        states_ND.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
+    model.zero_grad()
+    (states_ND * weights).sum().backward()
+    gradients = {
+        name: weight.grad.clone()
+        for name, weight in model.named_weights()
+        if weight.grad is not None
+    }
+    return states_ND.detach(), gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -205,6 +214,59 @@ def test_prompts_without_any_completion_leave_no_trace(tmp_path: Path) -> None:
     for name, weight in model.named_weights():
         assert weight.grad is not None, name
         assert float(weight.grad.abs().max()) == 0, name
+
+
+# --- FlexAttention ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ROLEMESH_KERNELS=triton has it on a GPU, but computed plainly, with all scores.
+
+    Torch 2.13 refuses gradients on a CPU, although it has the plain backward pass.
+    """
+    monkeypatch.setattr(shared_attention, "flex_serves", lambda device: True)
+    monkeypatch.setattr(torch_flex_attention, "_validate_device", lambda *tensors: None)
+    # Otherwise it warns that it was not compiled.
+    monkeypatch.setattr(torch_flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("by_flex")
+def test_flex_attention_has_the_values_and_gradients_of_rectangles(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(_folder(tmp_path, family), "policy")
+    model.lm.double()
+    rows = pack_rows(shared_batch(), "cpu")
+    assert rows.prefixes is not None
+    assert shared_attention.inputs_of(rows.prefixes)["prefixes"].block_mask is not None
+    flex, flex_gradients = _states_and_gradients(model, rows)
+    monkeypatch.undo()
+    assert shared_attention.inputs_of(rows.prefixes)["prefixes"].block_mask is None
+    expected, gradients = _states_and_gradients(model, rows)
+    assert float((flex - expected).norm() / expected.norm()) < DOUBLE_TOLERANCE
+    _assert_near(flex_gradients, gradients, DOUBLE_TOLERANCE)
+
+
+def test_flex_attention_over_many_blocks(by_flex: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 tokens each, of which some are whole, some cut and most empty."""
+    found = attended("cpu", 2, 150, (300, 1, 70, 9))
+    monkeypatch.undo()
+    for name, expected in attended("cpu", 2, 150, (300, 1, 70, 9)).items():
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=OUTPUT_TOLERANCE)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_flex_attention_under_autocast_and_recomputed(
+    tmp_path: Path, recompute: str, by_flex: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _folder(tmp_path, "smollm2")
+    model = _model(folder, "policy", compute_dtype="bfloat16", recompute=recompute)
+    rows = pack_rows(shared_batch(), "cpu")
+    found = _gradients(model, _outputs(model, rows))
+    monkeypatch.undo()
+    _assert_near(found, _gradients(model, _outputs(model, rows)), BFLOAT16_TOLERANCE)
 
 
 # --- whole batches ------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.in_flight_checks import scores_by_version
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import (
     load_trainer_model,
@@ -23,7 +24,17 @@ from support.rollout_checks import (
     rounded_copy,
     set_stop_tokens,
     tokens_by_row,
+    trained_copy,
     versions_of,
+)
+from support.sampler_in_flight import (
+    ARRIVALS,
+    NEW,
+    OLD,
+    InFlight,
+    continuations,
+    in_flight_story,
+    other_weights,
 )
 from support.sampler_shards import folder_weights, rank_shard, shard_tensor, shard_tensors
 from support.tiny_models import write_tiny_llama
@@ -74,6 +85,9 @@ class Story:
     files: list[str] = field(default_factory=list)
     """Left in shared memory while the engine runs."""
     environment: dict[str, str | None] = field(default_factory=dict)
+    in_flight: InFlight | None = None
+    continued: list[RolloutTrajectory] = field(default_factory=list)
+    """The other engine's, of what each row had when weights came in flight."""
 
 
 def prompts(num_rows: int, seed: int = 0) -> list[RolloutRequest]:
@@ -138,11 +152,15 @@ def whole_story(at: RankContext, folder: Path, layout: HybridLayout) -> Story:
         )
         backend.update_weights(weights.items(), 4)
         story.whole_checksums = dict(backend.weight_checksums())
+        told = in_flight_story(backend, mesh, folder, weights, prompts(12), GREEDY)
+        story.in_flight = told
         backend.close()
 
         backend = VllmBackend(SPEC, folder, mesh, folder_version=5)
         story.loaded_checksums = dict(backend.weight_checksums())
         story.loaded_greedy = list(backend.generate(prompts(12), GREEDY))
+        rest = continuations(prompts(12), told.taken, GREEDY.max_new_tokens)
+        story.continued = list(backend.generate(rest, GREEDY))
         backend.close()
     return story
 
@@ -297,6 +315,69 @@ def test_a_start_leaves_no_shared_memory_and_no_environment(two_slices: list[Sto
     for story in two_slices:
         assert story.files == []
         assert set(story.environment.values()) == {None}
+
+
+def in_flight(story: Story) -> InFlight:
+    assert story.in_flight is not None
+    return story.in_flight
+
+
+def test_slices_take_weights_in_flight_before_one_step(
+    two_slices: list[Story], folder: Path
+) -> None:
+    first, second = (in_flight(story) for story in two_slices)
+    assert_same_trajectories(first.taken, second.taken)
+    models = {NEW: load_trainer_model(folder)}
+    models[OLD] = trained_copy(models[NEW], other_weights(folder_weights(folder)).items())
+    requests = {request.row: request for request in prompts(12)}
+    for one in first.taken:
+        tokens, versions = one.completion_tokens, list(one.policy_versions)
+        # Rank 0 had the weights five steps before, and waited for rank 1.
+        assert versions == [OLD if at < max(ARRIVALS) else NEW for at in range(len(tokens))]
+        prompt = requests[one.row].prompt_tokens
+        scores = scores_by_version(models, prompt, tokens, versions)
+        assert list(one.logprobs) == pytest.approx(scores.tolist(), abs=LOGPROB_BOUND)
+
+
+def test_what_follows_an_update_in_flight_is_what_a_fresh_engine_continues_with(
+    two_slices: list[Story],
+) -> None:
+    for story in two_slices:
+        taken = tokens_by_row(in_flight(story).taken)
+        continued = tokens_by_row(story.continued)
+        # Of twelve rows; the others had met a stop token before.
+        assert len(continued) > 2
+        for row, tokens in continued.items():
+            assert list(taken[row][max(ARRIVALS) :]) == list(tokens)
+
+
+def test_weights_that_one_slice_cannot_take_are_sampled_with_by_none(
+    two_slices: list[Story],
+) -> None:
+    first, second = (in_flight(story) for story in two_slices)
+    gone = "the publisher's memory is gone"
+    assert f"rank 1 could not take its weights, so no rank samples with them: {gone}" in (
+        first.broken
+    )
+    assert first.errors[0] in first.broken
+    assert second.errors[0] == gone
+    for one, story in zip((first, second), two_slices, strict=True):
+        assert "update in the middle of the generation failed" in one.broken
+        assert one.version_after == -1
+        assert "update to policy_version 12 failed" in one.refusals[0]
+        # The next whole update heals both.
+        assert versions_of(one.healed) == {13}
+        assert tokens_by_row(one.healed) == tokens_by_row(story.loaded_greedy)
+
+
+def test_weights_that_one_slice_cannot_fetch_are_taken_by_none(two_slices: list[Story]) -> None:
+    first, second = (in_flight(story) for story in two_slices)
+    assert "rank 1 could not take its weights, so the update has failed" in first.errors[1]
+    assert second.errors[1] == "the publisher does not answer"
+    for one in (first, second):
+        assert versions_of(one.kept) == {13}
+        assert tokens_by_row(one.kept) == tokens_by_row(one.healed)
+        assert "the sampler still holds version 13" in one.refusals[1]
 
 
 def assert_replicas_sample(stories: Sequence[Story], folder: Path, layout: HybridLayout) -> None:

@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from support.token_batches import token_batch, with_shared_prompts
 
 from rolemesh.engine.algorithms.advantages import gae
 from rolemesh.engine.algorithms.losses import LossScale, ModelOutputs, make_loss
 from rolemesh.engine.experience import Column, ColumnKind, Experience, offsets_of
 from rolemesh.engine.kernels.choice import KERNELS_VARIABLE
 from rolemesh.engine.models.logprobs import token_logprobs
+from rolemesh.engine.models.shared_attention import inputs_of, sharing_attention
 from rolemesh.engine.packing.batching import pad_rows
+from rolemesh.engine.packing.prefix_packing import pack_rows
 from rolemesh.engine.specs import PpoPolicyLossSpec
 
 TOLERANCE = 2e-5
@@ -229,6 +232,32 @@ def laid_out(device: str, lengths: tuple[tuple[int, int], ...]) -> Tensors:
         "targets": padded.targets_N,
         "states": states.detach(),
         "gradient": hidden.grad,
+    }
+
+
+def attended(device: str, group: int, prompt: int, completions: tuple[int, ...]) -> Tensors:
+    """Attention of rows of which `group` neighbours share a prompt, and its gradients."""
+    batch = token_batch(prompt_lengths=[prompt] * len(completions), completion_lengths=completions)
+    packed = pack_rows(with_shared_prompts(batch, group), device)
+    assert packed.prefixes is not None
+    inputs = inputs_of(packed.prefixes)
+    generator = torch.Generator().manual_seed(5)
+    # Four heads of queries, two of keys and values.
+    query, key, value = (
+        torch.randn(1, heads, packed.tokens_BT.shape[1], 64, generator=generator)
+        .to(device)
+        .requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    found, _ = sharing_attention(
+        torch.nn.Module(), query, key, value, None, prefixes=inputs["prefixes"]
+    )
+    weights = torch.randn(found.shape, generator=generator).to(device)
+    (weights * found).sum().backward()
+    return {"attended": found.detach()} | {
+        name: tensor.grad
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+        if tensor.grad is not None
     }
 
 

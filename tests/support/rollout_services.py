@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,14 @@ class Caller:
         return await self._client.initialize(self._key("initialize", 0), given, SEED)
 
     async def generate(
-        self, step: int, *, start: int = 0, count: int = 4, **sampling: Any
+        self,
+        step: int,
+        *,
+        start: int = 0,
+        count: int = 4,
+        block_rows: int = 0,
+        on_block: Callable[[Any], None] | None = None,
+        **sampling: Any,
     ) -> experience_pb2.ExperienceResult:
         """Completions of training prompts; tokens follow from weights, step and prompts."""
         usual = {
@@ -54,7 +61,8 @@ class Caller:
             self._key("generate", step),
             rollout_pb2.PromptSlice(split=rollout_pb2.SPLIT_TRAIN, start=start, count=count),
             rollout_pb2.Sampling(**{**usual, **sampling}),
-        )
+            block_rows=block_rows,
+        ).result(on_block=on_block)
 
     async def train(self, batch: experience_pb2.ExperienceRef, *, version: int) -> int:
         """Optimizer steps of two rows each towards what was sampled; returns the new version."""

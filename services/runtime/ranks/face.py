@@ -151,10 +151,10 @@ class Face:
                 self._diverge(f"a rank is gone: {error.message}")
             raise
 
-    async def beside(self, request: Message) -> None:
+    async def beside(self, request: Message) -> list[Any]:
         """Makes every other rank do a long request without collective operations, beside calls.
 
-        Returns, or raises, once all of them have ended it.
+        Returns their answers by rank, or raises, once all of them have ended it.
 
         Raises:
             RolemeshError: Error of the first rank that failed; it names the rank.
@@ -173,6 +173,7 @@ class Face:
                 self._diverge(f"a rank is gone: {error}")
         if failures:
             raise failures[0]
+        return [ask.result() for ask in asks]
 
     async def tell(self, path: str, request: Message, timeout_s: float | None = None) -> list[Any]:
         """Calls an unkeyed, unary method of every other rank; returns the answers by rank.

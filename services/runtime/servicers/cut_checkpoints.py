@@ -6,6 +6,7 @@ import asyncio
 import functools
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from rolemesh.engine.train.cut_reader import HeldCut
 from rolemesh.engine.transport.slots import SlotOwner
@@ -80,7 +81,7 @@ async def write_cut(
 
 def _ask_others(
     face: Face, key: operation_pb2.OperationKey, loop: asyncio.AbstractEventLoop, folder: Path
-) -> Future[None]:
+) -> Future[list[Any]]:
     """Has the other ranks write their parts. On the thread that writes this rank's."""
     request = weights_pb2.SaveCheckpointRequest(key=key, directory=str(folder), from_cut=True)
     return asyncio.run_coroutine_threadsafe(face.beside(request), loop)

@@ -174,6 +174,12 @@ class UpdateWeightsRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
+    ahead: _builtins.bool
+    """Set by rank 0 of a service alone, to the others: fetch now, and take the
+    weights within the generation that runs. A service refuses it of others
+    (INVALID_ARGUMENT, REQUEST_INVALID).
+    """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
         """Key of the operation."""
@@ -187,10 +193,11 @@ class UpdateWeightsRequest(_message.Message):
         *,
         key: _operation_pb2.OperationKey | None = ...,
         weights: _weights_pb2.WeightsRef | None = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "key", b"key", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

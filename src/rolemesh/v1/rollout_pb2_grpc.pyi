@@ -84,10 +84,12 @@ class RolloutServiceStub:
     service that has no trainer of its own serves it; an actor answers
     UNIMPLEMENTED.
 
-    May be called while Generate works. In a service of one rank the weights
-    then come between two decoding steps, running completions go on under them,
-    and policy_versions says token by token which version sampled it. Several
-    ranks take them when the generation has ended.
+    May be called while Generate works. The weights then come between two
+    decoding steps, running completions go on under them, and policy_versions
+    says token by token which version sampled it. The ranks of one sampler take
+    them before the same step; samplers of one service each at a step of their
+    own, or when they have ended. An update that a rank could not fetch is
+    answered once the generation has ended, where there are several ranks.
 
     Updates take effect in the order in which they came. After one that failed,
     however it did, no generation begins until one that succeeds; what runs goes
@@ -98,7 +100,7 @@ class RolloutServiceStub:
     Errors:
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
-      ABORTED (WEIGHTS_STALE): another rank could not fetch its weights, so no rank took them; says why.
+      ABORTED (WEIGHTS_STALE): another rank could not fetch or take its weights; says which and why.
       FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
       INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
       UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
@@ -160,10 +162,12 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     service that has no trainer of its own serves it; an actor answers
     UNIMPLEMENTED.
 
-    May be called while Generate works. In a service of one rank the weights
-    then come between two decoding steps, running completions go on under them,
-    and policy_versions says token by token which version sampled it. Several
-    ranks take them when the generation has ended.
+    May be called while Generate works. The weights then come between two
+    decoding steps, running completions go on under them, and policy_versions
+    says token by token which version sampled it. The ranks of one sampler take
+    them before the same step; samplers of one service each at a step of their
+    own, or when they have ended. An update that a rank could not fetch is
+    answered once the generation has ended, where there are several ranks.
 
     Updates take effect in the order in which they came. After one that failed,
     however it did, no generation begins until one that succeeds; what runs goes
@@ -174,7 +178,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Errors:
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
       FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
-      ABORTED (WEIGHTS_STALE): another rank could not fetch its weights, so no rank took them; says why.
+      ABORTED (WEIGHTS_STALE): another rank could not fetch or take its weights; says which and why.
       FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
       INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
       UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.
@@ -245,10 +249,12 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         service that has no trainer of its own serves it; an actor answers
         UNIMPLEMENTED.
 
-        May be called while Generate works. In a service of one rank the weights
-        then come between two decoding steps, running completions go on under them,
-        and policy_versions says token by token which version sampled it. Several
-        ranks take them when the generation has ended.
+        May be called while Generate works. The weights then come between two
+        decoding steps, running completions go on under them, and policy_versions
+        says token by token which version sampled it. The ranks of one sampler take
+        them before the same step; samplers of one service each at a step of their
+        own, or when they have ended. An update that a rank could not fetch is
+        answered once the generation has ended, where there are several ranks.
 
         Updates take effect in the order in which they came. After one that failed,
         however it did, no generation begins until one that succeeds; what runs goes
@@ -259,7 +265,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
           FAILED_PRECONDITION (WEIGHTS_STALE): the sampler refused the weights, and samples no more.
-          ABORTED (WEIGHTS_STALE): another rank could not fetch its weights, so no rank took them; says why.
+          ABORTED (WEIGHTS_STALE): another rank could not fetch or take its weights; says which and why.
           FAILED_PRECONDITION (WEIGHTS_GONE): the publisher holds another version by now.
           INVALID_ARGUMENT (MANIFEST_MISMATCH): the weights are of another model; names the parameter.
           UNAVAILABLE (PEER_UNREACHABLE): a publisher does not answer.

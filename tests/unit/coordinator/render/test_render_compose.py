@@ -138,12 +138,12 @@ def test_gpus_that_stay_idle_are_told() -> None:
     assert "2 of 8 GPUs are left idle" in result.stderr
 
 
-def test_a_rollout_service_that_takes_weights_between_tokens_keeps_one_rank() -> None:
+def test_a_rollout_service_that_takes_weights_between_tokens_grows_too() -> None:
     model = REPOSITORY / ".models" / "SmolLM2-135M-Instruct"
     if not model.is_dir():
         pytest.skip("needs the quickstart's model: make model")
     services = rendered("recipes/async-grpo.yaml", "--gpus", "4")
-    assert trained(services).layout("rollout").world_size == 1
+    assert trained(services).layout("rollout").world_size == 2
     # Started without being asked for by a profile.
     assert services["rollout"]["profiles"] is None
 

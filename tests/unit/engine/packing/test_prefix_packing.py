@@ -18,7 +18,7 @@ from rolemesh.engine.packing.prefix_packing import (
     prompt_numbers,
 )
 
-COST = SharingCost(pairs_per_token=1000.0)
+COST = SharingCost(pairs_per_token=1000.0, margin=0.95)
 """About that of a small model."""
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), max_size=30)
@@ -122,7 +122,7 @@ def test_sharing_that_costs_more_is_left_alone() -> None:
             prompt_lengths,
             prompts,
             max_tokens=10_000,
-            cost=SharingCost(pairs_per_token),
+            cost=SharingCost(pairs_per_token, COST.margin),
         )
         assert [one.shares for one in passes] == [shares]
 
@@ -131,7 +131,9 @@ def test_the_cost_of_a_llama_layer_counts_its_products() -> None:
     # SmolLM2-135M: 3.54 M weights a layer, 9 heads of 64; 1024 pairs for a token at three times
     # the time for an operation.
     cost = SharingCost.of_sizes(
-        layer_weights=2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536, attention_width=576
+        layer_weights=2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536,
+        attention_width=576,
+        kind="cpu",
     )
     assert cost.pairs_per_token == pytest.approx(1024)
     # Four rows of 300: 1200 tokens; each of 300 attends to 150 on average.

@@ -1,0 +1,94 @@
+"""Attention of shared prompts by FlexAttention: over all packed tokens at once, block by block.
+
+A way beside that of `shared_attention`, which lays keys out for each row. Here nothing is laid out:
+blocks of queries and keys that have nothing to do with each other are left out (arXiv 2412.05496).
+It counts on a GPU where `engine/kernels/choice.py` says so: torch compiles it to a Triton kernel,
+which no device has done yet. On a CPU torch 2.13 has no backward pass of it but for tests.
+
+Shape letters: H query heads, J key-value heads, E their width; S packed tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from rolemesh.engine.kernels.choice import triton_serves
+from rolemesh.engine.packing.prefix_layout import PrefixLayout
+
+
+def flex_serves(device: torch.device) -> bool:
+    """Whether shared prompts on a device are attended to by FlexAttention.
+
+    Raises:
+        ValueError: See `triton_serves`.
+    """
+    return device.type == "cuda" and triton_serves(device)
+
+
+def with_block_mask(prefixes: PrefixLayout) -> PrefixLayout:
+    """The layout with what FlexAttention is told of it; once a pass, for all its layers.
+
+    A token attends to itself and earlier ones of its own row, and to the prompt of its row.
+    """
+    prompts_S, rows_S = prefixes.prompts_S, prefixes.rows_S
+
+    def may_attend(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        is_own_row = rows_S[query] == rows_S[key]
+        is_of_prompt = rows_S[key] < 0
+        is_same_prompt = prompts_S[query] == prompts_S[key]
+        # Prompts stand before all completions, so that order decides within both.
+        return (query >= key) & is_same_prompt & (is_of_prompt | is_own_row)
+
+    num_tokens = len(rows_S)
+    mask = create_block_mask(may_attend, None, None, num_tokens, num_tokens, device=rows_S.device)
+    return replace(prefixes, block_mask=mask)
+
+
+def flex_shared_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prefixes: PrefixLayout,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention of packed tokens, with the layout's `block_mask`.
+
+    Args:
+        query: float [1, H, S, E], rotated.
+        key: float [1, J, S, E], rotated.
+        value: float [1, J, S, E].
+        prefixes: How the tokens stand.
+        scaling: Of the products.
+
+    Returns:
+        float [1, S, H, E], in autocast's type where it is on.
+    """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # Rotations are float32, values are not, and autocast does not know this attention.
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    attend: Callable[..., Any] = _compiled() if kind == "cuda" else flex_attention
+    attended: torch.Tensor = attend(
+        query,
+        key,
+        value,
+        block_mask=prefixes.block_mask,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return attended.transpose(1, 2)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    # Each pass has its own number of tokens: otherwise each would be compiled anew.
+    return torch.compile(flex_attention, dynamic=True)
