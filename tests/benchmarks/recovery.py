@@ -15,22 +15,15 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.kill_plans import COORDINATOR, STORE, read_log  # noqa: E402
-from support.mesh_runs import CliRun  # noqa: E402
-
-WAIT_S = 1800
-RECIPE = ROOT / "recipes/quickstart-ppo.yaml"
-MODEL = ROOT / ".models/SmolLM2-135M-Instruct"
+from support.quickstart_runs import quickstart_records  # noqa: E402
 
 
 def kind_of(victim: str) -> str:
@@ -94,22 +87,7 @@ def cut_share(steps: int, pairs: int) -> dict[str, Any]:
     for number in range(pairs):
         # The order changes, so that neither is always the one after a quiet machine.
         for has_cuts in (True, False) if number % 2 == 0 else (False, True):
-            recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
-            recipe["run"] |= {
-                "steps": steps + 1,
-                "evaluation": {"num_prompts": 0},
-                "checkpoint": {"every_steps": 0},
-                "recovery": {"cuts": has_cuts},
-            }
-            for role in ("actor", "critic", "reference"):
-                recipe[role]["model"]["path"] = str(MODEL)
-            with tempfile.TemporaryDirectory() as folder:
-                run = CliRun(recipe, Path(folder))
-                try:
-                    assert run.wait(WAIT_S) == 0, run.output
-                    records = run.metrics()[1:]
-                finally:
-                    run.close()
+            records = quickstart_records(steps, run={"recovery": {"cuts": has_cuts}})
             seconds[has_cuts] += [record["time/step"] for record in records]
             cuts += [record["time/cut"] for record in records if has_cuts]
     return {
