@@ -111,7 +111,9 @@ class PinnedMemory:
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         unpin = pin(self._memory, self._device)
         # The memory is an argument: it must not be given back before it is unlocked.
-        self._let_go = weakref.finalize(self, _unpin, unpin, self._memory)
+        let_go = weakref.finalize(self, _unpin, unpin, self._memory)
+        let_go.atexit = False  # the system unlocks what a process leaves
+        self._let_go = let_go
 
 
 def _unpin(unpin: Callable[[], None], memory: torch.Tensor) -> None:
