@@ -74,6 +74,7 @@ def check(
     arguments = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
     if as_json:
         arguments.append("--json")
+    # They are the coordinator's, and what is run here may be a user's function.
     for name in OWN_SECRETS:
         os.environ.pop(name, None)
     # The current directory must not shadow a package.

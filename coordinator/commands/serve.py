@@ -41,6 +41,7 @@ def serve(
         check_roles_run()
     except ValueError as error:
         refuse(str(error))
+    # They are the coordinator's, and what is run here may be a user's function.
     for name in OWN_SECRETS:
         os.environ.pop(name, None)
     # The current directory must not shadow a package.

@@ -454,10 +454,12 @@ def test_services_start_with_the_same_environment_in_and_outside_of_containers(
 
     def execute(path: str, arguments: list[str]) -> None:
         served.update({name: os.environ[name] for name in names})
+        assert "ROLEMESH_API_TOKEN" not in os.environ
 
     monkeypatch.setattr(os, "execv", execute)
     # So that what serve sets is taken back afterwards.
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ["ROLEMESH_API_TOKEN"] = "of a coordinator"
     assert CliRunner().invoke(app, ["serve", "actor"]).exit_code == 0
     for name in names:
         assert f" {name}={launched[name]} " in base
