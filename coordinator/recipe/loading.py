@@ -62,7 +62,8 @@ class _RecipeYaml(yaml.SafeLoader):
         """By each node that is read to its end how many it stands for."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark, is_alias = event.start_mark, isinstance(event, yaml.AliasEvent)
         before = self._num_nodes
         self._depth += 1
         self._num_nodes += 1

@@ -313,7 +313,7 @@ def _check_message(message: Message, path: str) -> None:
 def _messages(field: FieldDescriptor, value: Any, place: str) -> Iterator[tuple[str, Message]]:
     if not field.is_repeated:
         yield place, value
-    elif field.message_type.GetOptions().map_entry:
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
         for key, item in value.items():
             if isinstance(key, str):
                 _check_texts(f"{place} key", f"{place} key", (key,))
