@@ -123,6 +123,12 @@ async def test_an_update_with_units_and_a_further_loss_is_the_trainers(critic: C
     assert result.report.num_tokens == BATCH.num_tokens + EXTRA.num_tokens
 
 
+async def test_more_epochs_than_can_be_planned_are_refused(critic: Critic) -> None:
+    with pytest.raises(InvalidRequestError, match=r"epochs .* is 17179869176, .* limit of 2097152"):
+        await critic.update(epochs=2**31 - 1)
+    assert (await critic.update()).policy_version == 2
+
+
 async def test_gradients_with_units_are_the_trainers(critic: Critic) -> None:
     result = await critic.forward_backward(rows_per_unit=4)
     trainer = Trainer.critic(critic.model, OptimizerSpec())

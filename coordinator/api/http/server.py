@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from rolemesh.coordinator.api.credentials import is_loopback
 from rolemesh.coordinator.api.http.events import EventStreams
-from rolemesh.rpc.limits import MAX_CALLS
+from rolemesh.rpc.limits import MAX_CONNECTIONS
 
 STOP_S = 5.0
 """How long requests in progress may take when the server stops."""
@@ -78,7 +78,7 @@ async def serve_http(
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=MAX_CALLS,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=int(STOP_S),
         )
     )

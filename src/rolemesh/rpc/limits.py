@@ -79,12 +79,16 @@ or an attachment takes one, and a service may have missed a few thousand of them
 
 # --- load -------------------------------------------------------------------------------------
 
-MAX_CALLS = 4096
-"""Calls that a process serves at the same time. A step of 16,384 rows in blocks of 8 has 2,048
-calls of a role, each with a Fetch, when all are asked for at once."""
+MAX_CALLS = 1 << 16
+"""Calls that a process serves at the same time; one more is refused and not queued. 512 ranks that
+pull their rows of a batch from 128 blocks each fetch so often at once."""
+
+MAX_CONNECTIONS = 1024
+"""HTTP connections that a coordinator serves at the same time: 100 browsers have 600."""
 
 MAX_OPERATIONS = 2048
-"""Keyed operations in progress in a service: those calls without their fetches."""
+"""Keyed operations in progress in a service. A step of 16,384 rows in blocks of 8 has as many, when
+all are asked for at once."""
 
 MAX_WATCHES = 256
 """Watches of runs that a coordinator serves at the same time, over all protocols: 100 browsers, and

@@ -97,6 +97,13 @@ async def test_boxes_arrive_whichever_way_they_travel(
     assert found.num_bytes == sum(tensor.nbytes for tensor in expected)
 
 
+async def test_one_box_is_not_sent_many_times() -> None:
+    request = request_for()
+    request.boxes.extend([request.boxes[0]] * 2)
+    with pytest.raises(InvalidRequestError, match=r"boxes is 50\d* bytes, more than the limit"):
+        await receive_boxes(answer_fetch(publish(), request, HOST), request, torch.float32)
+
+
 async def test_chunks_are_full_but_for_the_last() -> None:
     messages = [part async for part in answer_fetch(publish(), request_for(), HOST)]
     sizes = [len(weights_pb2.FetchWeightsResponse.FromString(m).chunk) for m in messages[1:]]
