@@ -76,7 +76,7 @@ def flex_shared_attention(
         # Rotations are float32, values are not, and autocast does not know this attention.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    attend: Callable[..., Any] = _compiled() if kind == "cuda" else flex_attention
+    attend: Any = _compiled() if kind == "cuda" else flex_attention
     attended: torch.Tensor = attend(
         query,
         key,
