@@ -76,7 +76,7 @@ def flex_shared_attention(
         # Rotations are float32, values are not, and autocast does not know this attention.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    attend = _compiled() if kind == "cuda" else _EAGER
+    attend: Any = _compiled() if kind == "cuda" else flex_attention
     attended: torch.Tensor = attend(
         query,
         key,
@@ -86,9 +86,6 @@ def flex_shared_attention(
         enable_gqa=key.shape[1] != query.shape[1],
     )
     return attended.transpose(1, 2)
-
-
-_EAGER: Callable[..., Any] = flex_attention
 
 
 @functools.cache

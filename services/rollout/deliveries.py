@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -33,7 +34,9 @@ class Delivery:
     taking: Taking | None = None
     """What was fetched, and what becomes of it; None where the fetch failed."""
     fetched: dict[int, FetchedBoxes] = field(default_factory=dict)
-    """By publishing rank; let go once they are loaded."""
+    """By publishing rank. The compute thread's, which lets go of them once they are loaded."""
+    fetched_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By transport."""
     error: Exception | None = None
     """What went wrong with the fetch on this rank."""
     loaded: concurrent.futures.Future[float] = field(default_factory=concurrent.futures.Future)

@@ -9,6 +9,7 @@ generate nothing load, since no other call can come between on some of them.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any, Protocol
 
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, ManifestError
@@ -227,7 +228,10 @@ class WeightUpdates:
                 fetched = await self._fetch_all(ref, taking, call)
         except Exception as error:
             return Delivery(version, error=error)
-        return Delivery(version, taking, fetched)
+        num_bytes: Counter[str] = Counter()
+        for found in fetched.values():
+            num_bytes[found.transport] += found.num_bytes
+        return Delivery(version, taking, fetched, num_bytes)
 
     def _plan(self, ref: weights_pb2.WeightsRef) -> Taking:
         if ref.policy_version < 0:
@@ -273,8 +277,8 @@ def _identity(request: rollout_pb2.UpdateWeightsRequest) -> Identity:
 
 
 def _count_bytes(delivery: Delivery, call: Call) -> None:
-    for found in delivery.fetched.values():
-        call.add_fetched(found.transport, found.num_bytes)
+    for transport, num_bytes in delivery.fetched_bytes.items():
+        call.add_fetched(transport, num_bytes)
 
 
 def _result(delivery: Delivery, call: Call) -> rollout_pb2.UpdateWeightsResult:

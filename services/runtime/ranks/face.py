@@ -166,7 +166,13 @@ class Face:
                 asyncio.create_task(self._ask(rank, channel, request, None))
                 for rank, channel in enumerate(self._peers, start=1)
             ]
-        await asyncio.wait(asks)
+        try:
+            await asyncio.wait(asks)
+        finally:
+            # Where the caller leaves early; by now there is nothing to cancel otherwise.
+            for ask in asks:
+                ask.cancel()
+            await asyncio.gather(*asks, return_exceptions=True)
         failures = [error for ask in asks if (error := ask.exception()) is not None]
         for error in failures:
             if _is_gone(error):
