@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import Names, Spec
 
 
 class EmbeddedStoreSpec(Spec):
@@ -19,7 +19,7 @@ class RedisStoreSpec(Spec):
     """Any Redis or Valkey server."""
 
     type: Literal["redis"] = "redis"
-    url: str = Field(pattern=r"^(redis|rediss|unix)://")
+    url: Annotated[str, Names("url")] = Field(pattern=r"^(redis|rediss|unix)://")
     """URL of the server, e.g. redis://127.0.0.1:6379/0."""
 
 

@@ -212,8 +212,9 @@ class Session:
             except ValueError as error:
                 raise InputError(str(error)) from error
             resumed = await self._reached(store) if self._resumes else None
+            commands = service_commands(self.recipe, self.directory)
             launcher = await stack.enter_async_context(
-                Launcher(self._own, service_commands(self.recipe), self.directory / "logs")
+                Launcher(self._own, commands, self.directory / "logs")
             )
             for name in self._own:
                 self._observer.on_phase(name, "start", 0, 0)

@@ -12,7 +12,7 @@ import torch
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.reasoning_tasks import reasoning_gym
+from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
@@ -137,7 +137,6 @@ class ReasoningGymReward:
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B], 0 to 1."""
-        get_score_answer_fn = reasoning_gym().get_score_answer_fn
         rows = zip(
             batch["completion_text"].strings(),
             batch["answer"].strings(),
@@ -147,8 +146,7 @@ class ReasoningGymReward:
         scores = []
         for text, answer, metadata in rows:
             entry = {**json.loads(metadata), "answer": answer}
-            score = get_score_answer_fn(entry["metadata"]["source_dataset"])
-            scores.append(float(score(text.strip(), entry)))
+            scores.append(reasoning_tasks.score(text.strip(), entry))
         return torch.tensor(scores, dtype=torch.float32)
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.named import CODE_PATTERN, Names
 from rolemesh.engine.specs.own_functions import python_form
 
 FORMS = (
@@ -83,7 +84,7 @@ def _as_tuple(urls: Any) -> Any:
 class EndpointRewardSpec(OutsideRewardSpec):
     """A source that is asked over the network. Asking twice must do no harm."""
 
-    urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1), Names("url")]
     """Where it answers; several: replicas, of which the least busy is asked."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Most seconds that a request may take with all its tries: so long a run waits for a reward
@@ -103,8 +104,11 @@ class EndpointRewardSpec(OutsideRewardSpec):
     """Failures in a row after which a replica is left alone."""
     breaker_pause_s: float = Field(default=5.0, gt=0)
     """Seconds until one request tries that replica again."""
-    token_variable: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Environment variable of the reward service that holds a bearer token; None: no token."""
+    token_variable: Annotated[str | None, Names("variable")] = Field(
+        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"
+    )
+    """Environment variable of the reward service that holds a bearer token, where its owner grants
+    that; None: no token."""
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
@@ -138,7 +142,7 @@ class OpenRlhfRewardSpec(EndpointRewardSpec):
     """A server of OpenRLHF's remote reward form: POST {query, prompts, labels} -> {rewards}."""
 
     type: Literal["openrlhf"] = "openrlhf"
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, Names("path")] = None
     """Folder of the policy's tokenizer: `query` then has special tokens, as OpenRLHF sends it.
     None: it is prompt and completion as text."""
 
@@ -252,13 +256,14 @@ class KServeRewardSpec(EndpointRewardSpec):
 class PythonRewardSpec(OutsideRewardSpec):
     """A function of the user's, in worker processes of their own with bounds on what they use.
 
-    It has the rights of the service's user: a recipe is as trusted as a program. What the policy
-    writes is handed to it as text and never run.
+    It has the rights of the service's user, and runs where the owner of the service grants it. What
+    the policy writes is handed to it as text and never run.
     """
 
     type: Literal["python"] = "python"
-    function: str = Field(pattern=r"^.+:[A-Za-z_]\w*$")
-    """"path/to/file.py:name" or "module:name", as the reward service finds it."""
+    function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
+    """"path/to/file.py:name", "module:name" or an entry point's name, as the reward service finds
+    it."""
     form: Literal["auto", "trl", "openrlhf"] = "auto"
     """How it is called; "auto" looks at the names of its parameters."""
     batch_size: int = Field(default=1024, ge=1)
@@ -271,9 +276,10 @@ class PythonRewardSpec(OutsideRewardSpec):
     """Processor time of one call, all threads together; None: as many seconds as timeout_s."""
     max_output_bytes: int = Field(default=1 << 20, ge=1)
     """What one call may print; more ends it."""
-    environment: tuple[str, ...] = ()
-    """Further environment variables of the service that its workers get, e.g. a token's. Others,
-    and so passwords, are kept from them, but for the usual ones such as PATH."""
+    environment: Annotated[tuple[str, ...], Names("variable")] = ()
+    """Further environment variables of the service that its workers get, e.g. a token's, where its
+    owner grants that. Others, and so passwords, are kept from them, but for the usual ones such as
+    PATH."""
 
 
 # --- the union ----------------------------------------------------------------------------

@@ -365,7 +365,7 @@ def test_services_start_with_the_same_environment_in_and_outside_of_containers(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     recipe = load_recipe([REPOSITORY / "recipes" / "quickstart-ppo.yaml"])
-    launched = service_commands(recipe)("actor", tmp_path / "announce").environment
+    launched = service_commands(recipe, tmp_path)("actor", tmp_path / "announce").environment
     base = DOCKERFILE.read_text().partition(" AS base\n")[2].partition("\nFROM ")[0]
     served: dict[str, str] = {}
 
