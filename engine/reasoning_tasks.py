@@ -30,8 +30,8 @@ _EVALUATE_FORMULAS = (
 """Tasks whose scorers evaluate every completion, as a formula."""
 
 _FUNCTIONS = frozenset(
-    "Abs acos acosh asin asinh atan atanh cos cosh cot csc erf exp ln log sec sin sinh sqrt tan tanh"
-    "".split()
+    {"Abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf"}
+    | {"exp", "ln", "log", "sec", "sin", "sinh", "sqrt", "tan", "tanh"}
 )
 _SYMBOL = re.compile(r"[A-Za-z]\w{0,30}")
 _FORMULA_NODES = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, Observation
-from rolemesh.engine import reasoning_tasks
 
 
 class ReasoningGymEnvironment(Environment):

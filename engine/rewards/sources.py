@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,

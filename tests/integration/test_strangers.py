@@ -18,7 +18,12 @@ from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
 
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.errors import DataLossError, ForbiddenError, RolemeshError
+from rolemesh.rpc.errors import (
+    DataLossError,
+    ForbiddenError,
+    InvalidRequestError,
+    RolemeshError,
+)
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.v1 import reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -71,29 +76,16 @@ async def test_a_stranger_runs_no_command_on_the_host_of_a_reward(tmp_path: Path
     assert not planted.exists()
 
 
-@pytest.mark.parametrize(
-    ("metadata", "completion"),
-    [
-        ({"source_dataset": "n_queens", "valid_answers": []}, "[open({path!r}, 'w')]"),
-        ({"source_dataset": "bitwise_arithmetic", "problem": "open({path!r}, 'w')"}, "1"),
-    ],
-    ids=["completion", "row"],
-)
-async def test_a_stranger_runs_no_code_through_a_scorer_of_the_library(
-    tmp_path: Path, metadata: dict[str, Any], completion: str
-) -> None:
-    planted = str(tmp_path / "planted")
-    filled = {
-        key: value.format(path=planted) if isinstance(value, str) else value
-        for key, value in metadata.items()
-    }
+async def test_a_stranger_runs_no_code_through_a_scorer_of_the_library(tmp_path: Path) -> None:
+    """Some evaluate the completion, others a text of the row: both come from the caller."""
+    code = f"open({str(tmp_path / 'planted')!r}, 'w')"
+    queens = {"source_dataset": "n_queens", "valid_answers": []}
+    bits = {"source_dataset": "bitwise_arithmetic", "problem": code}
     async with serving(RewardRole()) as server, open_channel(server.runtime.address) as channel:
         await RewardClient(channel).initialize({"source": {"type": "reasoning_gym"}})
-        try:
-            rewards = await judged(channel, 1, completion.format(path=planted), metadata=filled)
-            assert rewards.rewards == [0.0]
-        except RolemeshError as error:
-            assert error.reason == "VALUE_INVALID"
+        assert (await judged(channel, 1, f"[{code}]", metadata=queens)).rewards == [0.0]
+        with pytest.raises(InvalidRequestError, match="as the task made it"):
+            await judged(channel, 2, "1", metadata=bits)
     assert not (tmp_path / "planted").exists()
 
 

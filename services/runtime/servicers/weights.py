@@ -236,7 +236,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
 
         Raises:
             InvalidRequestError: PATH_INVALID: it is not absolute.
-            NotGrantedError: It does not lie where the owner of the service lets calls read or write.
+            NotGrantedError: It lies in no folder that the owner of the service has granted.
         """
         if not directory or not Path(directory).is_absolute():
             raise InvalidRequestError(

@@ -161,8 +161,8 @@ REASONS: Mapping[str, Reason] = {
     ),
     "NOT_FOUND": Reason("The service does not have what was named.", "Correct the name."),
     "NOT_GRANTED": Reason(
-        "The request names code, a path, an address or a variable that the owner of the service, or "
-        "of the coordinator that takes recipes, has not granted.",
+        "The request names code, a path, an address or a variable that the owner of the service, "
+        "or of the coordinator that takes recipes, has not granted.",
         "As its owner, start it with the flag that the message gives; else name what is granted.",
     ),
     "NOT_INITIALIZED": Reason(

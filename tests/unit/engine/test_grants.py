@@ -15,7 +15,7 @@ from rolemesh.coordinator.explained.keys import sections_in
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine import grants
 from rolemesh.engine.grants import Grant, NotGrantedError, is_public
-from rolemesh.engine.specs import Named, Names, NamedKind, RewardSpec, named_in
+from rolemesh.engine.specs import Named, NamedKind, Names, RewardSpec, named_in
 
 FUNCTIONS = """
 import asyncio
