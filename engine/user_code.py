@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import site
 import sys
 import sysconfig
@@ -118,16 +119,23 @@ def _found(module: str, paths: list[str] | None) -> ModuleSpec | None:
 def defines(file: Path, name: str) -> bool:
     """Whether a Python file itself defines a name at its top level: by def, class or assignment.
 
-    What it imports it does not define. Of a file that cannot be read as Python, and so not loaded,
-    any is said to be, since loading it tells why.
+    What it imports it does not define. A name that stands nowhere in the file passes, and so does
+    any of a file that is no Python: both cannot be loaded, and loading tells why.
     """
     if file.suffix != ".py":
         return False
     try:
-        tree = ast.parse(file.read_bytes())
+        source = file.read_bytes()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return True
-    return name in _defined(tree)
+    if name in _defined(tree):
+        return True
+    imported = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    imports_all = any(alias.name == "*" for node in imported for alias in node.names)
+    # Every module has names with two underscores.
+    may_be_there = re.search(rb"\b%s\b" % re.escape(name.encode()), source) is not None
+    return not (imports_all or may_be_there or name.startswith("__"))
 
 
 def _defined(node: ast.AST) -> Iterator[str]:

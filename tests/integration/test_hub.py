@@ -367,7 +367,8 @@ async def training_there(
 
 
 async def test_train_has_a_coordinator_make_the_run_and_follows_it(tmp_path: Path) -> None:
-    async with fake_mesh() as mesh, coordinator(tmp_path) as hub:
+    granted = ("--code-root", str(tmp_path))
+    async with fake_mesh() as mesh, coordinator(tmp_path, *granted) as hub:
         recipe = recipe_for(mesh, steps=3)
         here, relative = tmp_path / "here", "models/mine"
         arguments = ("--run-id", "sent", "--set", f"actor.model.path={relative}", "--json")

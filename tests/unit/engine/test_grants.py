@@ -57,10 +57,20 @@ def test_what_a_file_in_a_root_defines_is_granted(root: Path, name: str) -> None
     Grant(code_roots=(root,)).check_named(code(f"{root}/mine.py:{name}"))
 
 
-@pytest.mark.parametrize("name", ["getoutput", "asyncio", "partial", "inner", "run", "absent"])
+@pytest.mark.parametrize("name", ["getoutput", "asyncio", "partial", "inner", "run", "__loader__"])
 def test_what_a_file_in_a_root_only_imports_or_hides_is_not(root: Path, name: str) -> None:
     with pytest.raises(NotGrantedError, match=f"does not define '{name}'"):
         Grant(code_roots=(root,)).check_named(code(f"{root}/mine.py:{name}"))
+
+
+def test_what_cannot_be_loaded_is_left_to_the_loader_to_tell(root: Path) -> None:
+    grant = Grant(code_roots=(root,))
+    (root / "broken.py").write_text("def judge(:\n")
+    (root / "all.py").write_text("from subprocess import *\n")
+    for name in ("mine.py:no_such", "broken.py:judge", "absent.py:judge"):
+        grant.check_named(code(f"{root}/{name}"))
+    with pytest.raises(NotGrantedError, match="does not define"):
+        grant.check_named(code(f"{root}/all.py:getoutput"))
 
 
 @pytest.mark.parametrize(
