@@ -90,7 +90,11 @@ def files_of(place: str) -> list[Path]:
         Absolute paths without links; none where the module is not found, or is no file.
     """
     if place.endswith(".py"):
-        return [Path(place).resolve()]
+        try:
+            return [Path(place).resolve()]
+        except (OSError, RuntimeError, ValueError):
+            # A circle of links, or a character that no path has.
+            return []
     files, paths = [], None
     parts = place.split(".")
     for count in range(1, len(parts) + 1):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_processes
 from support.learning_runs import service_processes
+from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.reward_calls import RewardClient, result_of, trained, write_pairs
 from support.services import operation_key, serving
 from support.tiny_models import write_tiny_llama
@@ -26,6 +28,9 @@ from rolemesh.rpc.errors import (
 )
 from rolemesh.services.reward.servicers import RewardRole
 from rolemesh.v1 import reward_pb2, reward_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+RUN_S = 300.0
+"""Longest a tiny run may take on a busy machine."""
 
 MINE = """
 from subprocess import getoutput
@@ -74,6 +79,26 @@ async def test_a_stranger_runs_no_command_on_the_host_of_a_reward(tmp_path: Path
             await client.initialize(own)
             assert (await judged(channel, 9, cmd=command)).rewards == [len(command)]
     assert not planted.exists()
+
+
+def test_a_run_s_own_services_use_what_its_recipe_names_without_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def judge(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    recipe = tiny_recipe(
+        tiny_model(tmp_path / "model"),
+        run__steps=1,
+        run__evaluation__num_prompts=0,
+        reward__source=f"python:{tmp_path}/mine.py:judge",
+    )
+    # What the services of others may use on this host is not what those of a run may.
+    nothing = {f"ROLEMESH_SERVICE__{name}": "" for name in ("FOLDERS", "CODE_ROOTS")}
+    run = CliRun(recipe, tmp_path, variables={**warm_processes.commands(), **nothing})
+    try:
+        assert run.wait(RUN_S) == 0, run.output
+    finally:
+        run.close()
+    assert (tmp_path / "run" / "model" / "rolemesh-export.json").is_file()
 
 
 async def test_a_stranger_runs_no_code_through_a_scorer_of_the_library(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_what_cannot_be_loaded_is_left_to_the_loader_to_tell(root: Path) -> None
         "pydantic.main:BaseModel",
         "no_such_module:f",
         "no such:f",
+        "no\0path.py:f",
         ":f",
     ],
 )
