@@ -74,8 +74,7 @@ class PythonCurriculumSpec(Spec):
 
     type: Literal["python"] = "python"
     function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
-    """"path/to/file.py:name", "module:name" or an entry point's name; the actor's process imports
-    it, where its owner grants that."""
+    """"path/to/file.py:name", "module:name" or an entry point, as the actor's service finds it."""
 
 
 CurriculumSpec = Annotated[SortedCurriculumSpec | PythonCurriculumSpec, Field(discriminator="type")]

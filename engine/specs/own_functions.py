@@ -26,7 +26,6 @@ class OwnFunctionSpec(Spec):
     """A function of yours."""
 
     function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
-    """"path/to/file.py:name", "module:name" or an entry point's name, as the actor's service finds
-    it, where its owner grants that."""
+    """"path/to/file.py:name", "module:name" or an entry point, as the actor's service finds it."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
