@@ -1,18 +1,41 @@
-"""Classes and functions of a user, named in a recipe as 'path/to/file.py:name' or 'module:name'.
+"""Classes and functions of a user, named in a recipe: 'path/to/file.py:name' or 'module:name'.
 
-Loading one runs its file with all rights of this process: a recipe is as trusted as a program.
+A name without a colon is that of an entry point. Loading one runs its file with all rights of this
+process: `grants` says which names may arrive from others.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
+import re
+import site
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+ENTRY_POINTS = "rolemesh.code"
+"""Group of entry points under which installed packages offer functions and classes."""
+
+INSTALLED = tuple(
+    {
+        Path(folder).resolve()
+        for folder in (
+            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+        )
+    }
+)
+"""Folders of the standard library and of installed packages."""
 
 _NOT_THEIRS = ("rolemesh.", "importlib")
 """Beginnings of names of modules that stand between us and a user's code."""
@@ -27,13 +50,16 @@ def load_named(name: str, field: str) -> Any:
 
     Args:
         name: Path from the process's working directory, or an importable module; a colon; a name.
+            Without a colon, the name of an entry point.
         field: Of the recipe, for messages.
 
     Raises:
         UserCodeError: There is no such file, module or name, or importing it fails.
     """
     place, colon, attribute = name.rpartition(":")
-    if not (colon and place and attribute):
+    if not colon:
+        return _load_entry_point(name, field)
+    if not (place and attribute):
         raise UserCodeError(
             f"{field} is {name!r}: give 'path/to/file.py:name' or 'module:name', as this "
             "process finds it"
@@ -52,6 +78,96 @@ def load_named(name: str, field: str) -> Any:
     if not hasattr(module, attribute):
         raise UserCodeError(f"{field} is {name!r}, but {place} has no {attribute!r}: name another")
     return getattr(module, attribute)
+
+
+def files_of(place: str) -> list[Path]:
+    """The files that loading a place would run, the one that is named last. Runs none of them.
+
+    Args:
+        place: A path that ends in .py, or a module.
+
+    Returns:
+        Absolute paths without links; none where the module is not found, or is no file.
+    """
+    if place.endswith(".py"):
+        try:
+            return [Path(place).resolve()]
+        except (OSError, RuntimeError, ValueError):
+            # A circle of links, or a character that no path has.
+            return []
+    files, paths = [], None
+    parts = place.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = _found(".".join(parts[:count]), paths)
+        if spec is None:
+            return []
+        if spec.has_location and spec.origin is not None:
+            files.append(Path(spec.origin).resolve())
+        elif spec.submodule_search_locations is None or count == len(parts):
+            # Of the interpreter itself, or a folder without a file.
+            return []
+        paths = list(spec.submodule_search_locations or ())
+    return files
+
+
+def _found(module: str, paths: list[str] | None) -> ModuleSpec | None:
+    """Where an import would find a module, whose package lies at the paths; None: a top one."""
+    # What is imported already is not looked for again, wherever a file of its name lies.
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__spec__", None)
+    if paths is None:
+        return importlib.util.find_spec(module) if module.isidentifier() else None
+    return PathFinder.find_spec(module, paths)
+
+
+def defines(file: Path, name: str) -> bool:
+    """Whether a Python file itself defines a name at its top level: by def, class or assignment.
+
+    What it imports it does not define. A name that stands nowhere in the file passes, and so does
+    any of a file that is no Python: both cannot be loaded, and loading tells why.
+    """
+    if file.suffix != ".py":
+        return False
+    try:
+        source = file.read_bytes()
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return True
+    if name in _defined(tree):
+        return True
+    imported = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    imports_all = any(alias.name == "*" for node in imported for alias in node.names)
+    # Every module has names with two underscores.
+    may_be_there = re.search(rb"\b%s\b" % re.escape(name.encode()), source) is not None
+    return not (imports_all or may_be_there or name.startswith("__"))
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif not isinstance(child, ast.Lambda):
+            yield from _defined(child)
+
+
+def _load_entry_point(name: str, field: str) -> Any:
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    if not points:
+        raise UserCodeError(
+            f"{field} is {name!r}: no installed package has an entry point of that name in the "
+            f"group {ENTRY_POINTS}; give 'path/to/file.py:name' or 'module:name', as this process "
+            "finds it"
+        )
+    try:
+        return next(iter(points)).load()
+    except Exception as error:
+        # Importing runs the package's code: it may raise anything.
+        raise UserCodeError(
+            f"{field} is {name!r}, an entry point that cannot be loaded "
+            f"({type(error).__name__}: {error}){raised_at(error)}"
+        ) from error
 
 
 def raised_at(error: BaseException) -> str:

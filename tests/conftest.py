@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,11 @@ with contextlib.suppress(ModuleNotFoundError):
     # where CI is set, hypothesis draws the same examples each time.
     settings.register_profile("without deadline", parent=settings.default, deadline=None)
     settings.load_profile("without deadline")
+
+
+# Services that tests start by hand may use every file and folder here. Those of a run, and those of
+# the tests of grants, get what they may use by flags.
+os.environ |= {"ROLEMESH_SERVICE__FOLDERS": "/", "ROLEMESH_SERVICE__CODE_ROOTS": "/"}
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.opening import open_store
+from rolemesh.engine.grants import Grant
 from rolemesh.engine.specs.urls import masked_url
 
 DATA_FOLDER = Path("rolemesh-data")
@@ -64,9 +65,55 @@ def coordinator(
     http_port: HttpPort = 8080,
     max_runs: Annotated[int, typer.Option(min=1, help="Most runs that go on at a time.")] = 4,
     token_file: TokenFile = None,
+    folders: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Models and data in it may be named by recipes; may be repeated. DIR/runs of "
+            "--data always may.",
+        ),
+    ] = None,
+    code_roots: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--code-root",
+            metavar="DIR",
+            help="Functions and classes of Python files in it may be named by recipes, and run "
+            "with all rights of this process; may be repeated.",
+        ),
+    ] = None,
+    code_names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--code-name",
+            metavar="NAME",
+            help="The same for one function or class, e.g. mypackage.rewards:judge.",
+        ),
+    ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="HOST[:PORT]",
+            help="Recipes may name addresses there, though it is not public, and send secrets "
+            "there; may be repeated.",
+        ),
+    ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--variable",
+            metavar="NAME",
+            help="Recipes may use this environment variable as a token; may be repeated.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Takes recipes over gRPC and REST, and makes each a run in a process of its own.
+
+    What a recipe that is sent here names on this host has to be granted: its folders, code,
+    addresses that are not public, and variables.
 
     SIGTERM or Ctrl-C ends it: with the embedded store its runs first, each after the step in
     progress (a second time: at once); with --store-url they go on, and the next coordinator on the
@@ -85,8 +132,18 @@ def coordinator(
             force=True,
         )
         with _held(directory):
+            grant = Grant(
+                folders=(directory / "runs", *(folders or ())),
+                code_roots=tuple(code_roots or ()),
+                code_names=tuple(code_names or ()),
+                hosts=tuple(hosts or ()),
+                variables=tuple(variables or ()),
+            )
             asyncio.run(
-                _serve(spec, directory, host, port, http_port, max_runs, token_file, token, as_json)
+                _serve(
+                    *(spec, directory, host, port, http_port, max_runs),
+                    *(token_file, token, grant, as_json),
+                )
             )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,6 +181,7 @@ async def _serve(
     max_runs: int,
     token_file: Path | None,
     token: str | None,
+    grant: Grant,
     as_json: bool,
 ) -> None:
     ending = asyncio.Event()
@@ -135,6 +193,7 @@ async def _serve(
             password_file=spec.password_file if isinstance(spec, RedisStoreSpec) else None,
             max_runs=max_runs,
             token_file=token_file,
+            grant=grant,
         )
 
         def end() -> None:

@@ -38,8 +38,11 @@ from rolemesh.coordinator.state.errors import (
 )
 from rolemesh.coordinator.state.files import write_atomically
 from rolemesh.coordinator.state.store import RunRecord, RunState, StateStore
+from rolemesh.engine.grants import Grant, NotGrantedError
+from rolemesh.engine.specs import named_in
 from rolemesh.rpc.errors import (
     CapacityError,
+    ForbiddenError,
     InvalidRequestError,
     PreconditionError,
     UnavailableError,
@@ -78,7 +81,8 @@ class Hub:
     Example::
 
         async with open_store(RedisStoreSpec(url=url), data) as store:
-            hub = Hub(store, data, outlives=True, max_runs=4, token_file=None)
+            grant = Grant(folders=(data, Path(".models")))
+            hub = Hub(store, data, outlives=True, max_runs=4, token_file=None, grant=grant)
             await hub.adopt()
             operations = StoreOperations(store, creator=hub)
     """
@@ -91,6 +95,7 @@ class Hub:
         outlives: bool,
         max_runs: int,
         token_file: Path | None,
+        grant: Grant,
         password_file: Path | None = None,
     ) -> None:
         """Prepares; `adopt` finds the runs of an earlier hub.
@@ -101,6 +106,7 @@ class Hub:
             outlives: Whether the store, and with it the runs, may outlive this process.
             max_runs: Most runs that go on at a time.
             token_file: File with the token of this coordinator, which is that of its runs, too.
+            grant: What the recipes of clients may name.
             password_file: File with the store's password, absolute; None: it has none.
         """
         self._store = store
@@ -108,6 +114,7 @@ class Hub:
         self._outlives = outlives
         self._max_runs = max_runs
         self._token_file = token_file
+        self._grant = grant
         self._password_file = password_file
         self._processes: dict[str, RunProcess] = {}
         """By run: those that go on, and those that are gone but whose runs may go on."""
@@ -270,6 +277,7 @@ class Hub:
         """The recipe that the run's process gets, checked as far as it can be checked here."""
         try:
             recipe = read_recipe(text, "recipe", overrides=overrides, environment=environment)
+            self._check_named(recipe)
             # The run's own interface and store: clients ask the hub, and need neither address.
             api = ApiSpec(http_port=None, token_file=self._token_file)
             store = RedisStoreSpec(url=self._store.url, password_file=self._password_file)
@@ -280,9 +288,18 @@ class Hub:
                 Session(recipe, folder, QuietObserver(), run_id=run_id, resumes=resumes)
             elif resumes:
                 check_changes(open_run(folder).recipe, recipe)
+        except NotGrantedError as error:
+            raise ForbiddenError(str(error), reason="NOT_GRANTED") from error
         except (RecipeError, InputError, ResumeError) as error:
             raise InvalidRequestError(str(error), reason="RECIPE_INVALID") from error
         return recipe
+
+    def _check_named(self, recipe: Recipe) -> None:
+        """Raises NotGrantedError where a client's recipe names what the owner has not granted."""
+        for named in named_in(recipe):
+            # The sections and the folder that count for nothing here.
+            if not named.field.startswith(("api.", "store.", "run.directory")):
+                self._grant.check_named(named)
 
     async def _spawn(self, run_id: str, *, resumes: bool = False, **facts: Any) -> None:
         """Starts the process of a run; the run ends if it cannot be started.
@@ -371,7 +388,7 @@ class Hub:
             try:
                 await self._tell_recovering(record, cause, "it is started again")
                 await self._start_again(record, restarts=restarts + 1)
-            except (InvalidRequestError, OSError) as error:
+            except (InvalidRequestError, ForbiddenError, OSError) as error:
                 reason = f"{cause}; it could not be started again: {error}"
             else:
                 return

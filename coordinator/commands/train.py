@@ -47,7 +47,12 @@ from rolemesh.coordinator.run.start_checks import services_in
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
+from rolemesh.rpc.errors import (
+    ForbiddenError,
+    InvalidRequestError,
+    PreconditionError,
+    RolemeshError,
+)
 
 app = typer.Typer(add_completion=False)
 
@@ -265,9 +270,10 @@ def _exit_code(error: Exception) -> int:
     if isinstance(error, RunAbortedError):
         return EXIT_INTERRUPTED
     # A service refused its section of the recipe.
-    is_refusal = isinstance(error, InvalidRequestError)
+    refusals = (InvalidRequestError, ForbiddenError)
+    is_refusal = isinstance(error, refusals)
     if not isinstance(error, NodeFailedError):
-        is_refusal |= isinstance(error.__cause__, InvalidRequestError)
+        is_refusal |= isinstance(error.__cause__, refusals)
     return EXIT_BAD_INPUT if is_refusal else EXIT_FAILED
 
 

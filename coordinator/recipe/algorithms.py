@@ -32,6 +32,7 @@ from rolemesh.engine.specs import (
     KtoLossSpec,
     KtoPointSpec,
     LossSpec,
+    Names,
     OnlineDpoSpec,
     OwnFunctionSpec,
     PolicyTermsSpec,
@@ -361,7 +362,7 @@ class CustomSpec(SampledSpec):
     chooses_prompts: ClassVar[bool] = True
 
     type: Literal["custom"] = "custom"
-    function: str = Field(pattern=r"^(.+\.py:)?[A-Za-z_][\w.-]*$")
+    function: Annotated[str, Names("code")] = Field(pattern=r"^(.+\.py:)?[A-Za-z_][\w.-]*$")
     """"path/to/file.py:name", or the name of an entry point of the group rolemesh.algorithms."""
     advantages: EstimatorSpec | None = None
     """The estimator, where the function asks for one."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.coordinator.recipe.addresses import plain_address
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import Names, Spec
 from rolemesh.engine.specs.variables import VariableName
 
 
@@ -40,10 +40,10 @@ Address = Annotated[
 class ServiceSpec(Spec):
     """Where a role's service is, or its services."""
 
-    address: Address | None = None
+    address: Annotated[Address | None, Names("url")] = None
     """host:port or grpc://host:port of a service that runs already; None: the coordinator starts
     one on loopback."""
-    addresses: tuple[Address, ...] = ()
+    addresses: Annotated[tuple[Address, ...], Names("url")] = ()
     """The same for several replicas of a rollout role."""
     replicas: int = Field(default=1, ge=1)
     """Services that the coordinator starts for the role; more than 1 for rollout only."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,7 @@ from rolemesh.engine.specs import (
     ActorSpec,
     CostSpec,
     CriticSpec,
+    Names,
     OwnFunctionSpec,
     ReferenceSpec,
     RewardSpec,
@@ -63,7 +64,7 @@ class ApiSpec(Spec):
 class TracingSpec(Spec):
     """OpenTelemetry traces of the run and of the services that are started for it."""
 
-    endpoint: str = Field(pattern=r"^https?://[^/\s]+$")
+    endpoint: Annotated[str, Names("url")] = Field(pattern=r"^https?://[^/\s]+$")
     """Collector that takes OTLP over gRPC, e.g. http://127.0.0.1:4317."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of runs that are traced."""

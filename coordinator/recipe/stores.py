@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 
 from pydantic import AfterValidator, Field
 
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import Names, Spec
 from rolemesh.engine.specs.urls import masked_url
 
 
@@ -36,7 +36,10 @@ class RedisStoreSpec(Spec):
 
     type: Literal["redis"] = "redis"
     url: Annotated[
-        str, Field(pattern=r"^(redis|rediss|unix)://"), AfterValidator(_without_password)
+        str,
+        Field(pattern=r"^(redis|rediss|unix)://"),
+        AfterValidator(_without_password),
+        Names("url"),
     ]
     """URL of the server, e.g. redis://127.0.0.1:6379/0."""
     password_file: Path | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from rolemesh.engine.specs import Spec
+from rolemesh.engine.specs import Names, Spec
 
 
 class WandbSpec(Spec):
@@ -27,7 +27,7 @@ class MlflowSpec(Spec):
     """MLflow. Its own variables count too, e.g. MLFLOW_TRACKING_TOKEN."""
 
     type: Literal["mlflow"] = "mlflow"
-    tracking_uri: str = Field(min_length=1)
+    tracking_uri: Annotated[str, Names("url", gets_secret=True)] = Field(min_length=1)
     """A server, e.g. http://127.0.0.1:5000, or a database, e.g. sqlite:////data/mlflow.db (which
     needs sqlalchemy and alembic beside mlflow-skinny)."""
     experiment: str = "rolemesh"
@@ -60,7 +60,7 @@ class CustomTrackerSpec(Spec):
     """A tracker of your own: a class with the methods of `Tracker`."""
 
     type: Literal["custom"] = "custom"
-    tracker: str = Field(min_length=1)
+    tracker: Annotated[str, Names("code")] = Field(min_length=1)
     """'path/to/file.py:Class' or 'module:Class', or the name of an entry point of the group
     rolemesh.trackers."""
     options: dict[str, JsonValue] = Field(default_factory=dict)

@@ -1,7 +1,8 @@
 """A file of Docker Compose to add to docker-compose.yml: one recipe on the GPUs of one host.
 
 It holds all that depends on the recipe: the GPUs of each role (a list with one for each rank), the
-layouts, the shared memory, and the command of the coordinator.
+layouts, the code and variables that it names, the shared memory, and the command of the
+coordinator.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ import yaml
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
+from rolemesh.engine.specs import named_in
 
 _OPTIONAL_ROLES = ("cost", "rollout")
 """Roles that docker-compose.yml starts only with a profile."""
+
+_GRANTED_BY = {"code": "ROLEMESH_SERVICE__CODE_NAMES", "variable": "ROLEMESH_SERVICE__VARIABLES"}
+"""Settings that let a run name what the recipe does. docker-compose.yml grants folders."""
 
 _GPU_ENVIRONMENT = {
     # Libraries of the driver that the container gets: CUDA, and NVML for memory and load.
@@ -79,6 +84,11 @@ def compose_file(
                 "ROLEMESH_SERVICE__EXPERIENCE_CAPACITY_BYTES": str(capacity),
             }
         }
+        for kind, setting in _GRANTED_BY.items():
+            named = named_in(recipe.sent_section(role))
+            values = dict.fromkeys(one.value for one in named if one.kind == kind)
+            if values:
+                service["environment"][setting] = ",".join(values)
         if role in _OPTIONAL_ROLES:
             service["profiles"] = _Reset()
         ids = _device_ids(recipe, role, devices)

@@ -23,7 +23,7 @@ from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.engine.specs import OutsideRewardSpec, named_sources
+from rolemesh.engine.specs import OutsideRewardSpec, named_in, named_sources
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.tracing import trace_environment
 
@@ -45,6 +45,9 @@ _GROUP_END_S = 10.0
 
 _DRAIN_TIMEOUT_S = 5.0
 """How long a service works on by itself after its coordinator is gone."""
+
+_GRANTED_BY = {"code": "--code-name", "path": "--folder", "variable": "--variable"}
+"""Flags of a service, by what they let a run name."""
 
 _ANNOUNCE_POLL_S = 0.05
 _TAIL_BYTES = 16384
@@ -109,12 +112,13 @@ MakeCommand = Callable[[str, Path], ServiceCommand]
 
 
 def service_commands(
-    recipe: Recipe, identities: Mapping[str, Identity] | None = None
+    recipe: Recipe, directory: Path, identities: Mapping[str, Identity] | None = None
 ) -> MakeCommand:
     """Commands of the services that come with rolemesh, set up as the recipe says.
 
     Args:
-        recipe: The run's.
+        recipe: The recipe. Its services may use what it names, and nothing else.
+        directory: Folder of the run's files, into which they write.
         identities: Of the services, by name; a service without one speaks in clear.
     """
 
@@ -158,6 +162,10 @@ def service_commands(
             "CUDA_VISIBLE_DEVICES": visible_devices(
                 recipe, service, os.environ.get("CUDA_VISIBLE_DEVICES")
             ),
+            # Flags say what the service may use: nothing that is granted to another one here.
+            "ROLEMESH_SERVICE__CODE_ROOTS": "",
+            "ROLEMESH_SERVICE__CODE_NAMES": "",
+            "ROLEMESH_SERVICE__VARIABLES": "",
         }
         if recipe.tracing is not None:
             environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
@@ -169,6 +177,11 @@ def service_commands(
             flags["--threads"] = str(spec.threads)
             environment["OMP_NUM_THREADS"] = str(spec.threads)
         arguments += [word for flag, value in flags.items() for word in (flag, value)]
+        # In one word each: what a recipe names may look like a flag.
+        arguments.append(f"--folder={directory.absolute()}")
+        for named in named_in(recipe.sent_section(role)):
+            if named.kind in _GRANTED_BY:
+                arguments.append(f"{_GRANTED_BY[named.kind]}={named.value}")
         return ServiceCommand(
             arguments=arguments, environment=environment, num_ranks=layout.world_size
         )
@@ -251,7 +264,8 @@ class Launcher:
 
     Example::
 
-        async with Launcher(roles, service_commands(recipe), log_directory) as launcher:
+        commands = service_commands(recipe, directory)
+        async with Launcher(roles, commands, directory / "logs") as launcher:
             addresses = await launcher.start()  # {"actor": "127.0.0.1:41235", ...}
             launcher.on_exit = lambda exit: run.service_lost(exit.role, exit.reason)
             address = await launcher.restart("actor")  # dead, or not what it should be

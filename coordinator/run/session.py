@@ -214,12 +214,9 @@ class Session:
             except ValueError as error:
                 raise InputError(str(error)) from error
             resumed = await self._reached(store) if self._resumes else None
+            commands = service_commands(self.recipe, self.directory, self._identities.services)
             launcher = await stack.enter_async_context(
-                Launcher(
-                    self._own,
-                    service_commands(self.recipe, self._identities.services),
-                    self.directory / "logs",
-                )
+                Launcher(self._own, commands, self.directory / "logs")
             )
             stack.enter_context(self._handing_out())
             for name in self._own:

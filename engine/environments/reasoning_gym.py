@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, Observation
-from rolemesh.engine.reasoning_tasks import reasoning_gym
 
 
 class ReasoningGymEnvironment(Environment):
@@ -22,5 +22,6 @@ class ReasoningGymEnvironment(Environment):
 
     def step(self, completion_text: str) -> Observation:
         """The score, 0 to 1, and the end."""
-        score = reasoning_gym().get_score_answer_fn(self._entry["metadata"]["source_dataset"])
-        return Observation(reward=float(score(completion_text.strip(), self._entry)), done=True)
+        return Observation(
+            reward=reasoning_tasks.score(completion_text.strip(), self._entry), done=True
+        )

@@ -63,6 +63,12 @@ def check_model_folder(path: Path) -> None:
             "give a folder with safetensors (other formats can run code and are not read)"
         )
     shards = sorted(set(json.loads((path / INDEX_FILE).read_text())["weight_map"].values()))
+    outside = [shard for shard in shards if Path(shard).name != shard]
+    if outside:
+        raise ModelFolderError(
+            f"model.path {str(path)!r}: {INDEX_FILE} names {outside[0]!r}, which is no file of the "
+            "folder: copy the folder again"
+        )
     absent = [shard for shard in shards if not (path / shard).is_file()]
     if absent:
         raise ModelFolderError(

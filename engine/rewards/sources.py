@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rolemesh.engine import reasoning_tasks
 from rolemesh.engine.data.rows import PromptTooLongError
 from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.reasoning_tasks import reasoning_gym
 from rolemesh.engine.specs import (
     ArithmeticRewardSpec,
     ClassifierRewardSpec,
@@ -140,7 +140,6 @@ class ReasoningGymReward:
 
     def score(self, batch: Experience, progress: Progress) -> torch.Tensor:
         """float32 [B], 0 to 1."""
-        get_score_answer_fn = reasoning_gym().get_score_answer_fn
         rows = zip(
             batch["completion_text"].strings(),
             batch["answer"].strings(),
@@ -151,8 +150,7 @@ class ReasoningGymReward:
         for row, (text, answer, metadata) in enumerate(rows):
             try:
                 entry = {**json.loads(metadata), "answer": answer}
-                score = get_score_answer_fn(entry["metadata"]["source_dataset"])
-                scores.append(float(score(text.strip(), entry)))
+                scores.append(reasoning_tasks.score(text.strip(), entry))
             except _NO_ENTRY as error:
                 raise RewardInvalidError(
                     f"row {row} is of no task of reasoning_gym, which makes its metadata "

@@ -68,6 +68,7 @@ from rolemesh.engine.specs.models import (
     Numerics,
     OptimizerSpec,
 )
+from rolemesh.engine.specs.named import Named, NamedKind, Names, named_in
 from rolemesh.engine.specs.outside_rewards import (
     DropGroupSpec,
     EndpointRewardSpec,
@@ -183,6 +184,9 @@ __all__ = [
     "MixedSourceSpec",
     "MixtureSpec",
     "ModelSpec",
+    "Named",
+    "NamedKind",
+    "Names",
     "NemoGymRewardSpec",
     "Numerics",
     "OnlineDpoSpec",
@@ -234,6 +238,7 @@ __all__ = [
     "WeightedRewardSpec",
     "WeightedSumSpec",
     "may_drop_groups",
+    "named_in",
     "named_sources",
     "outside_source",
     "python_form",

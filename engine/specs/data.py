@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.named import CODE_PATTERN, Names
 
 
 class ColumnsSpec(Spec):
@@ -72,9 +73,8 @@ class PythonCurriculumSpec(Spec):
     """
 
     type: Literal["python"] = "python"
-    function: str = Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")
-    """"path/to/file.py:name" or "module:name"; the actor's process imports it: the
-    writer of a recipe chooses code that runs there."""
+    function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
+    """"path/to/file.py:name", "module:name" or an entry point, as the actor's service finds it."""
 
 
 CurriculumSpec = Annotated[SortedCurriculumSpec | PythonCurriculumSpec, Field(discriminator="type")]

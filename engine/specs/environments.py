@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.named import Names
 
 
 class TurnLimits(Spec):
@@ -51,8 +52,9 @@ class PythonEnvironmentSpec(TurnLimits):
     """An environment of your own: a subclass of rolemesh.engine.environments.base.Environment."""
 
     type: Literal["python"] = "python"
-    environment: str
-    """The class: "path/to/file.py:Name" or "module:Name", as the service's process finds it."""
+    environment: Annotated[str, Names("code")]
+    """The class: "path/to/file.py:Name", "module:Name" or an entry point's name, as the service's
+    process finds it, where its owner grants that."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 

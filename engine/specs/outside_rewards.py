@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.named import CODE_PATTERN, Names
 from rolemesh.engine.specs.own_functions import python_form
 from rolemesh.engine.specs.urls import is_loopback, masked_url
 from rolemesh.engine.specs.variables import TokenVariable, VariableName
@@ -90,7 +91,7 @@ def _as_tuple(urls: Any) -> Any:
 class EndpointRewardSpec(OutsideRewardSpec):
     """A source that is asked over the network. Asking twice must do no harm."""
 
-    urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    urls: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1), Names("url")]
     """Where it answers; several: replicas, of which the least busy is asked."""
     deadline_s: float = Field(default=300.0, gt=0)
     """Most seconds that a request may take with all its tries: so long a run waits for a reward
@@ -110,9 +111,10 @@ class EndpointRewardSpec(OutsideRewardSpec):
     """Failures in a row after which a replica is left alone."""
     breaker_pause_s: float = Field(default=5.0, gt=0)
     """Seconds until one request tries that replica again."""
-    token_variable: TokenVariable | None = None
-    """Environment variable of the reward service that holds a bearer token; None: no token. Its
-    name ends with TOKEN or KEY, and it is sent over TLS only, or to loopback."""
+    token_variable: Annotated[TokenVariable | None, Names("variable")] = None
+    """Environment variable of the reward service that holds a bearer token, where its owner grants
+    that; None: no token. Its name ends with TOKEN or KEY, and it is sent over TLS only, or to
+    loopback."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -164,7 +166,7 @@ class OpenRlhfRewardSpec(EndpointRewardSpec):
     """A server of OpenRLHF's remote reward form: POST {query, prompts, labels} -> {rewards}."""
 
     type: Literal["openrlhf"] = "openrlhf"
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, Names("path")] = None
     """Folder of the policy's tokenizer: `query` then has special tokens, as OpenRLHF sends it.
     None: it is prompt and completion as text."""
 
@@ -278,13 +280,13 @@ class KServeRewardSpec(EndpointRewardSpec):
 class PythonRewardSpec(OutsideRewardSpec):
     """A function of the user's, in worker processes of their own with bounds on what they use.
 
-    It has the rights of the service's user: a recipe is as trusted as a program. What the policy
-    writes is handed to it as text and never run.
+    It has the rights of the service's user, and runs where the owner of the service grants it. What
+    the policy writes is handed to it as text and never run.
     """
 
     type: Literal["python"] = "python"
-    function: str = Field(pattern=r"^.+:[A-Za-z_]\w*$")
-    """"path/to/file.py:name" or "module:name", as the reward service finds it."""
+    function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
+    """"path/to/file.py:name", "module:name" or an entry point, as the reward service finds it."""
     form: Literal["auto", "trl", "openrlhf"] = "auto"
     """How it is called; "auto" looks at the names of its parameters."""
     batch_size: int = Field(default=1024, ge=1)
@@ -297,9 +299,10 @@ class PythonRewardSpec(OutsideRewardSpec):
     """Processor time of one call, all threads together; None: as many seconds as timeout_s."""
     max_output_bytes: int = Field(default=1 << 20, ge=1)
     """What one call may print; more ends it."""
-    environment: tuple[VariableName, ...] = ()
-    """Further environment variables of the service that its workers get, e.g. a token's. Others,
-    and so passwords, are kept from them, but for the usual ones such as PATH."""
+    environment: Annotated[tuple[VariableName, ...], Names("variable")] = ()
+    """Further environment variables of the service that its workers get, e.g. a token's, where its
+    owner grants that. Others, and so passwords, are kept from them, but for the usual ones such as
+    PATH."""
 
     @property
     def variables(self) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from rolemesh.engine.specs.base import Spec
+from rolemesh.engine.specs.named import CODE_PATTERN, Names
 
 _PYTHON = re.compile(r"python:(?P<function>.+:[A-Za-z_]\w*)")
 
@@ -24,7 +25,7 @@ def python_form(text: str) -> dict[str, Any] | None:
 class OwnFunctionSpec(Spec):
     """A function of yours."""
 
-    function: str = Field(pattern=r"^.+:[A-Za-z_]\w*$")
-    """"path/to/file.py:name" or "module:name", as the actor's service finds it."""
+    function: Annotated[str, Names("code")] = Field(pattern=CODE_PATTERN)
+    """"path/to/file.py:name", "module:name" or an entry point, as the actor's service finds it."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""

@@ -203,12 +203,27 @@ def open_checkpoint(directory: Path) -> CheckpointReader:
             f"{manifest_path} has format {manifest['format']!r}: this version reads {FORMAT!r}"
         )
     for name, expected in manifest["files"].items():
+        _check_place(directory, name)
         _check_size(directory / name, expected["bytes"])
+    groups = manifest["groups"].items()
+    listed = {name: set(group["files"]) <= manifest["files"].keys() for name, group in groups}
+    if not all(listed.values()):
+        raise CheckpointCorruptError(f"{manifest_path} has groups with files that it does not list")
     layouts = {name: decode_group(group) for name, group in manifest["groups"].items()}
     reader = CheckpointReader(directory, {}, manifest["ranks"], digest, manifest, layouts)
     reader.verify([STATE_FILE])
     state = json.loads((directory / STATE_FILE).read_bytes())
     return CheckpointReader(directory, state, manifest["ranks"], digest, manifest, layouts)
+
+
+def _check_place(directory: Path, name: str) -> None:
+    """Refuses a file that is not one of the folder itself, by its name or by a link."""
+    path = directory / name
+    if Path(name).name != name or path.resolve().parent != directory.resolve():
+        raise CheckpointCorruptError(
+            f"{directory / MANIFEST_FILE} names {name!r}, which leads out of the folder: go back "
+            "to an older checkpoint"
+        )
 
 
 def _check_size(path: Path, expected: int) -> None:

@@ -38,6 +38,10 @@ COMPANION_FILES = (
 )
 """Files of a model folder that training leaves as they are."""
 
+EXPORT_FILE = "rolemesh-export.json"
+EXPORT_FORMAT = "rolemesh-export-1"
+"""Mark of a folder that was exported, and may be replaced by a newer export."""
+
 FILE_BYTES = 5 * 10**9
 """A new file begins when the next parameter would make one larger: the Hub's own default."""
 MESSAGE_BYTES = 256 * 2**20
@@ -55,7 +59,7 @@ def write_model_folder(
     dtype: ComputeDtype = "bfloat16",
     peers: Peers | None = None,
 ) -> None:
-    """Writes config, weights and tokenizer; replaces an older folder of that name whole.
+    """Writes config, weights and tokenizer; replaces an older export of that name whole.
 
     With many ranks all of them call it, and rank 0 writes. A file is written as soon as it is
     full: rank 0 holds one file's weights, in the type they are saved in. The files depend on the
@@ -217,17 +221,26 @@ def _write_companions(
     for name in COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    (folder / EXPORT_FILE).write_text(json.dumps({"format": EXPORT_FORMAT}) + "\n")
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Refuses to replace anything but an empty folder or a flat folder of one model."""
-    if not directory.exists():
+    """Refuses to replace anything but an empty folder, or an export without folders in it."""
+    if not directory.exists() and not directory.is_symlink():
         return
-    entries = list(directory.iterdir()) if directory.is_dir() else []
-    is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-    if directory.is_dir() and (not entries or (is_model and all(e.is_file() for e in entries))):
-        return
+    if directory.is_dir() and not directory.is_symlink():
+        entries = list(directory.iterdir())
+        if not entries or (_is_export(directory) and all(entry.is_file() for entry in entries)):
+            return
     raise FolderExistsError(
         f"directory {str(directory)!r} exists and is not the folder of one exported model, which "
-        "alone is replaced: give a fresh folder"
+        f"alone is replaced ({EXPORT_FILE} marks it): give a fresh folder"
     )
+
+
+def _is_export(directory: Path) -> bool:
+    try:
+        content = json.loads((directory / EXPORT_FILE).read_text())
+        return bool(content["format"] == EXPORT_FORMAT)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False

@@ -124,7 +124,8 @@ async def compare(steps: int, rounds: int, block_rows: int) -> dict[str, Any]:
         folder = Path(name)
         models = write_models(folder)
         started = recipe_of(models, steps, 0, None)
-        async with Launcher(ROLES, service_commands(started), folder / "logs") as launcher:
+        commands = service_commands(started, folder)
+        async with Launcher(ROLES, commands, folder / "logs") as launcher:
             addresses = dict(await launcher.start())
             for number in range(rounds):
                 for way, rows in ways.items():

@@ -448,7 +448,7 @@ def test_services_start_with_the_same_environment_in_and_outside_of_containers(
     for name in names:
         monkeypatch.delenv(name, raising=False)
     recipe = load_recipe([REPOSITORY / "recipes" / "quickstart-ppo.yaml"])
-    launched = service_commands(recipe)("actor", tmp_path / "announce").environment
+    launched = service_commands(recipe, tmp_path)("actor", tmp_path / "announce").environment
     base = DOCKERFILE.read_text().partition(" AS base\n")[2].partition("\nFROM ")[0]
     served: dict[str, str] = {}
 
@@ -464,3 +464,12 @@ def test_services_start_with_the_same_environment_in_and_outside_of_containers(
     for name in names:
         assert f" {name}={launched[name]} " in base
         assert served[name] == launched[name]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reference", "reward"])
+def test_a_role_uses_and_runs_what_lies_beside_the_recipes(cpu: dict[str, Any], role: str) -> None:
+    grant = load_config(role, [], cpu["services"][role]["environment"]).grant
+    mesh = Path("/mesh")
+    assert grant.folders == (mesh / ".models", mesh / "recipes", mesh / "runs")
+    assert grant.code_roots == (mesh / "recipes",)
+    assert (grant.code_names, grant.variables) == ((), ())

@@ -40,7 +40,7 @@ def mesh(found: Found) -> None:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", f"rolemesh.services.{role}"),
-                    *("--announce", str(announce)),
+                    *("--announce", str(announce), "--folder", "/"),
                 ],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": _first_device()},
                 stdout=log,

@@ -99,7 +99,8 @@ async def coordinator(
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator", "--json"),
-        *("--data", "data", "--port", "0", "--http-port", "0", *arguments),
+        *("--data", "data", "--port", "0", "--http-port", "0"),
+        *("--folder", "/", "--allow-host", "127.0.0.1", *arguments),
         cwd=folder,
         env={**environment, "ROLEMESH_API_TOKEN": TOKEN, **variables},
         stdin=asyncio.subprocess.DEVNULL,
@@ -188,7 +189,7 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
 ) -> None:
     # Fields of recipes that are set for this coordinator count, but for what is its own.
     variables = {"ROLEMESH_RUN__SEED": "77", "ROLEMESH_STORE__TYPE": "memory"}
-    one_run = ("--max-runs", "1")
+    one_run = ("--max-runs", "1", "--code-root", str(tmp_path))
     async with fake_mesh() as mesh, coordinator(tmp_path, *one_run, **variables) as hub:
         recipe = recipe_for(mesh, steps=10_000)
         for text, override, named in (
@@ -223,6 +224,10 @@ async def test_recipes_are_refused_and_runs_that_cannot_begin_fail_with_their_la
         assert stranger.value.reason == "TOKEN_MISSING"
         async with httpx.AsyncClient(headers=dict(AUTHORIZED), base_url=hub.url) as client:
             listed = (await client.get("api/v1/runs")).json()
+            code = ["reward.source=python:subprocess:getoutput"]
+            wish = {"run_id": "stranger", "recipe": recipe, "overrides": code}
+            refusal = await client.post("api/v1/runs", json=wish)
+            assert (refusal.status_code, refusal.json()["reason"]) == (403, "NOT_GRANTED")
         assert [run["run_id"] for run in listed["runs"]] == ["going", "doomed"]
         # With the embedded store, the runs end in order before the coordinator does.
         pid = pid_of("going", tmp_path)
@@ -362,7 +367,8 @@ async def training_there(
 
 
 async def test_train_has_a_coordinator_make_the_run_and_follows_it(tmp_path: Path) -> None:
-    async with fake_mesh() as mesh, coordinator(tmp_path) as hub:
+    granted = ("--code-root", str(tmp_path))
+    async with fake_mesh() as mesh, coordinator(tmp_path, *granted) as hub:
         recipe = recipe_for(mesh, steps=3)
         here, relative = tmp_path / "here", "models/mine"
         arguments = ("--run-id", "sent", "--set", f"actor.model.path={relative}", "--json")

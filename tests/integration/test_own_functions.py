@@ -58,7 +58,7 @@ def new(folder: Path) -> Path:
 
 
 async def run(algorithm: Mapping[str, Any], folder: Path, addresses: Any) -> LearnedRun:
-    task = write_task(folder, seed=1)
+    task = write_task(new(folder / "task"), seed=1)
     recipe = sampled_recipe(task, algorithm, seed=1, steps=STEPS, worth=WORTH)
     return await learn(recipe, addresses, folder)
 

@@ -42,6 +42,7 @@ def coordinator(tmp_path: Path) -> Iterator[str]:
             [
                 *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator"),
                 *("--data", str(data), "--port", "0", "--http-port", "0"),
+                *("--folder", str(tmp_path)),
             ],
             env=environment,
             stdout=output,

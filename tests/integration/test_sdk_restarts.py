@@ -36,6 +36,7 @@ async def coordinator(folder: Path, port: int, store_url: str) -> AsyncIterator[
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rolemesh.coordinator.commands.cli", "coordinator", "--json"),
         *("--data", "data", "--port", str(port), "--http-port", "0", "--store-url", store_url),
+        *("--folder", "/", "--allow-host", "127.0.0.1"),
         cwd=folder,
         env={k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},
         stdin=asyncio.subprocess.DEVNULL,

@@ -67,9 +67,7 @@ def session_whose_services_run(
     program: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Session:
     command = ServiceCommand(arguments=[sys.executable, "-c", program], environment={})
-    monkeypatch.setattr(
-        session_module, "service_commands", lambda recipe, identities: lambda *names: command
-    )
+    monkeypatch.setattr(session_module, "service_commands", lambda *_: lambda *names: command)
     # Its models are nowhere.
     monkeypatch.setattr(start_checks, "check_paths", lambda *arguments: None)
     return Session(fake_recipe(steps=1), directory, QuietObserver(), run_id="starting")

@@ -27,6 +27,7 @@ from rolemesh.engine.weights import checkpoint_writing
 from rolemesh.engine.weights.checkpoint import (
     CheckpointCorruptError,
     CheckpointMismatchError,
+    digest_of,
     open_checkpoint,
 )
 from rolemesh.engine.weights.checkpoint_writing import write_checkpoint
@@ -290,9 +291,40 @@ def test_an_export_replaces_nothing_but_an_export(folder: Path, tmp_path: Path) 
     (precious / "one").mkdir(parents=True)
     (precious / "config.json").write_text("{}")
     (precious / "model.safetensors").write_bytes(b"")
-    with pytest.raises(FolderExistsError, match="not the folder of one exported model"):
-        Trainer.policy(ModelSpec(path=folder), OptimizerSpec()).export(precious)
+    trainer = Trainer.policy(ModelSpec(path=folder), OptimizerSpec())
+    # A model that is none of ours, and a link to an export.
+    theirs = write_tiny_llama(tmp_path / "theirs", seed=2)
+    trainer.export(tmp_path / "ours")
+    (tmp_path / "link").symlink_to(tmp_path / "ours")
+    for directory in (precious, theirs, tmp_path / "link"):
+        with pytest.raises(FolderExistsError, match="not the folder of one exported model"):
+            trainer.export(directory)
     assert (precious / "one").is_dir()
+    assert (theirs / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["../theirs", "{outside}", "link"])
+def test_a_manifest_names_no_file_outside_of_its_folder(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    trainer = _policy(folder)
+    trainer.save(tmp_path / "one", {})
+    (tmp_path / "theirs").write_bytes((tmp_path / "one" / "state.json").read_bytes())
+    (tmp_path / "one" / "link").symlink_to(tmp_path / "theirs")
+    path = tmp_path / "one" / "manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("sha256")
+    named = name.format(outside=tmp_path / "theirs")
+    content["files"][named] = content["files"]["state.json"]
+    path.write_text(json.dumps({**content, "sha256": digest_of(content)}))
+    with pytest.raises(CheckpointCorruptError, match="leads out of the folder"):
+        open_checkpoint(tmp_path / "one")
+    # Nor does a group read a file that is not listed, and so not checked.
+    del content["files"][named]
+    content["groups"]["weights"]["files"][named] = {}
+    path.write_text(json.dumps({**content, "sha256": digest_of(content)}))
+    with pytest.raises(CheckpointCorruptError, match="does not list"):
+        open_checkpoint(tmp_path / "one")
 
 
 def test_an_exported_critic_keeps_its_head_and_its_cut(folder: Path, tmp_path: Path) -> None:

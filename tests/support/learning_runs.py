@@ -62,7 +62,7 @@ def service_processes(
             started[role] = subprocess.Popen(
                 [
                     *(sys.executable, "-m", f"rolemesh.services.{role}", "--threads", "1", *flags),
-                    *("--announce", str(directory / f"{role}.json")),
+                    *("--folder", "/", "--announce", str(directory / f"{role}.json")),
                     *("--log-directory", str(directory), "--parent-pid", str(os.getpid())),
                 ],
                 env={**os.environ, **warm_processes.services(), "OMP_WAIT_POLICY": "PASSIVE"},

@@ -207,7 +207,8 @@ def operation_key(
 async def serving(role: Role | None = None, **settings: Any) -> AsyncIterator[ServiceServer]:
     """A role on the test's own loop; drained afterwards."""
     role = ToyRole() if role is None else role
-    server = ServiceServer(role, ServiceConfig(role=role.name, **settings))
+    everything = {"folders": ["/"], "code_roots": ["/"]}
+    server = ServiceServer(role, ServiceConfig(role=role.name, **(everything | settings)))
     await server.start()
     try:
         yield server

@@ -1,4 +1,4 @@
-"""Settings of one service process: address, layout, limits, and the process that it follows.
+"""Settings of one service process: address, layout, limits, and what callers may name to it.
 
 Precedence: defaults < ROLEMESH_SERVICE__<FIELD> < command line flags. Initialize, and not these
 settings, says what a role computes.
@@ -16,11 +16,12 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rolemesh.engine.grants import Grant
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.specs.urls import without_passwords
 
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
-"""ROLEMESH_SERVICE__PORT sets port, and so on."""
+"""ROLEMESH_SERVICE__PORT sets port, and so on. Commas part the entries of what is several."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -83,6 +84,18 @@ class ServiceConfig(BaseModel):
     """End when this process is gone."""
     drain_timeout_s: float = Field(default=10.0, ge=0)
     """How long work in progress may take to finish after SIGTERM."""
+    code_roots: tuple[Path, ...] = ()
+    """Folder of Python files whose functions and classes a run may name, as reward, environment,
+    loss, estimator or curriculum. May be repeated; without it a run can name none."""
+    code_names: tuple[str, ...] = ()
+    """A function or class that a run may name, wherever it is, e.g. mypackage.rewards:judge. May be
+    repeated."""
+    folders: tuple[Path, ...] = ()
+    """Folder (or file) of models, data and checkpoints that a run may name: all in it may be read,
+    and new folders written. May be repeated; without it a run can name none."""
+    variables: tuple[str, ...] = ()
+    """Environment variable that a run may name as token or hand to a reward function. May be
+    repeated."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -103,6 +116,17 @@ class ServiceConfig(BaseModel):
                 f"advertise is {self.advertise!r} with port 0: give the port that peers will reach"
             )
         return self
+
+    @property
+    def grant(self) -> Grant:
+        """What callers may name. Any address: rewards from outside lie in all kinds of networks."""
+        return Grant(
+            code_names=self.code_names,
+            code_roots=self.code_roots,
+            folders=self.folders,
+            variables=self.variables,
+            hosts=None,
+        )
 
     @property
     def world_size(self) -> int:
@@ -153,6 +177,8 @@ def parse_layout(text: str) -> dict[str, str]:
 
 _CHOICES = {"log_level": get_args(LogLevel), "log_format": get_args(LogFormat)}
 _SETTABLE = [name for name in ServiceConfig.model_fields if name != "role"]
+_SEVERAL = [name for name in _SETTABLE if ServiceConfig.model_fields[name].default == ()]
+"""Settings with several entries: the flag of one ends without an s, and is repeated."""
 
 
 def load_config(
@@ -182,8 +208,8 @@ def load_config(
         raise ConfigError("; ".join(problems)) from error
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    values = {}
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for variable, value in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
@@ -192,7 +218,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
             nearest = difflib.get_close_matches(name, _SETTABLE, n=1)
             hint = f"; did you mean {ENVIRONMENT_PREFIX}{nearest[0].upper()}?" if nearest else ""
             raise ConfigError(f"{variable} sets nothing: there is no such setting{hint}")
-        values[name] = value
+        several = [entry.strip() for entry in value.split(",") if entry.strip()]
+        values[name] = several if name in _SEVERAL else value
     return values
 
 
@@ -209,6 +236,9 @@ def _from_flags(role: str, arguments: Sequence[str]) -> dict[str, Any]:
         text = (field.description or "").replace("%", "%%")
         if field.annotation is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+        elif name in _SEVERAL:
+            flag = flag.removesuffix("s")
+            parser.add_argument(flag, dest=name, action="append", metavar="VALUE", help=text)
         elif name in _CHOICES:
             parser.add_argument(flag, dest=name, choices=_CHOICES[name], help=text)
         else:

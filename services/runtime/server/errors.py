@@ -106,6 +106,9 @@ CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(
             _INVALID, "ARITHMETIC_INVALID"
         ),
         "rolemesh.engine.user_code.UserCodeError": CatalogueEntry(_INVALID, "USER_CODE_INVALID"),
+        "rolemesh.engine.grants.NotGrantedError": CatalogueEntry(
+            grpc.StatusCode.PERMISSION_DENIED, "NOT_GRANTED"
+        ),
         "rolemesh.engine.rewards.sources.RewardInvalidError": CatalogueEntry(
             _PRECONDITION, "REWARD_INVALID"
         ),

@@ -170,7 +170,8 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         """See weights.proto."""
 
         async def work(call: Call) -> Message:
-            directory, role = _absolute(request.directory), self._role
+            role = self._role
+            directory = self._granted(request.directory, writes=True)
             if not request.from_cut:
                 await call.compute(role.trainer.save, directory, role.extra_state)
                 return self._result(directory, call)
@@ -199,7 +200,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         """See weights.proto."""
 
         async def work(call: Call) -> Message:
-            directory = _absolute(request.directory)
+            directory = self._granted(request.directory)
             if not (directory / MANIFEST_FILE).is_file():
                 raise InvalidRequestError(
                     f"directory is {request.directory!r}, which has no {MANIFEST_FILE}: give a "
@@ -221,7 +222,7 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
         """See weights.proto."""
 
         async def work(call: Call) -> Message:
-            directory = _absolute(request.directory)
+            directory = self._granted(request.directory, writes=True)
             await call.compute(self._role.trainer.export, directory)
             return self._result(directory, call)
 
@@ -229,6 +230,20 @@ class WeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
             request, context, weights_pb2.ExportResponse, work
         ):
             yield response
+
+    def _granted(self, directory: str, *, writes: bool = False) -> Path:
+        """The folder of a request, with all links resolved.
+
+        Raises:
+            InvalidRequestError: PATH_INVALID: it is not absolute.
+            NotGrantedError: It lies in no folder that the owner of the service has granted.
+        """
+        if not directory or not Path(directory).is_absolute():
+            raise InvalidRequestError(
+                f"directory is {directory!r}: give an absolute path on the service's host",
+                reason="PATH_INVALID",
+            )
+        return self._runtime.config.grant.folder(directory, "directory", writes=writes)
 
     def _result(self, directory: Path, call: Call) -> weights_pb2.CheckpointResult:
         manifest = directory / MANIFEST_FILE
@@ -251,13 +266,3 @@ def _whole_parameters(trainer: Trainer) -> Iterator[tuple[str, tuple[int, ...], 
     else:
         for name, parameter in shape.manifest("float32").items():
             yield name, parameter.shape, f"torch.{parameter.dtype}"
-
-
-def _absolute(directory: str) -> Path:
-    path = Path(directory)
-    if not directory or not path.is_absolute():
-        raise InvalidRequestError(
-            f"directory is {directory!r}: give an absolute path on the service's host",
-            reason="PATH_INVALID",
-        )
-    return path

@@ -214,6 +214,7 @@ def _spec_of(
     """The spec of a request for the runtime's role.
 
     Raises:
+        NotGrantedError: It names code, a path or a variable that the service's owner did not grant.
         pydantic.ValidationError: A field of the spec is unknown or out of range; names it.
         InvalidRequestError: SPEC_INVALID: the seed is out of range.
     """
@@ -222,7 +223,9 @@ def _spec_of(
             f"run_seed is {request.run_seed}: give 0 <= run_seed < 2^53",
             reason="SPEC_INVALID",
         )
-    return parse_spec(runtime.role.spec_class, request.spec)
+    spec = parse_spec(runtime.role.spec_class, request.spec)
+    runtime.config.grant.check(spec, f"{runtime.role.name}.")
+    return spec
 
 
 def _message_of(result: InitializeResult) -> worker_pb2.InitializeResult:

@@ -172,6 +172,11 @@ REASONS: Mapping[str, Reason] = {
         "A metric is NaN or infinite.", "As LOSS_NOT_FINITE; the message names the metric."
     ),
     "NOT_FOUND": Reason("The service does not have what was named.", "Correct the name."),
+    "NOT_GRANTED": Reason(
+        "The request names code, a path, an address or a variable that the owner of the service, "
+        "or of the coordinator that takes recipes, has not granted.",
+        "As its owner, start it with the flag that the message gives; else name what is granted.",
+    ),
     "NOT_INITIALIZED": Reason(
         "The service has no model or settings yet.", "Call Initialize; a run does so at its start."
     ),

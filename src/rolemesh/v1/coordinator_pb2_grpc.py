@@ -174,6 +174,8 @@ class CoordinatorServiceServicer(object):
         Errors:
         INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
         INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+        PERMISSION_DENIED (NOT_GRANTED): the recipe names code, a path, an address or a variable that the
+        coordinator's owner has not granted; names the field and the remedy.
         FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
         FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
         with `rolemesh coordinator`.
@@ -213,6 +215,7 @@ class CoordinatorServiceServicer(object):
         start runs, or not those of that folder; `rolemesh train --resume` does.
         INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
         one is unknown or out of range; names it.
+        PERMISSION_DENIED (NOT_GRANTED): the recipe names what the coordinator's owner has not granted.
         RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
         UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
         """

@@ -65,6 +65,8 @@ class CoordinatorServiceStub:
     Errors:
       INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
       INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+      PERMISSION_DENIED (NOT_GRANTED): the recipe names code, a path, an address or a variable that the
+        coordinator's owner has not granted; names the field and the remedy.
       FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
       FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
         with `rolemesh coordinator`.
@@ -96,6 +98,7 @@ class CoordinatorServiceStub:
         start runs, or not those of that folder; `rolemesh train --resume` does.
       INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
         one is unknown or out of range; names it.
+      PERMISSION_DENIED (NOT_GRANTED): the recipe names what the coordinator's owner has not granted.
       RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
       UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
     """
@@ -240,6 +243,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors:
       INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
       INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+      PERMISSION_DENIED (NOT_GRANTED): the recipe names code, a path, an address or a variable that the
+        coordinator's owner has not granted; names the field and the remedy.
       FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
       FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
         with `rolemesh coordinator`.
@@ -271,6 +276,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
         start runs, or not those of that folder; `rolemesh train --resume` does.
       INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
         one is unknown or out of range; names it.
+      PERMISSION_DENIED (NOT_GRANTED): the recipe names what the coordinator's owner has not granted.
       RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
       UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
     """
@@ -442,6 +448,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT (RECIPE_INVALID): a field of the recipe is unknown or out of range; names it.
           INVALID_ARGUMENT (RUN_ID_INVALID): not 1 to 128 letters, digits, dots, dashes and underscores.
+          PERMISSION_DENIED (NOT_GRANTED): the recipe names code, a path, an address or a variable that the
+            coordinator's owner has not granted; names the field and the remedy.
           FAILED_PRECONDITION (RUN_EXISTS): a run of that id with another recipe.
           FAILED_PRECONDITION (CREATION_UNAVAILABLE): this coordinator makes one run alone; start one
             with `rolemesh coordinator`.
@@ -485,6 +493,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
             start runs, or not those of that folder; `rolemesh train --resume` does.
           INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
             one is unknown or out of range; names it.
+          PERMISSION_DENIED (NOT_GRANTED): the recipe names what the coordinator's owner has not granted.
           RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
           UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
         """

@@ -142,6 +142,7 @@ class WeightsServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+        PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
         RESOURCE_EXHAUSTED (CHECKPOINT_CAPACITY): the disk has no room; says how much it takes.
         NOT_FOUND (CUT_NOT_FOUND): with `from_cut`: a rank has no whole cut of that step.
         INVALID_ARGUMENT (CUT_MISMATCH): with `from_cut`: the cut of another model, layout or kind.
@@ -158,6 +159,7 @@ class WeightsServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+        PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
         INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
         DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
         FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -173,6 +175,7 @@ class WeightsServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+        PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
         FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -82,6 +82,7 @@ class WeightsServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+      PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
       RESOURCE_EXHAUSTED (CHECKPOINT_CAPACITY): the disk has no room; says how much it takes.
       NOT_FOUND (CUT_NOT_FOUND): with `from_cut`: a rank has no whole cut of that step.
       INVALID_ARGUMENT (CUT_MISMATCH): with `from_cut`: the cut of another model, layout or kind.
@@ -94,6 +95,7 @@ class WeightsServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+      PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
       INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
       DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -105,6 +107,7 @@ class WeightsServiceStub:
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+      PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
 
@@ -162,6 +165,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+      PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
       RESOURCE_EXHAUSTED (CHECKPOINT_CAPACITY): the disk has no room; says how much it takes.
       NOT_FOUND (CUT_NOT_FOUND): with `from_cut`: a rank has no whole cut of that step.
       INVALID_ARGUMENT (CUT_MISMATCH): with `from_cut`: the cut of another model, layout or kind.
@@ -174,6 +178,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+      PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
       INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
       DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
       FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -185,6 +190,7 @@ class WeightsServiceAsyncStub(WeightsServiceStub):
     Stream order: any number of progress messages, then one result.
     Errors:
       INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+      PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
       FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
     """
 
@@ -269,6 +275,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+          PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
           RESOURCE_EXHAUSTED (CHECKPOINT_CAPACITY): the disk has no room; says how much it takes.
           NOT_FOUND (CUT_NOT_FOUND): with `from_cut`: a rank has no whole cut of that step.
           INVALID_ARGUMENT (CUT_MISMATCH): with `from_cut`: the cut of another model, layout or kind.
@@ -287,6 +294,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (PATH_INVALID): not an absolute folder, or there is no checkpoint in it.
+          PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
           INVALID_ARGUMENT (CHECKPOINT_MISMATCH): the checkpoint of another role, model or version.
           DATA_LOSS (CHECKPOINT_CORRUPT): a hash or size does not match; names the file.
           FAILED_PRECONDITION (NOT_INITIALIZED): call Initialize first.
@@ -304,6 +312,7 @@ class WeightsServiceServicer(metaclass=_abc_1.ABCMeta):
         Stream order: any number of progress messages, then one result.
         Errors:
           INVALID_ARGUMENT (PATH_INVALID): not an absolute folder that can be written.
+          PERMISSION_DENIED (NOT_GRANTED): it lies in no folder that the owner has granted.
           FAILED_PRECONDITION (NOT_INITIALIZED): no model yet.
         """
 

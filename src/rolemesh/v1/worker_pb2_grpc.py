@@ -89,10 +89,9 @@ class WorkerServiceServicer(object):
         """Gives the service its part of a run: loads models and data as the spec says.
 
         A spec may name Python files and modules of the service's host (environments,
-        curricula), which the service imports and runs with all its rights. Whoever
-        may call Initialize is trusted as one who may start programs there; that is
-        why a service listens on loopback unless it is told otherwise. No code
-        travels with a spec.
+        functions), folders and environment variables. The service uses those that its
+        owner has granted to whoever may call it; code among them runs with all rights
+        of the service. No code travels with a spec.
 
         Keyed by `key`: a repeat returns the first answer.
         A run keeps the service while its coordinator is heard: by keyed calls, by
@@ -101,6 +100,7 @@ class WorkerServiceServicer(object):
         Stream order: any number of progress messages, then one result.
         Errors:
         INVALID_ARGUMENT (SPEC_INVALID): a field of the spec is unknown or out of range; the message names it.
+        PERMISSION_DENIED (NOT_GRANTED): the spec names what the owner has not granted; names field and remedy.
         FAILED_PRECONDITION (ALREADY_INITIALIZED): another run holds the service and was heard within 30 s.
         FAILED_PRECONDITION (STALE_EPOCH): a newer coordinator has taken over.
         INVALID_ARGUMENT (LAYOUT_MISMATCH): the service was started for another layout of ranks.

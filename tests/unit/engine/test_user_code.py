@@ -62,3 +62,23 @@ def test_an_error_is_told_with_the_line_of_the_user_s_file(tmp_path: Path) -> No
     with pytest.raises(UserCodeError, match=r"broken_game\.py:2, in <module>\): give"):
         load_named(f"{broken}:State", "environment.environment")
     assert raised_at(ValueError("never raised")) == ""
+
+
+def test_a_name_without_a_file_is_an_entry_point_of_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "games_of_theirs.py", GAME.format(number=3))
+    installed = tmp_path / "games-1.0.dist-info"
+    written(installed / "METADATA", "Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
+    written(
+        installed / "entry_points.txt",
+        "[rolemesh.code]\nguess = games_of_theirs:State\nbroken = games_of_theirs:Absent\n"
+        "[console_scripts]\nother = games_of_theirs:State\n",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_named("guess", "environment.environment")().number == 3
+    with pytest.raises(UserCodeError, match="entry point that cannot be loaded"):
+        load_named("broken", "environment.environment")
+    for absent in ("other", "os"):
+        with pytest.raises(UserCodeError, match=r"no installed package .*rolemesh\.code"):
+            load_named(absent, "environment.environment")

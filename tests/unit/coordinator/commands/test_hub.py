@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,18 @@ from rolemesh.coordinator.commands.hub import MAX_RESTARTS, Hub
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
+from rolemesh.engine.grants import Grant
 from rolemesh.rpc.errors import (
     CapacityError,
+    ForbiddenError,
     InvalidRequestError,
     PreconditionError,
     RolemeshError,
 )
 from rolemesh.v1 import coordinator_pb2
+
+GRANT = Grant(folders=(Path("/"),), hosts=("127.0.0.1",))
+"""All that the recipes of these tests name."""
 
 ENDS_AT_ONCE = "import sys; sys.exit(2)"
 IS_KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -108,7 +113,7 @@ async def spawned(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Spawned]:
 
 @pytest.fixture
 async def hub(store: FlakyStore, spawned: Spawned, tmp_path: Path) -> AsyncIterator[Hub]:
-    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None)
+    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None, grant=GRANT)
     yield hub
     await hub.close()
 
@@ -246,7 +251,14 @@ async def test_a_later_hub_starts_gone_runs_again_as_far_as_there_is_room(
         child.kill()
         child.wait()
     store.url = "redis://127.0.0.1:2/0"
-    later = Hub(store, tmp_path, outlives=True, max_runs=2, token_file=tmp_path / "token")
+    later = Hub(
+        store,
+        tmp_path,
+        outlives=True,
+        max_runs=2,
+        token_file=tmp_path / "token",
+        grant=GRANT,
+    )
     (tmp_path / "token").write_text("s3cret")
     await later.adopt()
     assert spawned[3:] == ["older"]
@@ -311,3 +323,103 @@ async def test_a_wish_to_resume_is_refused_where_it_cannot_be_fulfilled(
     with pytest.raises(RolemeshError) as ending:
         await hub.resume_run("a", ())
     assert ending.value.reason == "RUN_IS_ENDING"
+
+
+CLASSIFIER = '{type: classifier, model: {path: "/etc"}}'
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "code": ("reward.source=python:subprocess:getoutput", "reward.source.function"),
+    "code of a loss": ("algorithm.policy_loss=python:os:system", "algorithm.policy_loss.function"),
+    "code of a curriculum": (
+        "actor.data.curriculum={type: python, function: 'os:walk'}",
+        "actor.data.curriculum.function",
+    ),
+    "code of an environment": (
+        "actor.environment={type: python, environment: 'os:DirEntry'}",
+        "actor.environment.environment",
+    ),
+    "code of a tracker": (
+        "trackers=[{type: custom, tracker: 'os:PathLike'}]",
+        "trackers.0.tracker",
+    ),
+    "code of an algorithm": (
+        "algorithm={type: custom, function: '/tmp/theirs.py:ppo'}",
+        "algorithm.function",
+    ),
+    "model": (f"reward.source={CLASSIFIER}", "reward.source.model.path"),
+    "data": ("actor.data.path=/etc/passwd", "actor.data.path"),
+    "way up": ("actor.data.path=/models/../etc/passwd", "actor.data.path"),
+    "metadata of a cloud": (
+        "reward.source=http://169.254.169.254/latest/get_reward",
+        "reward.source.urls.0",
+    ),
+    "loopback": ("reward.source=http://localhost:6379/get_reward", "reward.source.urls.0"),
+    "judge": ("reward.source=grpc://10.0.0.1:50051", "reward.source.urls.0"),
+    "service": ("services.critic.address=192.168.0.1:22", "services.critic.address"),
+    "traces": ("tracing.endpoint=http://10.0.0.1:4317", "tracing.endpoint"),
+    "tracker": (
+        "trackers=[{type: mlflow, tracking_uri: 'https://93.184.216.34'}]",
+        "trackers.0.tracking_uri",
+    ),
+    "secret": (
+        "reward.source={type: openrlhf, urls: 'http://93.184.216.34/r', token_variable: HOME}",
+        "reward.source.urls.0",
+    ),
+    "variable": (
+        "reward.source={type: openrlhf, urls: 'http://127.0.0.1/r', token_variable: HOME}",
+        "reward.source.token_variable",
+    ),
+    "variable of a function": (
+        "reward.source={type: python, function: 'mine', environment: [ROLEMESH_API_TOKEN]}",
+        "reward.source.environment.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "field"), REFUSED.values(), ids=REFUSED)
+async def test_a_recipe_names_nothing_that_the_owner_has_not_granted(
+    store: FlakyStore, spawned: Spawned, tmp_path: Path, override: str, field: str
+) -> None:
+    grant = Grant(folders=(Path("/models"), Path("/data")), hosts=("127.0.0.1",))
+    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None, grant=grant)
+    with pytest.raises(ForbiddenError) as refused:
+        await hub.create_run("run-1", recipe(), (override,))
+    assert refused.value.reason == "NOT_GRANTED"
+    assert f"{field} is " in refused.value.message
+    assert "start it with --" in refused.value.message
+    assert store._runs == {}
+    # Nor does a run that is resumed.
+    await hub.create_run("run-2", recipe(), ())
+    await until(lambda: store._runs["run-2"].state is RunState.FAILED)
+    with pytest.raises(ForbiddenError):
+        await hub.resume_run("run-2", (override,))
+    assert spawned == ["run-2"]
+    await hub.close()
+
+
+async def test_what_the_owner_has_granted_is_taken(
+    store: FlakyStore, spawned: Spawned, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def judge(completions): ...")
+    grant = Grant(
+        folders=(Path("/models"), Path("/data")),
+        code_roots=(tmp_path,),
+        hosts=("127.0.0.1",),
+        variables=("JUDGE_TOKEN",),
+    )
+    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None, grant=grant)
+    source = {
+        "type": "weighted_sum",
+        "rewards": [
+            f"python:{tmp_path}/mine.py:judge",
+            {
+                "source": {
+                    "type": "openrlhf",
+                    "urls": "http://127.0.0.1:8000/r",
+                    "token_variable": "JUDGE_TOKEN",
+                }
+            },
+        ],
+    }
+    await hub.create_run("run-1", recipe(), (f"reward.source={json.dumps(source)}",))
+    assert spawned == ["run-1"]
+    await hub.close()

@@ -170,8 +170,8 @@ def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> Non
         (
             "algorithm.policy_loss={type: python, function: mine.py}",
             "algorithm.policy_loss.function is 'mine.py' (--set algorithm.policy_loss={type: "
-            'python, function: mine.py}): this is not the form of it ("path/to/file.py:name" or '
-            '"module:name", as the actor\'s service finds it)',
+            'python, function: mine.py}): this is not the form of it ("path/to/file.py:name", '
+            '"module:name" or an entry point, as the actor\'s service finds it)',
         ),
         (
             "actor.model.compute_dtype=bfloat",

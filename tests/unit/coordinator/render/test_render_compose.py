@@ -233,3 +233,24 @@ def test_bad_input_is_refused_with_field_value_and_remedy(
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_each_role_may_use_the_code_and_variables_that_its_section_names() -> None:
+    source = "{type: python, function: 'mine.rewards:judge', environment: [JUDGE, TOKEN]}"
+    loss = "algorithm.policy_loss={type: python, function: 'my.losses:soft'}"
+    services = rendered(PPO, "--gpus", "1", "--set", f"reward.source={source}", "--set", loss)
+    granted = {
+        role: {name: value for name, value in services[role]["environment"].items() if name in SET}
+        for role in ("actor", "critic", "reward")
+    }
+    assert granted == {
+        "actor": {"ROLEMESH_SERVICE__CODE_NAMES": "my.losses:soft"},
+        "critic": {},
+        "reward": {
+            "ROLEMESH_SERVICE__CODE_NAMES": "mine.rewards:judge",
+            "ROLEMESH_SERVICE__VARIABLES": "JUDGE,TOKEN",
+        },
+    }
+
+
+SET = ("ROLEMESH_SERVICE__CODE_NAMES", "ROLEMESH_SERVICE__VARIABLES")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.fake_recipes import PPO
 from support.fake_roles import fake_recipe, until
 
 from rolemesh.coordinator.run.launch import (
@@ -290,9 +291,10 @@ def test_command_says_what_the_recipe_says(tmp_path: Path) -> None:
             "judging": {"roles": ["reference", "reward"]},
         },
     )
-    command = service_commands(recipe)("actor", tmp_path / "announce.json")
+    command = service_commands(recipe, tmp_path)("actor", tmp_path / "announce.json")
     assert command.arguments[:3] == [sys.executable, "-m", "rolemesh.services.actor"]
-    flags = dict(zip(command.arguments[3::2], command.arguments[4::2], strict=True))
+    words = [word for word in command.arguments[3:] if "=" not in word or word.startswith("pp=")]
+    flags = dict(zip(words[::2], words[1::2], strict=True))
     assert flags["--threads"] == "2"
     assert flags["--experience-capacity-bytes"] == str(3 * 2**20)
     assert flags["--announce"] == str(tmp_path / "announce.json")
@@ -355,7 +357,7 @@ def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
     from rolemesh.services.runtime.server.config import load_config
 
     recipe = fake_recipe(services={"critic": {"threads": 1}})
-    command = service_commands(recipe)("critic", tmp_path / "announce.json")
+    command = service_commands(recipe, tmp_path)("critic", tmp_path / "announce.json")
     config = load_config("critic", command.arguments[3:], {})
     assert (config.threads, config.announce, config.host) == (
         1,
@@ -367,6 +369,49 @@ def test_flags_are_those_that_services_know(tmp_path: Path) -> None:
 def test_a_layout_in_the_environment_is_not_that_of_a_run(tmp_path: Path) -> None:
     from rolemesh.services.runtime.server.config import load_config
 
-    command = service_commands(fake_recipe())("critic", tmp_path / "announce.json")
+    command = service_commands(fake_recipe(), tmp_path)("critic", tmp_path / "announce.json")
     config = load_config("critic", command.arguments[3:], {"ROLEMESH_SERVICE__LAYOUT": "tp=2"})
     assert config.world_size == command.num_ranks == 1
+
+
+def test_a_service_may_use_what_its_section_names_and_nothing_else(tmp_path: Path) -> None:
+    from rolemesh.services.runtime.server.config import ServiceConfig, load_config
+
+    everything = {
+        f"ROLEMESH_SERVICE__{name}": "/" for name in ("FOLDERS", "CODE_ROOTS", "CODE_NAMES")
+    } | {"ROLEMESH_SERVICE__VARIABLES": "HOME"}
+    recipe = fake_recipe(
+        algorithm={
+            **PPO,
+            "policy_loss": {"type": "python", "function": "my/losses.py:soft"},
+            "advantages": "python:my.estimators:centred",
+        },
+        reward={
+            "source": [
+                {
+                    "source": {
+                        "type": "python",
+                        "function": "--port=1:judge",
+                        "environment": ["MINE"],
+                    }
+                },
+                {"source": {"type": "slime", "urls": "http://h/r", "token_variable": "JUDGE"}},
+            ]
+        },
+    )
+
+    def settings(role: str) -> ServiceConfig:
+        command = service_commands(recipe, tmp_path / "run")(role, tmp_path / "announce.json")
+        variables = everything | dict(command.environment)
+        return load_config(role, command.arguments[3:], variables)
+
+    actor, critic, reward = (settings(role) for role in ("actor", "critic", "reward"))
+    names = ("my/losses.py:soft", "my.estimators:centred")
+    assert (set(actor.code_names), critic.code_names) == (set(names), ())
+    assert reward.code_names == ("--port=1:judge",)
+    assert reward.variables == ("MINE", "JUDGE")
+    assert (actor.variables, critic.variables) == ((), ())
+    assert actor.code_roots == reward.code_roots == ()
+    run = tmp_path / "run"
+    assert actor.folders == (run, Path("/models/none"), Path("/data/none.jsonl"))
+    assert (critic.folders, reward.folders) == ((run, Path("/models/none")), (run,))

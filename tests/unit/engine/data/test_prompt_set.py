@@ -348,7 +348,7 @@ def test_a_function_that_gives_no_order_fails_at_the_start(name, module, message
 def test_a_function_without_a_place_is_refused():
     with pytest.raises(ValidationError, match="pattern"):
         spec_of.validate_python(
-            {"type": "jsonl", "path": "x", "curriculum": {"type": "python", "function": "mine"}}
+            {"type": "jsonl", "path": "x", "curriculum": {"type": "python", "function": "mine.py"}}
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from rolemesh.engine.grants import Grant
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.services.runtime.ranks.agent import as_rank
 from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
@@ -14,6 +17,24 @@ def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
     config = load_config("actor", ["--port", "6000"], environment)
     assert (config.port, config.threads, config.host) == (6000, 3, "127.0.0.1")
     assert config.role == "actor"
+
+
+def test_what_callers_may_name_is_given_once_for_each() -> None:
+    """By flags that are repeated, or in one variable; neither: nothing."""
+    flags = ["--code-root", "a", "--code-root", "b,c", "--code-name", "x.py:f", "--variable", "T"]
+    environment = {"ROLEMESH_SERVICE__CODE_ROOTS": "z", "ROLEMESH_SERVICE__FOLDERS": "/m, /r"}
+    config = load_config("actor", flags, environment)
+    assert config.code_roots == (Path("a"), Path("b,c"))
+    assert (config.code_names, config.variables) == (("x.py:f",), ("T",))
+    assert config.folders == (Path("/m"), Path("/r"))
+    assert config.grant == Grant(
+        code_roots=config.code_roots,
+        code_names=("x.py:f",),
+        folders=config.folders,
+        variables=("T",),
+        hosts=None,
+    )
+    assert load_config("actor", [], {"ROLEMESH_SERVICE__FOLDERS": ""}).grant == Grant(hosts=None)
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
