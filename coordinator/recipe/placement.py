@@ -51,7 +51,7 @@ class ServiceSpec(Spec):
     """Compute threads of each rank that the coordinator starts; None: every core."""
     experience_capacity_mib: int = Field(default=1024, ge=1)
     """Bound on the experience that each rank of a started service holds, in MiB."""
-    variables: tuple[VariableName, ...] = ()
+    variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
     """Environment variables of the coordinator that a started service gets besides the usual ones
     (paths, languages, devices, threads, libraries), e.g. for the tools of an environment. Those
     that sources of rewards name need not be here."""

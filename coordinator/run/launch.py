@@ -23,7 +23,7 @@ from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.state import bound_process
 from rolemesh.coordinator.state.child_environment import child_environment
 from rolemesh.coordinator.state.files import write_atomically
-from rolemesh.engine.specs import OutsideRewardSpec, named_in, named_sources
+from rolemesh.engine.specs import named_in
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.tracing import trace_environment
 
@@ -191,15 +191,8 @@ def service_commands(
 
 def named_variables(recipe: Recipe, role: str) -> tuple[str, ...]:
     """Environment variables that the recipe names for a role: its own, and those of its rewards."""
-    judge = {"reward": recipe.reward, "cost": recipe.cost}.get(role)
-    sources = () if judge is None else named_sources(judge.source)
-    asked = (
-        name
-        for named in sources
-        if isinstance(named.source, OutsideRewardSpec)
-        for name in named.source.variables
-    )
-    return (*recipe.service(role).variables, *asked)
+    named = (one.value for one in named_in(recipe.sent_section(role)) if one.kind == "variable")
+    return (*recipe.service(role).variables, *named)
 
 
 def visible_devices(recipe: Recipe, service: str, allowed: str | None = None) -> str:

@@ -69,11 +69,6 @@ class OutsideRewardSpec(Spec):
     on_failure: FailurePolicySpec = FailSpec()
     """What becomes of rows for which no valid answer came."""
 
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Environment variables of the reward service that the source reads."""
-        return ()
-
     @model_validator(mode="after")
     def _check_range(self) -> Self:
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
@@ -115,11 +110,6 @@ class EndpointRewardSpec(OutsideRewardSpec):
     """Environment variable of the reward service that holds a bearer token, where its owner grants
     that; None: no token. Its name ends with TOKEN or KEY, and it is sent over TLS only, or to
     loopback."""
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The token's, where there is one."""
-        return () if self.token_variable is None else (self.token_variable,)
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
@@ -303,11 +293,6 @@ class PythonRewardSpec(OutsideRewardSpec):
     """Further environment variables of the service that its workers get, e.g. a token's, where its
     owner grants that. Others, and so passwords, are kept from them, but for the usual ones such as
     PATH."""
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Those that its workers get."""
-        return self.environment
 
 
 # --- the union ----------------------------------------------------------------------------
