@@ -23,7 +23,6 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import (
     DataLossError,
     ForbiddenError,
-    InvalidRequestError,
     RolemeshError,
 )
 from rolemesh.services.reward.servicers import RewardRole
@@ -109,7 +108,7 @@ async def test_a_stranger_runs_no_code_through_a_scorer_of_the_library(tmp_path:
     async with serving(RewardRole()) as server, open_channel(server.runtime.address) as channel:
         await RewardClient(channel).initialize({"source": {"type": "reasoning_gym"}})
         assert (await judged(channel, 1, f"[{code}]", metadata=queens)).rewards == [0.0]
-        with pytest.raises(InvalidRequestError, match="as the task made it"):
+        with pytest.raises(RolemeshError, match="as the task made it"):
             await judged(channel, 2, "1", metadata=bits)
     assert not (tmp_path / "planted").exists()
 

@@ -361,15 +361,15 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "trackers.0.tracking_uri",
     ),
     "secret": (
-        "reward.source={type: openrlhf, urls: 'http://93.184.216.34/r', token_variable: HOME}",
+        "reward.source={type: openrlhf, urls: 'https://93.184.216.34/r', token_variable: MY_TOKEN}",
         "reward.source.urls.0",
     ),
     "variable": (
-        "reward.source={type: openrlhf, urls: 'http://127.0.0.1/r', token_variable: HOME}",
+        "reward.source={type: openrlhf, urls: 'http://127.0.0.1/r', token_variable: MY_TOKEN}",
         "reward.source.token_variable",
     ),
     "variable of a function": (
-        "reward.source={type: python, function: 'mine', environment: [ROLEMESH_API_TOKEN]}",
+        "reward.source={type: python, function: 'mine', environment: [MY_TOKEN]}",
         "reward.source.environment.0",
     ),
 }

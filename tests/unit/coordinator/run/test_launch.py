@@ -395,7 +395,7 @@ def test_a_service_may_use_what_its_section_names_and_nothing_else(tmp_path: Pat
                         "environment": ["MINE"],
                     }
                 },
-                {"source": {"type": "slime", "urls": "http://h/r", "token_variable": "JUDGE"}},
+                {"source": {"type": "slime", "urls": "https://h/r", "token_variable": "MY_TOKEN"}},
             ]
         },
     )
@@ -409,7 +409,7 @@ def test_a_service_may_use_what_its_section_names_and_nothing_else(tmp_path: Pat
     names = ("my/losses.py:soft", "my.estimators:centred")
     assert (set(actor.code_names), critic.code_names) == (set(names), ())
     assert reward.code_names == ("--port=1:judge",)
-    assert reward.variables == ("MINE", "JUDGE")
+    assert reward.variables == ("MINE", "MY_TOKEN")
     assert (actor.variables, critic.variables) == ((), ())
     assert actor.code_roots == reward.code_roots == ()
     run = tmp_path / "run"
