@@ -281,9 +281,12 @@ of a mapping."""
 
 NAMED: dict[NamedKind, set[str]] = {
     "code": {"environment", "function", "tracker"},
-    "path": {"path", "held_out_path", "tokenizer", "directory", "token_file"},
+    "path": {
+        *("path", "held_out_path", "tokenizer", "directory", "token_file"),
+        *("password_file", "certificates"),
+    },
     "url": {"urls", "address", "addresses", "tracking_uri", "endpoint", "url"},
-    "variable": {"token_variable", "environment"},
+    "variable": {"token_variable", "environment", "variables"},
 }
 
 

@@ -167,7 +167,7 @@ async def test_the_end_of_a_run_is_written_down_once_the_store_is_back(
 
 async def test_a_recipe_nested_too_deep_is_refused(hub: Hub) -> None:
     deep = "run: " + "[" * 3000 + "]" * 3000
-    with pytest.raises(InvalidRequestError, match="nested") as refused:
+    with pytest.raises(InvalidRequestError, match="nests more than 50 levels") as refused:
         await hub.create_run("run-1", deep, ())
     assert refused.value.reason == "RECIPE_INVALID"
 

@@ -327,7 +327,7 @@ async def test_a_service_gets_what_it_needs_of_the_environment_and_what_the_reci
 
     def make(service: str, announce: Path) -> ServiceCommand:
         told = json_of_environment(announce)
-        environment = service_commands(recipe)(service, announce).environment
+        environment = service_commands(recipe, tmp_path)(service, announce).environment
         return ServiceCommand(arguments=[sys.executable, "-c", told], environment=environment)
 
     async with Launcher(("actor", "reward"), make, tmp_path) as subject:
