@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -12,6 +11,7 @@ import grpc
 from grpc_status import rpc_status
 
 from rolemesh.coordinator.state.files import checked_secret, read_secret
+from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.errors import RolemeshError, to_status
 
 TOKEN_VARIABLE = "ROLEMESH_API_TOKEN"
@@ -46,16 +46,6 @@ def read_token(token_file: Path | None, environment: Mapping[str, str]) -> str |
         return read_secret(token_file, "token_file")
     text = environment.get(TOKEN_VARIABLE)
     return None if text is None else checked_secret(text, TOKEN_VARIABLE)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server on this host can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_exposure(host: str, token: str | None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 
-from rolemesh.coordinator.api.credentials import is_loopback
 from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.sdk import (
@@ -24,6 +23,7 @@ from rolemesh.coordinator.sdk import (
     StateChanged,
     StepMade,
 )
+from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.errors import RolemeshError
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -17,10 +17,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rolemesh.coordinator.api.credentials import UnauthenticatedError, is_loopback
+from rolemesh.coordinator.api.credentials import UnauthenticatedError
 from rolemesh.coordinator.api.credentials import refusal as token_refusal
 from rolemesh.coordinator.api.http.exposition import RequestMetrics
 from rolemesh.coordinator.api.http.problems import problem_response
+from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, RolemeshError
 from rolemesh.rpc.limits import check_json
 

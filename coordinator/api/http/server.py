@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from rolemesh.coordinator.api.credentials import is_loopback
 from rolemesh.coordinator.api.http.events import EventStreams
+from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.limits import MAX_CONNECTIONS
 
 STOP_S = 5.0

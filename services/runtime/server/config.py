@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rolemesh.engine.grants import Grant
 from rolemesh.engine.specs import LayoutSpec
-from rolemesh.engine.specs.urls import without_passwords
+from rolemesh.engine.specs.urls import is_loopback, without_passwords
 
 ENVIRONMENT_PREFIX = "ROLEMESH_SERVICE__"
 """ROLEMESH_SERVICE__PORT sets port, and so on. Commas part the entries of what is several."""
@@ -136,12 +135,7 @@ class ServiceConfig(BaseModel):
     @property
     def is_loopback(self) -> bool:
         """Whether only this host can reach the service."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def peer_address(self, bound_port: int) -> str:
         """host:port under which peers reach this process, once the port is known."""

@@ -14,13 +14,13 @@ from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.credentials import (
     TOKEN_VARIABLE,
     check_exposure,
-    is_loopback,
     read_token,
     refusal,
 )
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
