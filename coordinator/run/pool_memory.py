@@ -235,7 +235,7 @@ def _advice_for_model(name: str, section: Any, role: RoleFound, tp: int) -> Iter
         return
     part = f"{name}.model" if hasattr(section, "model") else f"{name}.source.model"
     if role.at_peak.get("activations", 0) > role.peak / 10:
-        if tp > 1 and model.sequence_parallel is not True and role.trains:
+        if tp > 1 and not model.sequence_parallel and role.trains:
             yield f"{part}.sequence_parallel: true (slices share the tokens between their blocks)"
         if model.recompute != "full" and role.trains:
             yield f"{part}.recompute: full (layers are computed again in the backward pass)"

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
             numerics=numerics,
             trains=trainable,
         )
-        self.shares_tokens = mesh.tp.size > 1 and choices["sequence_parallel"].value
+        self.shares_tokens = mesh.tp.size > 1 and spec.sequence_parallel
         """Whether each tensor slice holds only its share of the tokens between its blocks."""
         is_cut = mesh.tp.size * mesh.pp.size * mesh.fsdp.size > 1
         if self.shape is not None and (is_cut or maker_without_values() is not None):

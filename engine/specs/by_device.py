@@ -146,8 +146,7 @@ def model_choices(
         trains: False for a frozen one.
 
     Returns:
-        activations; sequence_parallel, where there are several slices; and recompute of a trained
-        model, or frozen_dtype of a frozen one.
+        activations; and recompute of a trained model, or frozen_dtype of a frozen one.
 
     Raises:
         ValueError: Sequence parallelism is asked for where there is one slice.
@@ -162,10 +161,7 @@ def model_choices(
     else:
         activations = Choice("float32", _NO_BFLOAT16)
     chosen = {"activations": _chosen(spec.activations, activations)}
-    if sizes.num_slices > 1:
-        shared = _sequence_parallel(spec, device, sizes, numerics=numerics, trains=trains)
-        chosen["sequence_parallel"] = _chosen(spec.sequence_parallel, shared)
-    elif spec.sequence_parallel:
+    if spec.sequence_parallel and sizes.num_slices == 1:
         raise ValueError(
             "model.sequence_parallel is true, but the layout has tp 1, and no slices to share the "
             "tokens: leave it out, or give a layout with tp"
@@ -182,8 +178,7 @@ def model_choices(
                 else Choice("float32", "as it is trained"),
             )
         }
-    shares_tokens = sizes.num_slices > 1 and chosen["sequence_parallel"].value
-    size = activation_bytes(spec, sizes, shares_tokens=shares_tokens)
+    size = activation_bytes(spec, sizes, shares_tokens=spec.sequence_parallel)
     about = _about(size)
     return chosen | {
         "recompute": _chosen(
@@ -193,21 +188,6 @@ def model_choices(
             else Choice("none", about if on_gpu else f"{_ON_A_CPU} time is dearer than memory"),
         )
     }
-
-
-def _sequence_parallel(
-    spec: ModelSpec, device: Device, sizes: ModelSizes, *, numerics: Numerics, trains: bool
-) -> Choice:
-    """Whether slices share the tokens, where a recipe does not say."""
-    if not trains:
-        return Choice(False, "a frozen model keeps nothing for a backward pass")
-    if numerics == "exact":
-        return Choice(False, "exact numerics: sums keep their order")
-    if device.type != "cuda":
-        return Choice(False, f"{_ON_A_CPU} time is dearer than memory")
-    size = activation_bytes(spec, sizes)
-    # Before recomputation, which costs time.
-    return Choice(size > RECOMPUTE_BYTES, _about(size))
 
 
 def _about(size: int) -> str:

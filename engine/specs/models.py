@@ -36,11 +36,10 @@ class ModelSpec(Spec):
     recompute: Literal["none", "selective", "full"] | None = None
     """Activations computed again in the backward pass: none, attention only, whole layers. None:
     whole layers on a GPU where a micro-batch would keep more than 8 GiB of them, else none."""
-    sequence_parallel: bool | None = None
+    sequence_parallel: bool = False
     """Whether tensor slices (tp of the layout) share the tokens between attention and MLP, so that
     norms and the residual stream take as many times less memory as there are slices. As much is
-    sent as without. None: with numerics "fast", for a model that is trained on GPUs where a
-    micro-batch would keep more than 8 GiB of activations on each."""
+    sent as without."""
     frozen_dtype: ComputeDtype | None = None
     """Type in which a model that is not trained (reference, reward) holds its weights. None:
     bfloat16 where compute_dtype is and the device is a GPU or numerics "fast", else float32."""

@@ -84,13 +84,11 @@ def test_what_a_recipe_gives_stands_on_every_device() -> None:
         recompute="selective",
         activations="float32",
         frozen_dtype="float32",
-        sequence_parallel=False,
     )
     for trains in (True, False):
         choices = model_choices(
             model, GPU, replace(LARGE, num_slices=2), numerics="fast", trains=trains
         )
-        assert choices["sequence_parallel"].value is False
         assert {choice.reason for choice in choices.values()} == {"given by the recipe"}
 
 
@@ -113,27 +111,16 @@ def test_a_large_model_is_recomputed_on_a_gpu() -> None:
     assert _values(model_choices(_model(), CPU, LARGE))["recompute"] == "none"
 
 
-def test_slices_share_tokens_before_layers_are_recomputed() -> None:
-    """Sharing sends as much as without, and recomputing takes time."""
-    longer = _model(micro_batch_tokens=16384)
+def test_slices_that_share_tokens_need_less_recomputation() -> None:
+    half, shared = (
+        _model(micro_batch_tokens=8192, sequence_parallel=shares) for shares in (False, True)
+    )
     cut = replace(LARGE, num_slices=8)
-    # (10 + 24 / 8) and (4 + 30 / 8) of 34 bytes: 26 and 15.5 GiB.
-    assert activation_bytes(longer, cut) == 32 * 16384 * 4096 * 13
-    assert activation_bytes(longer, cut, shares_tokens=True) == 32 * 16384 * 4096 * 7.75
-    found = _values(model_choices(longer, GPU, cut, numerics="fast"))
-    assert (found["sequence_parallel"], found["recompute"]) == (True, "full")
-    half = _model(micro_batch_tokens=8192)
-    found = _values(model_choices(half, GPU, cut, numerics="fast"))
-    assert (found["sequence_parallel"], found["recompute"]) == (True, "none")
-    found = _values(model_choices(half, GPU, cut, numerics="exact"))
-    assert (found["sequence_parallel"], found["recompute"]) == (False, "full")
-    for others in (
-        model_choices(_model(), GPU, cut, numerics="fast"),  # 6.5 GiB
-        model_choices(longer, CPU, cut, numerics="fast"),
-        model_choices(longer, GPU, cut, numerics="fast", trains=False),
-    ):
-        assert others["sequence_parallel"].value is False
-    assert "sequence_parallel" not in model_choices(longer, GPU, LARGE, numerics="fast")
+    # (10 + 24 / 8) and (4 + 30 / 8) of 34 bytes: 13 and 7.75 GiB.
+    assert activation_bytes(half, cut) == 32 * 8192 * 4096 * 13
+    assert activation_bytes(half, cut, shares_tokens=True) == 32 * 8192 * 4096 * 7.75
+    assert _values(model_choices(half, GPU, cut))["recompute"] == "full"
+    assert _values(model_choices(shared, GPU, cut))["recompute"] == "none"
 
 
 def test_one_slice_cannot_share_tokens() -> None:
