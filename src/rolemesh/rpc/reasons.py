@@ -32,15 +32,15 @@ REASONS: Mapping[str, Reason] = {
         "A part of a weight was asked for that does not exist.",
         "Ask for boxes that the manifest and the layout allow.",
     ),
+    "CALLER_DENIED": Reason(
+        "This member of the mesh may not call the method.",
+        "Call with the identity of one that may: the proto names them.",
+    ),
     "CALL_IDLE": Reason(
         "A call has told of no progress for the idle time of its method. Its effect is not known.",
         "Read the log of the service: the message says at what it stopped.",
     ),
     "CANCELLED": Reason("One end of the call has cancelled it.", "Call again if you need it."),
-    "CALLER_DENIED": Reason(
-        "This member of the mesh may not call the method.",
-        "Call with the identity of one that may: the proto names them.",
-    ),
     "CAPACITY_EXCEEDED": Reason("A bound on memory, size or number is reached.", "Ask for less."),
     "CHECKPOINT_CAPACITY": Reason(
         "The disk has no room for a checkpoint.",
