@@ -73,6 +73,8 @@ def hub(folder: Path, store_url: str) -> Iterator[tuple[subprocess.Popen[str], s
             *(*PROGRAM, "coordinator", "--json"),
             *("--data", "data", "--port", "0", "--http-port", "0", "--store-url", store_url),
             *("--store-password-file", "../store-password", "--token-file", "../token"),
+            *("--folder", "..", "--code-root", ".", "--variable", "JUDGE_TOKEN"),
+            *("--allow-host", "127.0.0.1"),
         ],
         cwd=folder,
         env={**os.environ, **VARIABLES, "OMP_NUM_THREADS": "1"},

@@ -160,7 +160,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated():
 def test_a_token_goes_to_nobody_who_could_read_it_on_its_way(urls, variable, refused):
     given = {"type": "openrlhf", "urls": urls, "token_variable": variable}
     if not refused:
-        assert source_of({"source": given}).variables == (variable,)
+        assert source_of({"source": given}).token_variable == variable
         return
     with pytest.raises(ValidationError, match=re.escape(refused)):
         source_of({"source": given})
@@ -170,7 +170,7 @@ def test_a_token_is_not_sent_over_grpc_in_clear():
     given = {"type": "grpc", "urls": "grpc://h:50051", "token_variable": "JUDGE_TOKEN"}
     with pytest.raises(ValidationError, match="not encrypted: give grpcs://"):
         source_of({"source": given})
-    assert source_of({"source": {**given, "urls": "grpcs://h:50051"}}).variables == ("JUDGE_TOKEN",)
+    assert source_of({"source": {**given, "urls": "grpcs://h:50051"}}).token_variable
 
 
 def test_no_part_of_a_url_with_a_password_is_told_whatever_else_is_wrong_with_it():
