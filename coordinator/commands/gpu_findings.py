@@ -45,7 +45,7 @@ async def check_gpus(installed: dict[str, str]) -> list[Finding]:
                 level=Level.WARN,
                 what="gpu",
                 text=f"nvidia-smi fails: {text}",
-                remedy="mend the driver, or use pools with devices: [cpu]",
+                remedy="fix the driver, or use pools with devices: [cpu]",
             )
         ]
     lines = text.splitlines()

@@ -89,7 +89,7 @@ def start_cautions(
         and any(role in own and needs_gpu(recipe, role) for role in pool.roles)
     ]
     if on_cpu and gpus.unusable:
-        yield Caution(f"models compute on the CPU: {gpus.unusable}", "mend it, or leave it so")
+        yield Caution(f"models compute on the CPU: {gpus.unusable}", "fix it, or leave it so")
     elif on_cpu and gpus.count:
         yield Caution(
             f"models compute on the CPU, though this host has {gpus.count} x {gpus.name}: "

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
-from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.identity import Identity, Scope
 
 
@@ -47,6 +46,9 @@ def identities_of(recipe: Recipe, own: Iterable[str], outside: Iterable[str]) ->
         )
     if not own or tuple(outside):
         return RunIdentities()
+    # Takes 60 ms to import, which commands that start no services need not wait for.
+    from rolemesh.rpc.authority import Authority
+
     authority = Authority.make()
     return RunIdentities(
         coordinator=authority.issue("coordinator"),

@@ -178,7 +178,7 @@ class RowReader:
             # JSON may have half of a surrogate pair, which neither tokenizer nor protobuf accepts.
             raise DataInvalidError(
                 f"{where}: {self._name(meaning)!r} has a character at {error.start} that is no "
-                "Unicode text (half of a pair): mend the file"
+                "Unicode text (half of a pair): fix the file"
             ) from error
         return value
 

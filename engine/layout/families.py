@@ -145,7 +145,7 @@ class DecoderShape:
         if heads % kv_heads:
             raise ValueError(
                 f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}: "
-                "mend config.json"
+                "fix config.json"
             )
         has_attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
         return cls(

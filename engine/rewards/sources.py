@@ -60,7 +60,7 @@ def checked(rewards: torch.Tensor, num_rows: int) -> torch.Tensor:
     if len(bad):
         row = int(bad[0])
         raise RewardInvalidError(
-            f"the reward of row {row} is {float(rewards[row])}: every reward must be finite; mend "
+            f"the reward of row {row} is {float(rewards[row])}: every reward must be finite; fix "
             "the reward function (a failed judgement must raise, not return NaN)"
         )
     return rewards.to(torch.float32)

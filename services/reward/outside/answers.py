@@ -256,7 +256,7 @@ class Answers:
         known = self._log.find(self._step, key)
         if known is not None and known.fits(num_rows):
             return known.judgement()
-        # A failure that ends the run is not the answer when it goes on, with the judge mended.
+        # A failure that ends the run is not the answer when it goes on, with the judge fixed.
         ends_run = isinstance(policy, FailSpec)
         try:
             found = await ask()

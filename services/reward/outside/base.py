@@ -200,7 +200,7 @@ def checked_rewards(
             endpoint,
             expected=expected,
             found=found,
-            remedy="mend the reward, or see docs/rewards.md for the form",
+            remedy="fix the reward, or see docs/rewards.md for the form",
         )
 
     if not isinstance(values, list | tuple):
@@ -244,7 +244,7 @@ def checked_metrics(metrics: Mapping[str, float], endpoint: str) -> dict[str, fl
                 endpoint,
                 expected='finite metrics with names of letters, digits, "_", ".", "-" and "/"',
                 found=f"{shown(name)}: {value}",
-                remedy="mend the reward, or leave the metric out",
+                remedy="fix the reward, or leave the metric out",
             )
     return dict(metrics)
 

@@ -154,7 +154,7 @@ class Prober:
             level=Level.WARN,
             text=f"{len(self._passed)} of {self._num_calls} requests failed and were answered when "
             f"they were sent again: {self._passed[0]}",
-            remedy="a run sends a request again until deadline_s has passed, but waits; mend it if "
+            remedy="a run sends a request again until deadline_s has passed, but waits; fix it if "
             "you can",
         )
 
@@ -275,7 +275,7 @@ class Prober:
             return _fail(
                 "concurrency",
                 f"among {self._at_once} requests at once a row got another reward: {problem}",
-                "answers of requests must not mix; set concurrency to 1 until that is mended",
+                "answers of requests must not mix; set concurrency to 1 until that is fixed",
             )
         return _ok("concurrency", f"bears {self._at_once} requests at once")
 
