@@ -144,13 +144,18 @@ async def scene(model: Path, run_id: str, folder: Path, writer: Held) -> AsyncIt
         yield Scene(server, speaker, folder / "live", folder / "cut", saving, saved.policy_version)
 
 
-def assert_nothing_is_left(of: Scene, run_id: str) -> None:
+async def writing_thread_ends() -> None:
+    """Waits for the thread to leave; a thread whose work is done lives for a moment more."""
+    await until(lambda: not any(thread.name == THREAD for thread in threading.enumerate()))
+
+
+async def assert_nothing_is_left(of: Scene, run_id: str) -> None:
     """No thread, no half checkpoint, and no lock on a slot."""
-    assert not any(thread.name == THREAD for thread in threading.enumerate())
     assert names_in(of.cut.parent) == ["live"]
     slot = Slot.open(SlotOwner(run_id, "critic", 0, 1), 1)
     assert slot is not None
     slot.close()
+    await writing_thread_ends()
 
 
 # --- the role goes on ---------------------------------------------------------------------
@@ -238,8 +243,8 @@ async def test_an_attach_ends_the_writing_of_an_older_epoch(
         await attaching
         with pytest.raises(RolemeshError):
             await at.saving
-        assert not any(thread.name == THREAD for thread in threading.enumerate())
         assert names_in(tmp_path) == ["live"]
+        await writing_thread_ends()
         # The cut is whole, so the newer epoch writes the checkpoint.
         await write_cut(later, 1, at.cut)
         assert files_of(at.cut) == files_of(at.live)
@@ -258,7 +263,7 @@ async def test_a_second_initialize_ends_the_writing(
         await again
         with pytest.raises(UnavailableError, match="let go"):
             await at.saving
-        assert_nothing_is_left(at, run_id)
+        await assert_nothing_is_left(at, run_id)
         assert at.server.runtime.hold.failure == ""
 
 
@@ -273,7 +278,7 @@ async def test_a_drain_lets_the_writing_come_to_its_end(
         await at.saving
         assert files_of(at.cut) == files_of(at.live)
         at.cut.rename(tmp_path / "live" / "moved")
-        assert_nothing_is_left(at, run_id)
+        await assert_nothing_is_left(at, run_id)
 
 
 async def test_a_service_that_stops_gives_the_writing_up(
@@ -287,7 +292,7 @@ async def test_a_service_that_stops_gives_the_writing_up(
         with pytest.raises(RolemeshError):
             await at.saving
         await until(lambda: names_in(tmp_path) == ["live"])
-        await until(lambda: not any(thread.name == THREAD for thread in threading.enumerate()))
+        await writing_thread_ends()
 
 
 # --- several ranks ------------------------------------------------------------------------
