@@ -37,6 +37,7 @@ from rolemesh.coordinator.commands.options import AllowRemote, Json, Overrides, 
 from rolemesh.coordinator.commands.placing import load_placed, start_cautions
 from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
+from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -281,8 +282,7 @@ def _train(
     observer = LoggingObserver(shown)
     try:
         session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)
-        if isinstance(shown, LiveConsole):
-            session.tell_doors = functools.partial(_tell_doors, shown, observer)
+        session.tell_doors = functools.partial(tell_doors, shown, observer)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
         for caution in start_cautions(recipe, gpus, services_in(recipe)):
@@ -302,10 +302,21 @@ def _train(
     return EXIT_FAILED if summary.state is RunState.FAILED else 0
 
 
-def _tell_doors(shown: LiveConsole, observer: LoggingObserver, doors: Doors) -> None:
-    """Shows the owner, on a terminal, an address that opens the dashboard; no log gets it."""
-    logging.getLogger(__name__).info("%s", doors.told(to_person=False))
-    observer.show(lambda: shown.on_event(doors.told(to_person=True)))
+def tell_doors(shown: RunObserver, observer: RunObserver, doors: Doors) -> None:
+    """Says where the run answers: to the owner on a terminal with the token, which no log gets.
+
+    Args:
+        shown: What the owner sees.
+        observer: Passes on to it, and to the log.
+        doors: Of the run.
+    """
+    told = doors.told(to_person=False)
+    # A rich console may call a file a terminal, e.g. where FORCE_COLOR is set.
+    if isinstance(shown, LiveConsole) and sys.stdout.isatty():
+        logging.getLogger(__name__).info("%s", told)
+        shown.on_event(doors.told(to_person=True))
+    else:
+        observer.on_event(told)
 
 
 def _show_summary(summary: RunSummary, shown: _Shown, console: Console) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.coordinator_doors import bearer, made_token
 from support.fake_roles import fake_mesh, fake_recipe
 from support.fake_runs import make_run, read_lines
 
@@ -64,11 +65,11 @@ async def test_a_folder_of_runs_is_served_and_nothing_in_it_changes(
     # Nothing is written into the folder, so the token lies in one of the user's.
     token = Path(line.rpartition("token: ")[2].strip())
     assert token.is_relative_to(tmp_path / "state")
-    right = {"authorization": f"Bearer {token.read_text().strip()}"}
+    right = bearer(made_token(token.parent))
     async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         assert "<html" in (await client.get("/")).text
         assert (await client.get("api/v1/runs")).status_code == 401
-        client.headers |= right
+        client.headers.update(right)
         listed = (await client.get("api/v1/runs")).json()["runs"]
         states = {Path(one["directory"]).name: one["state"] for one in listed}
         assert states == {"whole": "succeeded", "killed": "failed"}

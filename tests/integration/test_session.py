@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.coordinator_doors import bearer, made_token
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -90,7 +91,7 @@ async def test_a_run_is_known_while_its_services_start_and_can_be_stopped_then(
     place = tmp_path / "coordinator.json"
     await until(lambda: place.is_file())
     facts = json.loads(place.read_text())
-    right = {"authorization": f"Bearer {Path(facts['token_file']).read_text().strip()}"}
+    right = bearer(made_token(tmp_path))
     async with httpx.AsyncClient(base_url=facts["url"], headers=right) as client:
         (run,) = (await client.get("api/v1/runs")).json()["runs"]
         assert (run["run_id"], run["state"]) == ("starting", "starting")

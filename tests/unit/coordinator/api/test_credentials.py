@@ -83,7 +83,9 @@ def test_each_scope_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_two_scopes_cannot_share_a_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
-    with pytest.raises(ValueError, match="api.tokens: two of read, admin are the same") as refused:
+    with pytest.raises(
+        ValueError, match=r"api\.tokens: two of read, admin are the same"
+    ) as refused:
         read_tokens(api(tokens={"read": file}), {TOKEN_VARIABLE: TOKEN})
     assert TOKEN not in str(refused.value)
 
@@ -151,7 +153,7 @@ def test_others_reach_it_with_a_token_and_not_in_clear_alone() -> None:
         for without in ({}, {"allow_remote": True}, {"open_to_every_local_user": True}):
             with pytest.raises(ValueError, match=f"there is no token.*{TOKEN_VARIABLE}"):
                 check_doors(api(host=host, **without), None, {})
-        with pytest.raises(ValueError, match="travel in clear: give api.certificate"):
+        with pytest.raises(ValueError, match=r"travel in clear: give api\.certificate"):
             check_doors(api(host=host), None, given)
         check_doors(api(host=host, allow_remote=True), None, given)
 
@@ -165,7 +167,7 @@ def test_what_a_door_would_show_is_looked_at_before_anything_starts(tmp_path: Pa
     for certificates, fields in ((None, {"certificate": place}), (tmp_path, {})):
         with pytest.raises(ValueError, match=r"coordinator\.pem holds 0 keys and 0 cert"):
             check_doors(api(**remote, **fields), certificates, given)
-    with pytest.raises(ValueError, match="api.member_port is 0, and there is no certificate"):
+    with pytest.raises(ValueError, match=r"api\.member_port is 0, and there is no certificate"):
         check_doors(api(member_port=0), None, {})
     place.write_bytes(authority.issue("coordinator").pem())
     check_doors(api(**remote, certificate=place), None, given)
