@@ -68,15 +68,16 @@ def noted(address: str, *, token_file: Path | None, certificate: Path | None) ->
     facts: dict[str, str | None] = {"token_file": None if token_file is None else str(token_file)}
     if certificate is not None:
         facts |= _trusted(certificate)
-    private_folder()
+    _remove_leftovers(private_folder())
     place = _place(address)
-    # Locked as long as this process lives: the port of a dead one may be another user's by now.
-    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "r+", encoding="utf-8") as file:
+    draft = place.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        # Locked as long as this process lives: the port of a dead one may be another user's by now.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.truncate()
         json.dump(facts, file)
         file.flush()
+        draft.replace(place)
         try:
             yield
         finally:
@@ -87,21 +88,20 @@ def known_door(address: str) -> KnownDoor | None:
     """What this user's coordinator at an address has noted; None where there is no such note.
 
     Args:
-        address: "host:port", as a client gives it.
+        address: "host:port". What names of hosts lead to is not known here: see Connection.
     """
-    host, _, port = address.rpartition(":")
-    hosts = ("127.0.0.1", "[::1]") if host == "localhost" else (host,)
-    for one in hosts:
-        with contextlib.suppress(OSError, ValueError):
-            with _place(f"{one}:{port}").open(encoding="utf-8") as file:
-                if not _is_held(file.fileno()):
-                    continue
-                facts = json.load(file)
-            token_file = facts["token_file"]
-            pem = facts.get("authority")
-            trust = None if pem is None else Trust(pem.encode(), facts["server_name"])
-            return KnownDoor(None if token_file is None else Path(token_file), trust)
-    return None
+    try:
+        with _place(address).open(encoding="utf-8") as file:
+            if not _is_held(file.fileno()):
+                return None
+            facts = json.load(file)
+    except (OSError, ValueError):
+        return None
+    token_file, pem = facts["token_file"], facts.get("authority")
+    return KnownDoor(
+        None if token_file is None else Path(token_file),
+        None if pem is None else Trust(pem.encode(), facts["server_name"]),
+    )
 
 
 def _folder() -> Path:
@@ -115,6 +115,14 @@ def _place(address: str) -> Path:
         raise ValueError(f"{address!r} is no address")
     # A home folder may be that of several hosts.
     return _folder() / f"{platform.node()} {address}.json"
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the notes of processes of this host that are gone."""
+    for left in folder.glob(f"{platform.node()} *.json"):
+        with contextlib.suppress(OSError), left.open() as file:
+            if not _is_held(file.fileno()):
+                left.unlink()
 
 
 def _is_held(descriptor: int) -> bool:

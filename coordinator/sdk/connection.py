@@ -42,6 +42,8 @@ class Connection:
             )
         self.address = address.removeprefix(_TLS).removesuffix("/")
         """"host:port"."""
+        if token is None and identity is None:
+            self.address = _noted_as(self.address)
         self._token = token
         self._finds_token = token is None and identity is None
         self.trust: Identity | Trust | None = identity
@@ -67,6 +69,19 @@ class Connection:
             known = known_door(self.address)
             self._token = None if known is None else known.token()
         return () if self._token is None else (("authorization", f"Bearer {self._token}"),)
+
+
+def _noted_as(address: str) -> str:
+    """The address of a coordinator of this user that a client means by "localhost".
+
+    The name may lead to two addresses, and at the other one another user's server may listen.
+    """
+    host, _, port = address.rpartition(":")
+    if host == "localhost":
+        for one in (f"127.0.0.1:{port}", f"[::1]:{port}"):
+            if known_door(one) is not None:
+                return one
+    return address
 
 
 def _certificate(file: Path) -> bytes:

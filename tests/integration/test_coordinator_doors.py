@@ -63,6 +63,8 @@ async def test_programs_of_this_user_find_the_token_and_those_of_others_do_not(
         port = opened.address.rpartition(":")[2]
         async with AsyncClient(f"localhost:{port}", retry=QUICK) as client:
             assert (await client.get_run("live")).run_id == "live"
+            # By the name, another user's server might answer at the other address.
+            assert client.address == opened.address
         token = made_token(tmp_path)
         check_note(notes, token)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
@@ -109,6 +111,9 @@ async def test_the_note_of_a_dead_coordinator_is_not_followed(tmp_path: Path, no
     assert known_door(opened.address) is None
     for other in ("127.0.0.1:1", "nowhere", "../../etc/passwd:1", ""):
         assert known_door(other) is None
+    # The next one cleans up.
+    async with doors(tmp_path) as opened:
+        assert len(os.listdir(notes)) == 1
 
 
 async def test_what_is_told_holds_the_token_for_the_owner_alone(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -49,7 +49,7 @@ SCOPE_HEADER = "x-rolemesh-scope"
 
 _READING = ("GET", "HEAD", "OPTIONS")
 
-_SECRET_NAMES = (b"token", b"access_token", b"authorization")
+_SECRET_NAMES = ("token", "access_token", "authorization")
 """Query parameters that are taken for a token."""
 
 _LIKE = {"exposition": "get_metrics"}
@@ -96,20 +96,18 @@ class Guard:
 
         refused: RolemeshError
         try:
-            allowed = let_in(scope, Headers(scope=scope), self._tokens)
-        except RolemeshError as error:
-            refused = error
-        else:
             try:
+                allowed = let_in(scope, Headers(scope=scope), self._tokens)
+            except RolemeshError as error:
+                refused = error
+            else:
                 await self._app(scope, _limited(receive), send_guarded)
                 return
-            except Exception:
-                _log.exception(
-                    "request %s: %s %s failed", request_id, scope["method"], scope["path"]
-                )
-                if status is not None:
-                    raise
-                refused = InternalError("the coordinator failed; its log says why")
+        except Exception:
+            _log.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
+            if status is not None:
+                raise
+            refused = InternalError("the coordinator failed; its log says why")
         headers = {}
         if isinstance(refused, UnauthenticatedError):
             headers["www-authenticate"] = "Bearer"
@@ -144,7 +142,7 @@ def let_in(scope: Scope, headers: Headers, tokens: Tokens) -> Rights | None:
             "or a client that is no browser",
             reason="ORIGIN_REFUSED",
         )
-    if any(name in _SECRET_NAMES for name, _ in parse_qsl(scope["query_string"])):
+    if any(name in _SECRET_NAMES for name in QueryParams(scope["query_string"])):
         raise InvalidRequestError(
             "a token in the query of a URL gets into logs and histories: send it as the header "
             "authorization: Bearer <token>, and make a new one if others may have read this one",
