@@ -136,8 +136,8 @@ def train(
         "--allow-remote": allow_remote or None,
     }
     try:
-        for name, value in of_another.items():
-            if coordinator is None and value is not None:
+        for name, said in of_another.items():
+            if coordinator is None and said is not None:
                 raise InputError(f"{name}: it says how to reach --coordinator, which is missing")
         for name, value in given.items():
             if coordinator is not None and value is not None:

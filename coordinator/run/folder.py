@@ -208,7 +208,7 @@ async def _ask(
     """Asks the coordinator of a live run for the run and its services."""
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     known = known_door(address)
-    async with open_channel(address, identity=known and known.trust) as channel:
+    async with open_channel(address, identity=None if known is None else known.trust) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         try:
             listed = await stub.ListServices(
