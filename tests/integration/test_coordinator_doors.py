@@ -15,6 +15,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -241,3 +242,43 @@ async def test_a_client_gets_no_further_than_its_token(tmp_path: Path) -> None:
                 await driver.attach("live")
         async with AsyncClient(opened.address, token=TOKEN, retry=QUICK) as admin:
             await admin.resume_run("live")
+
+
+async def test_what_a_driver_has_sent_is_worth_nothing_once_another_one_drives(
+    tmp_path: Path,
+) -> None:
+    files = {scope: tmp_path / scope for scope in ("read", "drive")}
+    for scope, file in files.items():
+        file.write_text(f"may-{scope}")
+    async with (
+        doors(tmp_path, given=GIVEN, tokens=files, is_external=True) as opened,
+        open_channel(opened.address) as channel,
+    ):
+        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+
+        async def send(method: str, request: Any, token: str) -> Any:
+            return await getattr(stub, method)(request, metadata=tuple(bearer(token).items()))
+
+        attach = coordinator_pb2.AttachRunRequest(run_id="live")
+        first = (await send("AttachRun", attach, "may-drive")).fencing_epoch
+        logged = coordinator_pb2.LogStepRequest(
+            run_id="live", fencing_epoch=first, step=1, metrics={"reward/mean": 0.25}
+        )
+        await send("LogStep", logged, "may-drive")
+        # Who has read it on its way cannot send it with less than that right.
+        for token, reason in (("may-read", "CALLER_DENIED"), ("may-nothing", "TOKEN_INVALID")):
+            with pytest.raises(ForbiddenError) as refused:
+                await send("LogStep", logged, token)
+            assert refused.value.reason == reason
+        second = (await send("AttachRun", attach, TOKEN)).fencing_epoch
+        assert second > first
+        # Sent again as it is, it changes nothing; under that epoch nothing new can be sent.
+        await send("LogStep", logged, "may-drive")
+        logged.step = 2
+        for epoch in (first, 2**62):
+            logged.fencing_epoch = epoch
+            with pytest.raises(PreconditionError) as stale:
+                await send("LogStep", logged, "may-drive")
+            assert stale.value.reason == "STALE_EPOCH"
+        logged.fencing_epoch = second
+        await send("LogStep", logged, "may-drive")

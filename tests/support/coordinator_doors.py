@@ -15,6 +15,7 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.sdk import AsyncClient, RetryPolicy
 from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.identity import Identity
 
 QUICK = RetryPolicy(budget_s=0)
@@ -29,11 +30,17 @@ async def doors(
     *,
     given: dict[str, str] | None = None,
     certificates: Path | None = None,
+    is_external: bool = False,
     **api: Any,
 ) -> AsyncIterator[Doors]:
-    """Opens doors with these settings, and with variables in `given` for its environment."""
+    """Opens doors with these settings, and with variables in `given` for its environment.
+
+    The run behind them is one that a client drives, if it is external.
+    """
     store = MemoryStateStore()
     await fill_store(store, RUN, folder / RUN, num_steps=2, is_live=True)
+    if is_external:
+        await store.update_run(RUN, algorithm="external", state=RunState.RUNNING)
     async with open_doors(
         StoreOperations(store),
         ApiSpec.model_validate(api),
