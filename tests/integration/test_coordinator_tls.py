@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+import yaml
 from support.coordinator_doors import GIVEN, QUICK, TOKEN, asked, bearer, doors, written
+from support.fake_roles import fake_recipe
+from typer.testing import CliRunner
 
 from rolemesh.coordinator.api.doors import Doors
+from rolemesh.coordinator.commands.train import app
 from rolemesh.coordinator.sdk import AsyncClient, Client
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import open_channel
@@ -142,6 +147,36 @@ async def test_beyond_loopback_the_certificate_of_the_mesh_is_shown(
         if ":" in host and "cannot be bound" in str(error):
             pytest.skip("this host has no IPv6")
         raise
+
+
+async def test_the_command_line_reaches_a_coordinator_over_tls(
+    tmp_path: Path, certificate: Path, trusted: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(fake_recipe().model_dump(mode="json", exclude={"store"})))
+    looking = written(AUTHORITY.issue("client/read"), tmp_path / "client-read.pem")
+
+    async def train(*words: object) -> tuple[int, str]:
+        done = await asyncio.to_thread(
+            CliRunner().invoke, app, [str(recipe), *map(str, words)], env=GIVEN
+        )
+        return done.exit_code, done.output
+
+    async with doors(tmp_path, given=GIVEN, certificate=certificate, member_port=0) as opened:
+        there = f"https://{opened.address}"
+        # That it makes no runs is what it says to those whom it lets in.
+        code, told = await train("--coordinator", there, "--authority", trusted)
+        assert (code, "makes one run alone" in told) == (2, True), told
+        member = opened.member_address
+        code, told = await train("--coordinator", member, "--identity", looking)
+        assert (code, "CreateRun is not for client/read" in told) == (2, True), told
+        code, told = await train("--coordinator", member, "--identity", certificate)
+        assert (code, "CreateRun is not for coordinator" in told) == (2, True), told
+    code, told = await train("--coordinator", "mesh.example:1")
+    assert (code, "others could read on its way" in told) == (2, True), told
+    for words in (("--authority", trusted), ("--identity", looking), ("--allow-remote",)):
+        code, told = await train(*words)
+        assert (code, "reach --coordinator, which is missing" in told) == (2, True), told
 
 
 async def test_a_renewed_certificate_counts_for_new_connections(

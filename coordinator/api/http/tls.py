@@ -6,7 +6,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from rolemesh.rpc.identity import IdentityError, read_certificate
+from rolemesh.rpc.identity import IdentityError, load_certificate, read_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ def tls_context(path: Path) -> ssl.SSLContext:
         IdentityError: It cannot be used now.
     """
     known = _written_at(path)
-    current = _loaded(path)
-    first = _loaded(path)
+    read_certificate(path)
+    first = current = load_certificate(path)
 
     def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called at the begin of each connection."""
@@ -32,26 +32,14 @@ def tls_context(path: Path) -> ssl.SSLContext:
         if now not in (None, known):
             known = now
             try:
-                current = _loaded(path)
+                read_certificate(path)
+                current = load_certificate(path)
             except IdentityError as error:
                 logger.error("the certificate stays what it was: %s", error)
         connection.context = current
 
     first.sni_callback = renew
     return first
-
-
-def _loaded(path: Path) -> ssl.SSLContext:
-    read_certificate(path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(path)
-    except ssl.SSLError as error:
-        raise IdentityError(
-            f"certificate {path} cannot be used ({error}): give the key of the first certificate"
-        ) from error
-    return context
 
 
 def _written_at(path: Path) -> int | None:

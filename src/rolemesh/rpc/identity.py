@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import logging
 import re
+import ssl
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,27 @@ def read_certificate(path: Path) -> tuple[bytes, tuple[bytes, ...]]:
             f"certificate {path} holds {len(keys)} keys and {len(certificates)} certificates: give "
             "a PEM file with one key and the certificates that go with it, the server's own first"
         )
+    load_certificate(path)
     return keys[0], tuple(certificates)
+
+
+def load_certificate(path: Path) -> ssl.SSLContext:
+    """TLS of a server with a certificate of read_certificate.
+
+    Raises:
+        IdentityError: Its key is another one's, or needs a password.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        context.load_cert_chain(path, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise IdentityError(
+            f"certificate {path} cannot be used ({error}): give the key of its first certificate, "
+            "without a password"
+        ) from error
+    return context
 
 
 def _blocks(pem: bytes) -> tuple[list[bytes], list[bytes]]:

@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.rest_servers import tokens_of
@@ -173,6 +179,15 @@ def test_what_a_door_would_show_is_looked_at_before_anything_starts(tmp_path: Pa
     check_doors(api(**remote, certificate=place), None, given)
     check_doors(api(**remote), tmp_path, given)
     check_doors(api(member_port=0), tmp_path, {})
+    # A key that is another one's, or that has a password, is told before a port is opened.
+    mine = authority.issue("coordinator")
+    locked = load_pem_private_key(mine.key, None).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"word")
+    )
+    for key in (authority.issue("coordinator").key, locked):
+        place.write_bytes(key + mine.certificate)
+        with pytest.raises(ValueError, match=r"coordinator\.pem cannot be used .* without a pass"):
+            check_doors(api(certificate=place), None, {})
     # One's own certificate has no authority of the mesh.
     own = authority.issue("coordinator")
     place.write_bytes(own.key + own.certificate)
