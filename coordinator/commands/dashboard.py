@@ -68,8 +68,14 @@ async def _serve(runs: Path, api: ApiSpec) -> None:
     for reason in found.left_out:
         print(f"not shown: {reason}", file=sys.stderr)
     operations = StoreOperations(found.store)
-    # Nothing is written into the folder of runs.
-    async with open_doors(operations, api, folder=private_folder()) as doors:
+    try:
+        # Nothing is written into the folder of runs.
+        folder = private_folder()
+    except OSError as error:
+        raise ValueError(
+            f"there is no folder for the token ({error}): name one of yours by XDG_STATE_HOME"
+        ) from error
+    async with open_doors(operations, api, folder=folder) as doors:
         told = doors.told(to_person=sys.stdout.isatty())
         print(f"{len(found.run_ids)} runs - {told}", flush=True)
         await ending.wait()

@@ -37,7 +37,6 @@ from rolemesh.coordinator.commands.options import AllowRemote, Json, Overrides, 
 from rolemesh.coordinator.commands.placing import load_placed, start_cautions
 from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
-from rolemesh.coordinator.dataflow.observer import RunObserver
 from rolemesh.coordinator.explained.commented import commented_recipe
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -302,7 +301,7 @@ def _train(
     return EXIT_FAILED if summary.state is RunState.FAILED else 0
 
 
-def tell_doors(shown: RunObserver, observer: RunObserver, doors: Doors) -> None:
+def tell_doors(shown: _Shown, observer: LoggingObserver, doors: Doors) -> None:
     """Says where the run answers: to the owner on a terminal with the token, which no log gets.
 
     Args:
@@ -314,7 +313,7 @@ def tell_doors(shown: RunObserver, observer: RunObserver, doors: Doors) -> None:
     # A rich console may call a file a terminal, e.g. where FORCE_COLOR is set.
     if isinstance(shown, LiveConsole) and sys.stdout.isatty():
         logging.getLogger(__name__).info("%s", told)
-        shown.on_event(doors.told(to_person=True))
+        observer.show(lambda: shown.on_event(doors.told(to_person=True)))
     else:
         observer.on_event(told)
 
