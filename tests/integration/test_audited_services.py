@@ -1,0 +1,89 @@
+"""What services make code of, or read as pickles, in their whole life: of nothing that arrives.
+
+Real processes, told by audit hooks from Initialize on: two steps with checkpoints, publications,
+rewards and an environment, an export, and a checkpoint that is loaded.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import audit
+from support.audit import Event
+from support.learning_runs import learn, service_processes
+from support.mesh_runs import tiny_model, tiny_recipe
+from support.services import operation_key
+
+from rolemesh.rpc.channel import open_channel
+from rolemesh.rpc.service_client import ServiceClient
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+USERS = """
+def judge(completions, **columns):
+    return [float("7" in text) for text in completions]
+"""
+
+IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
+"""Modules that import others. What they run must lie in a file that `is_installed` knows."""
+
+LEGITIMATE: Mapping[tuple[str, str], str] = {
+}
+"""Event and the module in which it happens, with the reason why it comes of nothing that arrives."""
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is of Python, of an installed package or of ours."""
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return file.startswith("<frozen ") or any(
+        Path(file).resolve().is_relative_to(Path(place).resolve())
+        for place in (*places, *(REPOSITORY / name for name in ("src", "engine", "services")))
+    )
+
+
+def foreign(event: Event) -> bool:
+    """Whether an event is none of those that are known to be harmless."""
+    if event.caller in IMPORTS:
+        # The bytes of a module's file, read just before `exec`, which names that file.
+        return event.name in ("exec", "compile") and not is_installed(event.detail)
+    return (event.name, event.caller) not in LEGITIMATE
+
+
+async def live(folder: Path, recipe: Mapping[str, Any], addresses: Mapping[str, str]) -> None:
+    """A run, and what a run does only when it goes on: weights are fetched, a checkpoint loaded."""
+    await learn(recipe, addresses, folder / "run")
+    (checkpoint,) = (folder / "run").glob("checkpoints/*2/actor")
+    async with open_channel(addresses["actor"]) as channel:
+        actor = ServiceClient(channel)
+        await actor.initialize(operation_key("initialize"), recipe["actor"], 3)
+        await actor.load_checkpoint(operation_key("load"), str(checkpoint))
+
+
+async def test_services_run_and_unpickle_nothing_that_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    told.mkdir()
+    monkeypatch.setenv(audit.VARIABLE, str(told))
+    (tmp_path / "mine.py").write_text(USERS)
+    model = tiny_model(tmp_path / "model")
+    recipe = tiny_recipe(
+        model,
+        run__checkpoint__every_steps=2,
+        actor__environment={"type": "calculator", "max_turns": 2},
+        reward__source=[
+            {"source": "environment", "weight": 1.0},
+            {"source": f"python:{tmp_path / 'mine.py'}:judge", "weight": 1.0},
+        ],
+    )
+    with service_processes(tmp_path, ("actor", "critic", "reference", "reward")) as addresses:
+        await live(tmp_path, recipe, addresses)
+    found = audit.recorded(told)
+    assert len(found) == 4
+    assert all(found.values())
+    strange = {name: [*filter(foreign, events)] for name, events in found.items()}
+    assert not any(strange.values()), strange
