@@ -31,8 +31,7 @@ def judge(completions, **columns):
 IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 """Modules that import others. What they run must lie in a file that `is_installed` knows."""
 
-LEGITIMATE: Mapping[tuple[str, str], str] = {
-}
+LEGITIMATE: Mapping[tuple[str, str], str] = {}
 """Event and the module in which it happens, with the reason why it comes of nothing that arrives."""
 
 

@@ -64,7 +64,7 @@ def plant(folder: Path, mark: Path, *, model_type: str = "") -> Planted:
     for name in PICKLES:
         (folder / name).write_bytes(content)
     (folder / f"{_REMOTE}.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
-    named = {name: f"{_REMOTE}.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    named = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), f"{_REMOTE}.Evil")
     _merge(folder / "config.json", {"auto_map": named, **_given(model_type)})
     _merge(
         folder / "tokenizer_config.json",
