@@ -32,7 +32,7 @@ IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 """Modules that import others. What they run must lie in a file that `is_installed` knows."""
 
 LEGITIMATE: Mapping[tuple[str, str], str] = {}
-"""Event and the module in which it happens, with the reason why it comes of nothing that arrives."""
+"""Event and the module in which it happens, with the reason why it is harmless."""
 
 
 def is_installed(file: str) -> bool:

@@ -1,7 +1,7 @@
 """Record of the code that a process makes, runs or reads from bytes, by Python's audit hooks.
 
-`recording()` is for a block of a test. `record_into(FOLDER)` is for the rest of a process: each kind
-of event is a line of FOLDER/<pid>.jsonl. A process that the warm one forks does so where the
+`recording()` is for a block of a test. `record_into(FOLDER)` is for the rest of a process: each
+kind of event is a line of FOLDER/<pid>.jsonl. A process that the warm one forks does so where the
 variable ROLEMESH_TEST_AUDIT names a folder. A hook cannot be taken away again, hence the switch.
 """
 
