@@ -171,7 +171,7 @@ async def fuzz_roles(folder: Path, names: tuple[str, ...], number: int) -> None:
             mine.sort(key=lambda path: path.endswith(("/Release", "/DropCuts")))
             await fuzz(name, SEED + 1, known, mine)
             status = await clients[name].get_status(RUN)
-            assert (status.run_id, status.failure) == (RUN, ""), name
+            assert (status.run_id, status.failure) == (RUN, ""), f"{name}: {status}"
             assert status.state != worker_pb2.WORKER_STATE_FAILED
 
         # At once, so that a role that computes or waits for a disk leaves no processor idle.
