@@ -6,14 +6,18 @@ rewards and an environment, an export, and a checkpoint that is loaded.
 
 from __future__ import annotations
 
+import pickle  # noqa: TID251 - its error alone
+import subprocess
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import audit
 from support.audit import Event
+from support.hostile_folders import pickle_that_runs
 from support.learning_runs import learn, service_processes
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.services import operation_key
@@ -28,10 +32,25 @@ def judge(completions, **columns):
     return [float("7" in text) for text in completions]
 """
 
-IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
-"""Modules that import others. What they run must lie in a file that `is_installed` knows."""
+IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external", "runpy"})
+"""Modules that run files of Python. Those must be installed, see `is_installed`."""
 
-LEGITIMATE: Mapping[tuple[str, str], str] = {}
+WORKER = "rolemesh.services.reward.outside.functions.worker"
+
+OF_DEFINITIONS = "code that a module's own definitions are made of, while it is imported"
+LEGITIMATE: Mapping[tuple[str, str], str] = {
+    ("compile", "ast"): "a tree is no code: a calculation of the policy's, a file of the owner's",
+    ("compile", "collections"): OF_DEFINITIONS,
+    ("exec", "collections"): OF_DEFINITIONS,
+    ("compile", "dataclasses"): OF_DEFINITIONS,
+    ("exec", "dataclasses"): OF_DEFINITIONS,
+    ("compile", "six"): OF_DEFINITIONS,
+    ("exec", "six"): OF_DEFINITIONS,
+    ("compile", "typing"): OF_DEFINITIONS,
+    ("compile", "jinja2.environment"): "the chat template of a folder that the owner granted, "
+    "which transformers compiles in Jinja's sandbox",
+    ("exec", "jinja2.environment"): "the same",
+}
 """Event and the module in which it happens, with the reason why it is harmless."""
 
 
@@ -47,8 +66,10 @@ def is_installed(file: str) -> bool:
 def foreign(event: Event) -> bool:
     """Whether an event is none of those that are known to be harmless."""
     if event.caller in IMPORTS:
-        # The bytes of a module's file, read just before `exec`, which names that file.
-        return event.name in ("exec", "compile") and not is_installed(event.detail)
+        # What is read of a module's file is not told by its name, and `exec` of it is next.
+        return not event.name.startswith("marshal") and not is_installed(event.detail)
+    if event.name == "subprocess.Popen":
+        return f"-m {WORKER}" not in event.detail
     return (event.name, event.caller) not in LEGITIMATE
 
 
@@ -75,7 +96,7 @@ async def test_services_run_and_unpickle_nothing_that_arrives(
         run__checkpoint__every_steps=2,
         actor__environment={"type": "calculator", "max_turns": 2},
         reward__source=[
-            {"source": "environment", "weight": 1.0},
+            {"source": {"type": "environment"}, "weight": 1.0},
             {"source": f"python:{tmp_path / 'mine.py'}:judge", "weight": 1.0},
         ],
     )
@@ -86,3 +107,25 @@ async def test_services_run_and_unpickle_nothing_that_arrives(
     assert all(found.values())
     strange = {name: [*filter(foreign, events)] for name, events in found.items()}
     assert not any(strange.values()), strange
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_the_record_tells_what_is_run_and_unpickled(tmp_path: Path) -> None:
+    """Otherwise an empty one would prove nothing."""
+    mark = tmp_path / "ran"
+    (tmp_path / "file.pt").write_bytes(pickle_that_runs(mark))
+    with audit.recording() as events:
+        exec("1 + 1")  # noqa: S102
+        subprocess.run(["/bin/true", "-x"], check=True)
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(tmp_path / "file.pt", weights_only=True)  # noqa: TID251
+        assert not mark.exists()
+        # It tells of the wrong bytes once it has run them.
+        with pytest.raises(RuntimeError, match="magic number"):
+            torch.load(tmp_path / "file.pt", weights_only=False)  # noqa: TID251
+    assert mark.exists()
+    told = [(event.name, event.detail) for event in events if foreign(event)]
+    assert ("exec", "<string>") in told
+    assert ("subprocess.Popen", "/bin/true -x") in told
+    assert ("pickle.find_class", "posix.mkdir") in told
+    assert [name for name, _ in told].count(audit.UNPICKLING) == 2

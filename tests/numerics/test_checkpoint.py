@@ -256,6 +256,21 @@ def test_a_failed_block_leaves_the_old_folder_as_it_was(tmp_path: Path) -> None:
     assert os.stat(target / "b").st_mode & 0o444 == 0o444
 
 
+def test_a_folder_that_appears_meanwhile_is_refused_and_stays(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+
+    def write() -> None:
+        with whole_folder(target) as temporary:
+            (temporary / "a").write_text("ours")
+            target.mkdir()
+            (target / "a").write_text("theirs")
+
+    with pytest.raises(FolderExistsError, match="has appeared meanwhile"):
+        write()
+    assert (target / "a").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_policy_gives_the_same_logits_in_transformers(
     folder: Path, tmp_path: Path, dtype: str

@@ -106,6 +106,9 @@ def _detail(name: str, arguments: tuple[Any, ...]) -> str:
         return str(arguments[1])
     if name == "pickle.find_class":
         return f"{arguments[0]}.{arguments[1]}"
+    if name == "subprocess.Popen":
+        words = arguments[1]
+        return words if isinstance(words, str) else " ".join(map(str, words))
     if name.startswith(("marshal", "code")):
         return ""
     return str(arguments[0])
