@@ -103,7 +103,7 @@ def holes(pip_audit: Sequence[str], requirements: Path) -> dict[str, list[str]]:
     )
     try:
         told: list[dict[str, Any]] = json.loads(completed.stdout)["dependencies"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         last = completed.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise AuditError(
             f"pip-audit ended with {completed.returncode} and said: {last[0][:300]}"
