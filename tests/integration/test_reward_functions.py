@@ -176,6 +176,12 @@ async def test_a_worker_that_writes_garbage_is_not_believed() -> None:
     assert "announces 4294967295 bytes" in text
 
 
+async def test_a_reward_that_answers_no_call_is_not_taken_for_the_next_one() -> None:
+    async with hostile(timeout_s=30.0) as reward:
+        text = str(await failure(reward, "twice"))
+    assert "the answer to another call" in text
+
+
 async def test_processes_that_a_function_started_end_with_its_worker(tmp_path: Path) -> None:
     file = tmp_path / "parent.py"
     file.write_text(

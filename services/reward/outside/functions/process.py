@@ -103,6 +103,7 @@ class FunctionProcess:
         self._printed = 0
         self._tail = b""
         self._is_talkative = False
+        self._calls = 0
 
     @property
     def is_open(self) -> bool:
@@ -154,9 +155,14 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: The function gave no rewards.
         """
-        message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s}
+        self._calls += 1
+        message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s, "call": self._calls}
         self._printed, self._tail = 0, b""
         answer = await self._exchange(message, self._limits.call_s, "for a call")
+        if answer.get("call") != self._calls:
+            # A message too many, and each later call would get the rewards of the one before it.
+            await self.end()
+            raise self._failed("the answer to another call from its process", _MESSED)
         if "error" in answer:
             if answer.get("is_spent"):
                 await self.end()

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     with asyncio.Runner() as runner:
         while (call := frames.read(connection, frames.MAX_CALL_BYTES)) is not None:
             _limit_processor(call["cpu_s"])
-            _send(connection, _answer(form, call, runner))
+            _send(connection, {**_answer(form, call, runner), "call": call["call"]})
     return 0
 
 
@@ -113,7 +113,8 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         frame = frames.encode(message, frames.MAX_ANSWER_BYTES)
     except ValueError as error:
         fault = FunctionFaultError(f"an answer that cannot be sent ({error})", "log less")
-        frame = frames.encode({"error": _fault(fault)}, frames.MAX_ANSWER_BYTES)
+        told = {"error": _fault(fault), "call": message.get("call")}
+        frame = frames.encode(told, frames.MAX_ANSWER_BYTES)
     connection.sendall(frame)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -79,6 +80,23 @@ def test_a_token_is_compared_whole_and_its_absence_told_apart() -> None:
         wrong = refusal(sent, TOKEN)
         assert wrong is not None
         assert wrong.reason == "TOKEN_INVALID"
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_token_is_compared_in_constant_time(
+    verdict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but hmac decides: a comparison that ends at the first difference tells the token."""
+    compared = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return verdict
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for sent in (TOKEN, "another", TOKEN[:-1]):
+        assert (refusal(f"Bearer {sent}", TOKEN) is None) is verdict
+    assert compared == [(sent.encode(), TOKEN.encode()) for sent in (TOKEN, "another", TOKEN[:-1])]
 
 
 @pytest.fixture
