@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prom
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
 from rolemesh.engine.environments.factory import environment_maker
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
     DataSpec,
     EnvironmentSpec,
@@ -27,6 +29,7 @@ from rolemesh.engine.user_code import UserCodeError, raised_at
 from rolemesh.services.reward.outside.base import OutsideRewardError
 from rolemesh.services.reward.outside.check.recipe_rows import rows_of_prompt
 from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.runtime.server.config import sandbox_mode
 
 Given = Literal["prompt", "demonstration", "preference", "judgement", "any"]
 
@@ -204,7 +207,8 @@ class Preview:
         changes = {"timeout_s": limit, "deadline_s": limit, "tries": 1, "hedge_after_s": None}
         known = {key: value for key, value in changes.items() if hasattr(spec, key)}
         try:
-            reward = make_outside_reward(name, spec.model_copy(update=known))
+            sandbox = find_sandbox(sandbox_mode(os.environ))
+            reward = make_outside_reward(name, spec.model_copy(update=known), sandbox)
         except ValueError as error:
             return {"error": str(error)}
         try:

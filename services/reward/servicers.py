@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import ClassVar, TypeVar
 
@@ -16,7 +17,13 @@ from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
-from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
+from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    PythonRewardSpec,
+    RewardSpec,
+    named_sources,
+)
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner
@@ -53,6 +60,8 @@ from rolemesh.v1 import (
     trainer_pb2_grpc,
 )
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -71,6 +80,7 @@ class RewardRole(ModelRole):
         super().__init__()
         self._sources: RewardSources | None = None
         self._observer: RequestObserver | None = None
+        self._sandbox = Sandbox(kind="none", lacks="it is served by no process")
         self._learner: ClassifierReward | None = None
         self._data: PromptSource | None = None
         self._answers: AnswerBook | None = None
@@ -91,12 +101,16 @@ class RewardRole(ModelRole):
         """Builds the source, and loads its model if it has one."""
         progress("load reward", 0, 1)
         facts = {f"{self.name}.source": spec.source.type}
+        if any(isinstance(one.source, PythonRewardSpec) for one in named_sources(spec.source)):
+            facts[f"{self.name}.sandbox"] = str(self._sandbox)
+            if self._sandbox.lacks:
+                logger.warning("functions of users run in the sandbox %s", self._sandbox)
         if (
             spec.optimizer is None
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
-            sources = make_sources(spec.source, rank_device(), mesh, self._observer)
+            sources = make_sources(spec.source, rank_device(), mesh, self._sandbox, self._observer)
             sources.open()
             self._sources = sources
             progress("load reward", 1, 1)
@@ -120,7 +134,7 @@ class RewardRole(ModelRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rewards, training, weights and data; without a trainer only rewards are served."""
-        self._observer = runtime.metrics
+        self._observer, self._sandbox = runtime.metrics, runtime.sandbox
         reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
             TrainerServicer(self, runtime), server

@@ -6,14 +6,21 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
+from rolemesh.engine.sandbox.bubblewrap import SIGNALLED
+from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.sandbox.view import View, environment_of
+from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
 from rolemesh.services.reward.outside.functions import frames
 
@@ -25,15 +32,6 @@ LOAD_TIMEOUT_S = 300.0
 MAX_LOGGED_BYTES = 16 << 10
 """Most bytes of one call's output that go to the service's log."""
 
-PASSED_VARIABLES = (
-    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
-    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-    *("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
-)
-"""Environment variables of the service that a worker gets, without tokens and passwords. A recipe
-may name further ones."""
-
 _EXIT_GRACE_S = 1.0
 """Wait for a process that closed its connection: its exit code says more about the cause."""
 
@@ -44,6 +42,10 @@ _MODULE = "rolemesh.services.reward.outside.functions.worker"
 
 
 _MESSED = "the function must leave the file descriptors of its process alone"
+_REFUSED = (
+    "in its sandbox it can read what `reads` names, write below TMPDIR, and open connections if "
+    "`network` is true"
+)
 
 
 class FunctionFailedError(OutsideRewardError):
@@ -89,14 +91,13 @@ class FunctionProcess:
     in doubt, the process is ended, and the caller needs a new one.
     """
 
-    def __init__(
-        self, function: str, form: str, limits: FunctionLimits, variables: Sequence[str]
-    ) -> None:
-        """Takes the function's name, its form, and environment variables to pass along."""
-        self._function = function
-        self._form = form
+    def __init__(self, spec: PythonRewardSpec, limits: FunctionLimits, sandbox: Sandbox) -> None:
+        """Takes the function's name, form and rights, its limits, and what confines it."""
+        self._spec = spec
+        self._function = spec.function
         self._limits = limits
-        self._variables = variables
+        self._sandbox = sandbox
+        self._view: View | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._output: asyncio.Task[None] | None = None
@@ -129,7 +130,20 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: It cannot be imported or called.
         """
-        ours, printed = self._spawn()
+        if self._sandbox.is_there:
+            folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="rolemesh-function-")
+            reads, network = self._spec.reads, self._spec.network
+            for path in reads:
+                if not path.exists():
+                    raise self._failed(f"{str(path)!r} in reads, which is not there", "correct it")
+            self._view = await asyncio.to_thread(
+                self._sandbox.view, self._function, Path(folder), reads, network=network
+            )
+        try:
+            ours, printed = self._spawn()
+        except BaseException:
+            await self._remove_folder()
+            raise
         self._output = asyncio.create_task(self._read_output(printed))
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -139,8 +153,9 @@ class FunctionProcess:
             raise
         order = {
             "function": self._function,
-            "form": self._form,
+            "form": self._spec.form,
             "memory_bytes": self._limits.memory_bytes,
+            "sandbox": None if self._view is None else self._sandbox.order(self._view),
         }
         answer = await self._exchange(order, LOAD_TIMEOUT_S, "for its import")
         if "error" in answer:
@@ -183,6 +198,12 @@ class FunctionProcess:
             await asyncio.wait({self._output}, timeout=_LAST_WORDS_S)
             self._output.cancel()
             await asyncio.gather(self._output, return_exceptions=True)
+        await self._remove_folder()
+
+    async def _remove_folder(self) -> None:
+        view, self._view = self._view, None
+        if view is not None:
+            await asyncio.to_thread(shutil.rmtree, view.folder, ignore_errors=True)
 
     async def _exchange(
         self, message: dict[str, Any], timeout_s: float, purpose: str
@@ -233,6 +254,8 @@ class FunctionProcess:
         has_ended = await _ends_soon(process.pid)
         await self.end()
         code = process.returncode if has_ended else None
+        if code is not None and code > SIGNALLED and self._sandbox.kind == "bubblewrap":
+            code = SIGNALLED - code
         if code is None:
             found, remedy = "a closed connection", _MESSED
         elif code >= 0:
@@ -253,7 +276,10 @@ class FunctionProcess:
         error = answer["error"]
         if not isinstance(error, dict):
             return self._failed("an error without a text from its process", _MESSED)
-        return self._failed(*(str(error.get(key)) for key in ("found", "remedy", "traceback")))
+        found, remedy, traceback = (str(error.get(key)) for key in ("found", "remedy", "traceback"))
+        if error.get("of_system") and self._sandbox.is_there:
+            remedy = f"{remedy}; {_REFUSED}"
+        return self._failed(found, remedy, traceback)
 
     async def _read_output(self, pipe: IO[bytes]) -> None:
         """Logs what the process prints, and ends it when that is too much."""
@@ -287,9 +313,10 @@ class FunctionProcess:
         """Starts the process: our ends of its connection, and of the pipe into which it prints."""
         ours, theirs = socket.socketpair()
         printed, prints = os.pipe()
+        words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
+                self._sandbox.command(words, self._view),
                 stdin=subprocess.DEVNULL,
                 stdout=prints,
                 stderr=subprocess.STDOUT,
@@ -307,9 +334,8 @@ class FunctionProcess:
         return ours, os.fdopen(printed, "rb", 0)
 
     def _environment(self) -> dict[str, str]:
-        names = (*PASSED_VARIABLES, *self._variables)
         return {
-            **{name: os.environ[name] for name in names if name in os.environ},
+            **environment_of(self._view, self._spec.environment),
             # No file of the current directory or of a script's may shadow a package.
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",

@@ -1,8 +1,8 @@
 """A process that holds one reward function and calls it.
 
 Used as `python -m rolemesh.services.reward.outside.functions.worker SOCKET PARENT_PID`. The first
-message names the function, each further one is a batch. The process is isolated so that a function
-that hangs, crashes or eats memory harms nothing else; it has the rights of the service's user.
+message names the function and its sandbox, each further one is a batch. The process is isolated so
+that a function that hangs, crashes or eats memory harms nothing else, and reaches nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.sandbox.host import enter
 from rolemesh.engine.user_code import UserCodeError, load_named
 from rolemesh.services.reward.outside.functions import answers, forms, frames
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
@@ -41,6 +42,8 @@ def main(arguments: list[str]) -> int:
     if order is None:
         return 0
     _limit_memory(order["memory_bytes"])
+    if order["sandbox"] is not None:
+        enter(order["sandbox"])
     try:
         form = load(str(order["function"]), str(order["form"]))
     except (UserCodeError, FunctionFaultError) as error:
@@ -117,22 +120,37 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(frame)
 
 
-def _fault(error: FunctionFaultError | UserCodeError) -> dict[str, str]:
+def _fault(error: FunctionFaultError | UserCodeError) -> dict[str, Any]:
     if isinstance(error, FunctionFaultError):
         return {"found": error.found, "remedy": error.remedy, "traceback": ""}
     return {
         "found": "a function that cannot be imported",
         "remedy": str(error),
         "traceback": "" if error.__cause__ is None else _traceback(error.__cause__),
+        "of_system": _is_of_system(error),
     }
 
 
-def _raised(error: BaseException) -> dict[str, str]:
+def _raised(error: BaseException) -> dict[str, Any]:
     remedy = "the function raised this"
     if isinstance(error, MemoryError):
         remedy = "the function wanted more than memory_mib allows"
     found = "".join(traceback.format_exception_only(error)).strip()
-    return {"found": found, "remedy": remedy, "traceback": _traceback(error)}
+    return {
+        "found": found,
+        "remedy": remedy,
+        "traceback": _traceback(error),
+        "of_system": _is_of_system(error),
+    }
+
+
+def _is_of_system(error: BaseException | None) -> bool:
+    """Whether the system refused something, which a sandbox may be the reason for."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _traceback(error: BaseException) -> str:

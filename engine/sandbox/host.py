@@ -1,0 +1,124 @@
+"""The sandbox that this host has for functions of users, chosen from what is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rolemesh.engine.sandbox.bubblewrap import bubblewrap, why_not, wrapped
+from rolemesh.engine.sandbox.landlock import SCOPES_ABI, confine, landlock_abi
+from rolemesh.engine.sandbox.seccomp import has_filters
+from rolemesh.engine.sandbox.view import View, view_of
+
+SandboxMode = Literal["auto", "require", "off"]
+"""The best that there is, maybe none; a complete one, or an error; none."""
+
+SandboxKind = Literal["bubblewrap", "landlock", "none"]
+
+
+class SandboxError(ValueError):
+    """The owner of this process demands a sandbox, and the host has none that is complete."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sandbox:
+    """A kind of sandbox, what it lacks, and what the owner of this process shows in it.
+
+    Example::
+
+        sandbox = find_sandbox("auto", code_roots=(Path("rewards"),))
+        view = sandbox.view("rewards/mine.py:judge", folder)
+        subprocess.Popen(sandbox.command([sys.executable, "worker.py"], view))
+        # and the worker, before it loads the user's code:
+        enter(order)  # which was sandbox.order(view) here
+    """
+
+    kind: SandboxKind
+    lacks: str = ""
+    """What it does not keep from functions, and why; empty: it is complete."""
+    program: str = ""
+    """Path of bwrap, where that makes it."""
+    abi: int = 0
+    """Version of Landlock, where that makes it."""
+    code_roots: tuple[Path, ...] = ()
+    """Folders of functions, which functions may read as a whole."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.lacks})" if self.lacks else self.kind
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is any."""
+        return self.kind != "none"
+
+    def view(
+        self, code: str, folder: Path, reads: Iterable[Path] = (), *, network: bool = False
+    ) -> View:
+        """What a worker sees that runs a user's code; see `view_of`."""
+        return view_of(code, folder, (*self.code_roots, *reads), network=network)
+
+    @property
+    def parent_pid(self) -> int:
+        """Process id of a worker's parent, as the worker sees it."""
+        return 1 if self.kind == "bubblewrap" else os.getpid()
+
+    def command(self, command: Sequence[str], view: View | None) -> list[str]:
+        """The command line that runs a worker's; without a sandbox there is no view."""
+        if self.kind == "bubblewrap" and view is not None:
+            return wrapped(self.program, command, view)
+        return list(command)
+
+    def order(self, view: View) -> dict[str, Any]:
+        """What a worker has to be told for `enter`, as JSON."""
+        return {"kind": self.kind, "abi": self.abi, "view": view.message()}
+
+
+def enter(order: dict[str, Any]) -> None:
+    """Confines this process, a worker, where its sandbox is one that it makes itself.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    if order["kind"] == "landlock":
+        confine(View.read(order["view"]), order["abi"])
+
+
+def find_sandbox(mode: SandboxMode, code_roots: tuple[Path, ...] = ()) -> Sandbox:
+    """The sandbox for a mode: bubblewrap before Landlock before none.
+
+    Args:
+        mode: What the owner of this process wants.
+        code_roots: Folders that the owner opens to functions.
+
+    Raises:
+        SandboxError: One is required, and there is none that is complete.
+    """
+    if mode == "off":
+        return Sandbox(kind="none", lacks="the owner of this process set sandbox to off")
+    found = replace(_best(), code_roots=code_roots)
+    if mode == "require" and found.lacks:
+        raise SandboxError(
+            f"sandbox is 'require', and this host has no complete one: {found}; install "
+            "bubblewrap, take a kernel with Landlock (Linux 6.12), or set sandbox to 'auto'"
+        )
+    return found
+
+
+def _best() -> Sandbox:
+    program = bubblewrap()
+    refusal = "it is not installed" if program is None else why_not(program)
+    if program is not None and not refusal:
+        return Sandbox(kind="bubblewrap", program=program)
+    abi = landlock_abi()
+    if abi == 0 or not has_filters():
+        what = "Landlock" if abi == 0 else "filters of system calls for this machine"
+        return Sandbox(
+            kind="none", lacks=f"bubblewrap: {refusal}; the kernel offers no {what} either"
+        )
+    if abi < SCOPES_ABI:
+        lacks = "functions can signal other processes of this user, which takes Linux 6.12"
+        return Sandbox(kind="landlock", abi=abi, lacks=lacks)
+    return Sandbox(kind="landlock", abi=abi)

@@ -1,0 +1,162 @@
+"""What a program in a sandbox sees of its host: all else is out of its reach."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import rolemesh
+from rolemesh.engine.user_code import ENTRY_POINTS, INSTALLED, files_of
+
+PASSED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+)
+"""Environment variables of the service that a worker gets, without tokens and passwords. A recipe
+may name further ones."""
+
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"),
+    *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/localtime", "/etc/timezone"),
+    *("/etc/os-release", "/etc/mime.types", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
+    *("/etc/pki/tls", "/etc/ca-certificates", "/etc/hosts", "/etc/resolv.conf"),
+    *("/etc/host.conf", "/etc/gai.conf", "/etc/services", "/etc/protocols"),
+    # Numbers of processors, which libraries of numerics ask for.
+    "/sys/devices/system",
+)
+"""Programs, libraries and settings of the system that hold no secret."""
+
+_PATH_VARIABLES = ("PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """What is seen. Everything else of the host's files is not there, or cannot be opened."""
+
+    reads: tuple[str, ...]
+    """Absolute paths, with links resolved and as they are written, of files that may be read and
+    run, and of folders with all that is in them."""
+    listed: tuple[str, ...] = ()
+    """Folders whose names of files may be seen, so that Python finds modules there."""
+    devices: tuple[str, ...] = ()
+    """Devices that may be used, of GPUs."""
+    folder: str
+    """The only one that may be written to."""
+    network: bool = False
+    """Whether connections may be opened."""
+
+    def message(self) -> dict[str, Any]:
+        """For a worker, as JSON."""
+        return {
+            "reads": self.reads,
+            "listed": self.listed,
+            "devices": self.devices,
+            "folder": self.folder,
+            "network": self.network,
+        }
+
+    @classmethod
+    def read(cls, message: Mapping[str, Any]) -> Self:
+        """What `message` wrote."""
+        paths = {name: tuple(message[name]) for name in ("reads", "listed", "devices")}
+        return cls(**paths, folder=message["folder"], network=message["network"])
+
+
+def view_of(code: str, folder: Path, reads: Iterable[Path] = (), *, network: bool = False) -> View:
+    """The view of a worker that runs a user's code.
+
+    Beside Python, its packages and the system's programs it holds what the code can import: of a
+    file the modules and packages beside it, of a module its package. Files of another kind that lie
+    there are not in it: they may be anything, e.g. keys.
+
+    Args:
+        code: Name of the code, as `load_named` takes it.
+        folder: The worker's own, which exists.
+        reads: Further files and folders, which its owner granted.
+        network: Whether it may open connections.
+    """
+    listed, imported = _importable(code)
+    variables = (os.environ.get(name, "").split(os.pathsep) for name in _PATH_VARIABLES)
+    named = [Path(path) for paths in variables for path in paths if path]
+    devices = _gpu_devices()
+    return View(
+        reads=_both_ways(
+            (
+                *(Path(path) for path in _SYSTEM),
+                *_python(),
+                *named,
+                *imported,
+                *reads,
+                # Where drivers look for GPUs.
+                *((Path("/sys"),) if devices else ()),
+            )
+        ),
+        listed=_both_ways(listed),
+        devices=devices,
+        folder=str(folder),
+        network=network,
+    )
+
+
+def environment_of(view: View | None, variables: Iterable[str]) -> dict[str, str]:
+    """Environment of a worker: the usual variables, and some that are named."""
+    names = (*PASSED_VARIABLES, *variables)
+    # Caches and temporary files have one place, where there is a sandbox.
+    own = {} if view is None else {"HOME": view.folder, "TMPDIR": view.folder}
+    return {**{name: os.environ[name] for name in names if name in os.environ}, **own}
+
+
+def _python() -> Iterator[Path]:
+    """The interpreter, and all from which this process imports, but for where it was started."""
+    yield from (Path(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix))
+    yield from INSTALLED
+    started_in = {"", os.getcwd()}
+    yield from (Path(path) for path in sys.path if path not in started_in)
+    for place in rolemesh.__path__:
+        # A checkout holds links to folders beside it.
+        yield from Path(place).iterdir()
+
+
+def _importable(code: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The folder in which a user's code looks for modules, and the modules and packages there."""
+    place, colon, _ = code.rpartition(":")
+    if not colon:
+        points = importlib.metadata.entry_points(group=ENTRY_POINTS, name=code)
+        place = next((point.module for point in points), "")
+    files = files_of(place) if place else []
+    if not files:
+        # Loading it tells why.
+        return (), ()
+    if files[0].name == "__init__.py":
+        return (), (files[0].parent,)
+    folder = files[0].parent
+    beside = (path for path in folder.iterdir() if _is_code(path)) if folder.is_dir() else ()
+    return (folder,), (*beside, files[0])
+
+
+def _is_code(path: Path) -> bool:
+    return path.suffix in (".py", ".so") if path.is_file() else (path / "__init__.py").is_file()
+
+
+def _both_ways(paths: Iterable[Path]) -> tuple[str, ...]:
+    """Those that exist, absolute: as they are written, and with links resolved."""
+    found: dict[str, None] = {}
+    for path in paths:
+        if path.exists():
+            found[os.path.abspath(path)] = found[str(path.resolve())] = None
+    return tuple(found)
+
+
+def _gpu_devices() -> tuple[str, ...]:
+    """Devices of NVIDIA's driver, where this process may see a GPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return ()
+    return tuple(str(path) for path in sorted(Path("/dev").glob("nvidia*")))
