@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolemesh.engine.sandbox.bubblewrap import bubblewrap, why_not, wrapped
-from rolemesh.engine.sandbox.landlock import SCOPES_ABI, confine, landlock_abi
+from rolemesh.engine.sandbox.landlock import SCOPES_ABI, landlock_abi
 from rolemesh.engine.sandbox.seccomp import has_filters
 from rolemesh.engine.sandbox.view import View, view_of
 
@@ -17,6 +17,13 @@ SandboxMode = Literal["auto", "require", "off"]
 """The best that there is, maybe none; a complete one, or an error; none."""
 
 SandboxKind = Literal["bubblewrap", "landlock", "none"]
+
+
+MAY_BE_SANDBOX = (
+    "in its sandbox it can read what `reads` names, write below TMPDIR, and open connections if "
+    "`network` is true"
+)
+"""For a user whose code the system has refused something."""
 
 
 class SandboxError(ValueError):
@@ -32,8 +39,7 @@ class Sandbox:
         sandbox = find_sandbox("auto", code_roots=(Path("rewards"),))
         view = sandbox.view("rewards/mine.py:judge", folder)
         subprocess.Popen(sandbox.command([sys.executable, "worker.py"], view))
-        # and the worker, before it loads the user's code:
-        enter(order)  # which was sandbox.order(view) here
+        # and the worker begins with `inside.begin`, which reads sandbox.order(view)
     """
 
     kind: SandboxKind
@@ -72,18 +78,8 @@ class Sandbox:
         return list(command)
 
     def order(self, view: View) -> dict[str, Any]:
-        """What a worker has to be told for `enter`, as JSON."""
+        """What a worker has to be told, as JSON."""
         return {"kind": self.kind, "abi": self.abi, "view": view.message()}
-
-
-def enter(order: dict[str, Any]) -> None:
-    """Confines this process, a worker, where its sandbox is one that it makes itself.
-
-    Raises:
-        OSError: The kernel refused.
-    """
-    if order["kind"] == "landlock":
-        confine(View.read(order["view"]), order["abi"])
 
 
 def find_sandbox(mode: SandboxMode, code_roots: tuple[Path, ...] = ()) -> Sandbox:

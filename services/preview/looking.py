@@ -166,7 +166,7 @@ class Preview:
         spec = self._spec.environment
         if spec is None:
             return ""
-        environment = environment_maker(spec)()
+        environment = environment_maker(spec, find_sandbox(sandbox_mode(os.environ)))()
         prompt, _ = self.first()
         if prompt is not None:
             try:

@@ -10,6 +10,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.pass_at import pass_at
 from rolemesh.engine.rewards.sources import make_reward, reward_metrics
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     OutsideRewardSpec,
     SingleRewardSpec,
@@ -17,7 +18,6 @@ from rolemesh.engine.specs import (
     WeightedSumSpec,
     named_sources,
 )
-from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.services.reward.judging import Judged, OutsideSource, OwnSource, RewardSources, Source
 from rolemesh.services.reward.outside.counts import RequestObserver

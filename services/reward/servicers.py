@@ -17,7 +17,6 @@ from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
-from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     ClassifierRewardSpec,
     PythonRewardSpec,
@@ -80,7 +79,6 @@ class RewardRole(ModelRole):
         super().__init__()
         self._sources: RewardSources | None = None
         self._observer: RequestObserver | None = None
-        self._sandbox = Sandbox(kind="none", lacks="it is served by no process")
         self._learner: ClassifierReward | None = None
         self._data: PromptSource | None = None
         self._answers: AnswerBook | None = None
@@ -102,15 +100,15 @@ class RewardRole(ModelRole):
         progress("load reward", 0, 1)
         facts = {f"{self.name}.source": spec.source.type}
         if any(isinstance(one.source, PythonRewardSpec) for one in named_sources(spec.source)):
-            facts[f"{self.name}.sandbox"] = str(self._sandbox)
-            if self._sandbox.lacks:
-                logger.warning("functions of users run in the sandbox %s", self._sandbox)
+            facts[f"{self.name}.sandbox"] = str(self.sandbox)
+            if self.sandbox.lacks:
+                logger.warning("functions of users run in the sandbox %s", self.sandbox)
         if (
             spec.optimizer is None
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
-            sources = make_sources(spec.source, rank_device(), mesh, self._sandbox, self._observer)
+            sources = make_sources(spec.source, rank_device(), mesh, self.sandbox, self._observer)
             sources.open()
             self._sources = sources
             progress("load reward", 1, 1)
@@ -134,7 +132,7 @@ class RewardRole(ModelRole):
 
     def register(self, server: grpc.aio.Server, runtime: Runtime) -> list[str]:
         """Serves rewards, training, weights and data; without a trainer only rewards are served."""
-        self._observer, self._sandbox = runtime.metrics, runtime.sandbox
+        self._observer = runtime.metrics
         reward_pb2_grpc.add_RewardServiceServicer_to_server(RewardServicer(self, runtime), server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
             TrainerServicer(self, runtime), server

@@ -116,7 +116,7 @@ class ServiceServer:
         except IdentityError as error:
             raise ServiceStartError(str(error)) from error
         try:
-            runtime.sandbox = await asyncio.to_thread(
+            runtime.role.sandbox = await asyncio.to_thread(
                 find_sandbox, config.sandbox, config.code_roots
             )
         except SandboxError as error:

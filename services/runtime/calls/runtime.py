@@ -14,7 +14,6 @@ from rolemesh.engine.devices import give_back_memory
 from rolemesh.engine.experience import Experience, payload_layout, read_payload
 from rolemesh.engine.layout.ranks import HybridLayout
 from rolemesh.engine.parallel.mesh import RankMesh
-from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.transfer_protocols import protocol
 from rolemesh.engine.transport.shm import host_identity
 from rolemesh.rpc.channel import ChannelTraffic, MeshChannel, open_channel
@@ -81,8 +80,6 @@ class Runtime(KeyedCalls):
         self.metrics = ServiceMetrics(role.name, config.rank)
         self.identity: Identity | None = None
         """Of this service; None where it speaks in clear. Set before the server is bound."""
-        self.sandbox = Sandbox(kind="none", lacks="the service has not been started")
-        """Where code of users runs. Set before the server is bound."""
         self.address = ""
         """host:port under which peers reach this process; set when the server is bound."""
         self.services: list[str] = []

@@ -23,6 +23,7 @@ from rolemesh.engine.rollout.sampling import (
     sample_experience,
     sampling_metrics,
 )
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
@@ -80,13 +81,20 @@ class PromptSource:
         self.episodes: EpisodeRunner | None = None
         """Plays a row with the environment; None: a completion is one turn."""
 
-    def play(self, environment: EnvironmentSpec | None, max_model_len: int, mesh: RankMesh) -> None:
+    def play(
+        self,
+        environment: EnvironmentSpec | None,
+        max_model_len: int,
+        mesh: RankMesh,
+        sandbox: Sandbox,
+    ) -> None:
         """From now on rows are episodes with this environment, where there is one.
 
         Args:
             environment: What the policy talks to.
             max_model_len: Longest sequence of the sampler, in tokens.
             mesh: The service's ranks.
+            sandbox: Where a user's class runs.
 
         Raises:
             UserCodeError: The class of the environment cannot be loaded.
@@ -96,6 +104,7 @@ class PromptSource:
                 environment,
                 self.tokenizer,
                 max_model_len,
+                sandbox=sandbox,
                 group=mesh.generate_tp,
                 device=rank_device(),
             )

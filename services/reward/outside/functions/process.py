@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.bubblewrap import SIGNALLED
-from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
 from rolemesh.engine.sandbox.view import View, environment_of
 from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
-from rolemesh.services.reward.outside.functions import frames
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,6 @@ _MODULE = "rolemesh.services.reward.outside.functions.worker"
 
 
 _MESSED = "the function must leave the file descriptors of its process alone"
-_REFUSED = (
-    "in its sandbox it can read what `reads` names, write below TMPDIR, and open connections if "
-    "`network` is true"
-)
 
 
 class FunctionFailedError(OutsideRewardError):
@@ -278,7 +274,7 @@ class FunctionProcess:
             return self._failed("an error without a text from its process", _MESSED)
         found, remedy, traceback = (str(error.get(key)) for key in ("found", "remedy", "traceback"))
         if error.get("of_system") and self._sandbox.is_there:
-            remedy = f"{remedy}; {_REFUSED}"
+            remedy = f"{remedy}; {MAY_BE_SANDBOX}"
         return self._failed(found, remedy, traceback)
 
     async def _read_output(self, pipe: IO[bytes]) -> None:
