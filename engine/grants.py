@@ -79,7 +79,7 @@ class Grant:
             case "url":
                 self._check_address(named)
             case "network" if not self.network:
-                raise _refused(named.field, "true", "", "start it with --function-network")
+                raise _refused(named.field, named.value, "", "start it with --function-network")
 
     def folder(self, path: str, field: str, *, writes: bool = False) -> Path:
         """The path with all links resolved, which lies in one of the folders.

@@ -80,8 +80,8 @@ def coordinator(
             "--code-root",
             metavar="DIR",
             help="Functions and classes of Python files in it may be named by recipes; may "
-            "be repeated. Reward functions run in a sandbox, where the host has one, and all others "
-            "with the rights of this process.",
+            "be repeated. Reward functions and environments run in a sandbox, where the host has "
+            "one, all others with the rights of this process.",
         ),
     ] = None,
     code_names: Annotated[

@@ -54,12 +54,12 @@ class EnvironmentProcess:
 
         Raises:
             UserCodeError: The class cannot be loaded, is no Environment, or does not take its
-                config; or a path of `reads` is not there.
+                config; or a path of `readable` is not there.
         """
-        for path in spec.reads:
+        for path in spec.readable:
             if not path.exists():
                 raise UserCodeError(
-                    f"environment.reads has {str(path)!r}, which is not there: correct it"
+                    f"environment.readable has {str(path)!r}, which is not there: correct it"
                 )
         self._class = spec.environment.rpartition(":")[2]
         self._numbers = itertools.count()
@@ -71,7 +71,9 @@ class EnvironmentProcess:
         """Starts the process, and has it load the class."""
         spec = self._spec
         folder = tempfile.mkdtemp(prefix="rolemesh-environment-")
-        view = self._sandbox.view(spec.environment, Path(folder), spec.reads, network=spec.network)
+        view = self._sandbox.view(
+            spec.environment, Path(folder), spec.readable, network=spec.network
+        )
         self._connection, theirs = socket.socketpair()
         words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
         process = subprocess.Popen(

@@ -20,14 +20,10 @@ SandboxKind = Literal["bubblewrap", "landlock", "none"]
 
 
 MAY_BE_SANDBOX = (
-    "in its sandbox it can read what `reads` names, write below TMPDIR, and open connections if "
+    "in its sandbox it can read what `readable` names, write below TMPDIR, and open connections if "
     "`network` is true"
 )
 """For a user whose code the system has refused something."""
-
-
-class SandboxError(ValueError):
-    """The owner of this process demands a sandbox, and the host has none that is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +86,13 @@ def find_sandbox(mode: SandboxMode, code_roots: tuple[Path, ...] = ()) -> Sandbo
         code_roots: Folders that the owner opens to functions.
 
     Raises:
-        SandboxError: One is required, and there is none that is complete.
+        ValueError: One is required, and there is none that is complete.
     """
     if mode == "off":
         return Sandbox(kind="none", lacks="the owner of this process set sandbox to off")
     found = replace(_best(), code_roots=code_roots)
     if mode == "require" and found.lacks:
-        raise SandboxError(
+        raise ValueError(
             f"sandbox is 'require', and this host has no complete one: {found}; install "
             "bubblewrap, take a kernel with Landlock (Linux 6.12), or set sandbox to 'auto'"
         )

@@ -62,7 +62,7 @@ class PythonEnvironmentSpec(TurnLimits):
     variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
     """Further environment variables of the service that the class sees, where its owner grants
     that."""
-    reads: tuple[Path, ...] = ()
+    readable: tuple[Path, ...] = ()
     """Files and folders of the service's host that the class may read, beside Python modules that
     it can import, where the service's owner grants that."""
     network: Annotated[bool, Names("network")] = False

@@ -71,4 +71,4 @@ def _named(value: Any, field: str, mark: Names | None) -> Iterator[Named]:
     elif isinstance(value, Path):
         yield Named(field, "path", str(value))
     elif mark is not None and (isinstance(value, str) or value is True):
-        yield Named(field, mark.kind, str(value), mark.gets_secret)
+        yield Named(field, mark.kind, "true" if value is True else value, mark.gets_secret)

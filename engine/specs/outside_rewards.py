@@ -294,7 +294,7 @@ class PythonRewardSpec(OutsideRewardSpec):
     """Further environment variables of the service that its workers get, e.g. a token's, where its
     owner grants that. Others, and so passwords, are kept from them, but for the usual ones such as
     PATH."""
-    reads: tuple[Path, ...] = ()
+    readable: tuple[Path, ...] = ()
     """Files and folders of the service's host that the function may read, beside Python modules
     that it can import, where the service's owner grants that."""
     network: Annotated[bool, Names("network")] = False

@@ -146,11 +146,11 @@ def test_an_environment_reads_no_key_and_is_told_so(
     key.write_text("a key")
     assert made(code, "Bad", NONE).step(str(key)).text == "a tool"
     it = made(code, "Bad")
-    with pytest.raises(EnvironmentFailedError, match="in its sandbox it can read what `reads`"):
+    with pytest.raises(EnvironmentFailedError, match="in its sandbox it can read what `readable`"):
         it.step(str(key))
-    shown = made(code, "Bad", reads=(key,), variables=("MY_TOOL",))
+    shown = made(code, "Bad", readable=(key,), variables=("MY_TOOL",))
     assert shown.step(str(key)).text == "a tool"
-    assert made(code, "Bad", reads=(key,)).step(str(key)).text == "no tool"
+    assert made(code, "Bad", readable=(key,)).step(str(key)).text == "no tool"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,11 @@ def test_an_environment_reads_no_key_and_is_told_so(
     [
         ("Nothing", {}, r"environment.environment is .* has no 'Nothing'"),
         ("Talk", {"config": {"a": 1}}, r"environment.config is .* cannot be made with it"),
-        ("Talk", {"reads": (Path("none"),)}, "environment.reads has 'none', which is not there"),
+        (
+            "Talk",
+            {"readable": (Path("none"),)},
+            "environment.readable has 'none', which is not there",
+        ),
     ],
 )
 def test_a_class_that_cannot_be_used_is_told_at_once(

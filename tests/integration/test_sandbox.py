@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -17,18 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_processes
+from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.outside_rows import reward_rows
+from support.services import serving
 
 from rolemesh.engine.sandbox.bubblewrap import bubblewrap, why_not
-from rolemesh.engine.sandbox.host import Sandbox, SandboxError, find_sandbox
+from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 from rolemesh.engine.sandbox.landlock import SCOPES_ABI, landlock_abi
 from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import Judgement
 from rolemesh.services.reward.outside.functions.reward import FunctionReward
+from rolemesh.services.runtime.process import ServiceStartError
 
 ESCAPING = Path(__file__).parents[1] / "support" / "escaping_rewards.py"
 ABI = landlock_abi()
 NONE = Sandbox(kind="none", lacks="the control of these tests")
+RUN_S = 300.0
+"""Longest a tiny run may take on a busy machine."""
 EXPERIENCE = b"of another run"
 _READ_AND_WRITE, _CREATE = 0o600, 0o1000
 """Of a shared memory with a number."""
@@ -258,12 +265,12 @@ async def test_a_function_reads_what_is_shown_to_it(honest: Path, sandbox: Sandb
     name, words = f"{honest}/mine.py:words", honest / "words.txt"
     refused = await judged(name, sandbox, str(words))
     assert "words.txt" in str(refused.failures[0])
-    assert "it can read what `reads` names" in str(refused.failures[0])
-    assert (await judged(name, sandbox, str(words), reads=(words,))).rewards == [5.0]
+    assert "it can read what `readable` names" in str(refused.failures[0])
+    assert (await judged(name, sandbox, str(words), readable=(words,))).rewards == [5.0]
     of_owner = replace(sandbox, code_roots=(honest,))
     assert (await judged(name, of_owner, str(words))).rewards == [5.0]
-    missing = await judged(name, sandbox, str(words), reads=(honest / "none",))
-    assert "in reads, which is not there" in str(missing.failures[0])
+    missing = await judged(name, sandbox, str(words), readable=(honest / "none",))
+    assert "in readable, which is not there" in str(missing.failures[0])
 
 
 @pytest.mark.parametrize("sandbox", KINDS)
@@ -276,6 +283,39 @@ async def test_a_function_with_a_network_still_reaches_no_socket_of_a_store(
         found = await judged(name, sandbox, *completions, network=True)
         assert found.rewards == [1.0, 1.0], found.failures
         assert (await judged(name, sandbox, *completions)).failures
+
+
+# --- a run ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode", ["auto", pytest.param("off", marks=pytest.mark.slow)], ids=["sandbox", "control"]
+)
+def test_a_reward_function_of_a_run_finds_nothing_of_the_run(tmp_path: Path, mode: str) -> None:
+    """It looks for the run's keys, its sockets, its ports and its processes."""
+    sandbox = find_sandbox("auto")
+    if mode == "auto" and not sandbox.is_there:
+        pytest.skip(str(sandbox))
+    recipe = tiny_recipe(
+        tiny_model(tmp_path / "model"),
+        run__steps=1,
+        run__evaluation__num_prompts=0,
+        reward__source=f"python:{ESCAPING}:look_around",
+    )
+    variables = {**warm_processes.commands(), "ROLEMESH_SERVICE__SANDBOX": mode}
+    run = CliRun(recipe, tmp_path, variables=variables)
+    try:
+        assert run.wait(RUN_S) == 0, run.output
+    finally:
+        run.close()
+    log = (run.out / "logs" / "reward.log").read_text()
+    (found,) = {match[1] for match in re.finditer(r"prints: found ({.*?})", log)}
+    if mode == "auto":
+        assert json.loads(found) == {"keys": 0, "sockets": 0, "ports": 0, "processes": 0}
+        assert f"'reward.sandbox': '{sandbox}'" in log
+    else:
+        assert all(json.loads(found).values()), found
+        assert "functions of users run in the sandbox none" in log
 
 
 # --- which one ----------------------------------------------------------------------------
@@ -295,14 +335,27 @@ def test_the_best_that_the_host_has_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert find_sandbox("off").kind == "none"
     monkeypatch.setattr(f"{host}.landlock_abi", lambda: SCOPES_ABI - 1)
     assert "can signal" in find_sandbox("auto").lacks
-    with pytest.raises(SandboxError, match="install bubblewrap"):
+    with pytest.raises(ValueError, match="install bubblewrap"):
         find_sandbox("require")
     monkeypatch.setattr(f"{host}.landlock_abi", lambda: 0)
     assert str(find_sandbox("auto")) == (
         "none (bubblewrap: no namespaces; the kernel offers no Landlock either)"
     )
-    with pytest.raises(SandboxError, match="no namespaces"):
+    with pytest.raises(ValueError, match="no namespaces"):
         find_sandbox("require")
+
+
+async def test_a_service_does_not_start_without_the_sandbox_that_its_owner_demands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rolemesh.engine.sandbox.host.bubblewrap", lambda: None)
+    monkeypatch.setattr("rolemesh.engine.sandbox.host.landlock_abi", lambda: 0)
+    with pytest.raises(ServiceStartError, match="sandbox is 'require', and this host has no"):
+        async with serving(sandbox="require"):
+            pass
+    async with serving(sandbox="auto", code_roots=("rewards",)) as server:
+        assert server.runtime.role.sandbox.lacks.startswith("bubblewrap: it is not installed")
+        assert server.runtime.role.sandbox.code_roots == (Path("rewards"),)
 
 
 def test_a_program_that_makes_no_namespaces_is_no_sandbox(tmp_path: Path) -> None:

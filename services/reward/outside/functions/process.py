@@ -128,10 +128,12 @@ class FunctionProcess:
         """
         if self._sandbox.is_there:
             folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="rolemesh-function-")
-            reads, network = self._spec.reads, self._spec.network
+            reads, network = self._spec.readable, self._spec.network
             for path in reads:
                 if not path.exists():
-                    raise self._failed(f"{str(path)!r} in reads, which is not there", "correct it")
+                    raise self._failed(
+                        f"{str(path)!r} in readable, which is not there", "correct it"
+                    )
             self._view = await asyncio.to_thread(
                 self._sandbox.view, self._function, Path(folder), reads, network=network
             )
