@@ -7,15 +7,12 @@ import dataclasses
 import itertools
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
-from pathlib import Path
 from typing import IO, Any
 
 from rolemesh.engine.data.prompts import Prompt
@@ -27,7 +24,7 @@ from rolemesh.engine.environments.base import (
 )
 from rolemesh.engine.sandbox import frames
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
-from rolemesh.engine.sandbox.view import environment_of
+from rolemesh.engine.sandbox.view import View, environment_of
 from rolemesh.engine.specs import PythonEnvironmentSpec
 from rolemesh.engine.user_code import UserCodeError
 
@@ -56,11 +53,6 @@ class EnvironmentProcess:
             UserCodeError: The class cannot be loaded, is no Environment, or does not take its
                 config; or a path of `readable` is not there.
         """
-        for path in spec.readable:
-            if not path.exists():
-                raise UserCodeError(
-                    f"environment.readable has {str(path)!r}, which is not there: correct it"
-                )
         self._class = spec.environment.rpartition(":")[2]
         self._numbers = itertools.count()
         self._dropped: list[int] = []
@@ -70,28 +62,32 @@ class EnvironmentProcess:
     def _start(self) -> None:
         """Starts the process, and has it load the class."""
         spec = self._spec
-        folder = tempfile.mkdtemp(prefix="rolemesh-environment-")
-        view = self._sandbox.view(
-            spec.environment, Path(folder), spec.readable, network=spec.network
-        )
+        try:
+            view = self._sandbox.show(spec.environment, spec.readable, network=spec.network)
+        except ValueError as error:
+            raise UserCodeError(f"environment has {error}: correct it") from error
+        assert view is not None
         self._connection, theirs = socket.socketpair()
         words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
-        process = subprocess.Popen(
-            self._sandbox.command(words, view),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(),),
-            env={
-                **environment_of(view, spec.variables),
-                # No file of the current directory or of a script's may shadow a package.
-                "PYTHONSAFEPATH": "1",
-                "PYTHONUNBUFFERED": "1",
-            },
-            start_new_session=True,
-        )
-        theirs.close()
-        self._end = weakref.finalize(self, _end, process, self._connection, folder)
+        try:
+            process = subprocess.Popen(
+                self._sandbox.command(words, view),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=environment_of(view, spec.variables),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._connection.close()
+            view.close()
+            raise EnvironmentFailedError(
+                f"no process ({error}): free processes or memory"
+            ) from error
+        finally:
+            theirs.close()
+        self._end = weakref.finalize(self, _end, process, self._connection, view)
         assert process.stdout is not None
         log = threading.Thread(target=_log, args=(self._class, process.stdout), daemon=True)
         log.start()
@@ -171,13 +167,13 @@ class _Confined(Environment):
         )
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: str) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, view: View) -> None:
     connection.close()
     # It has not been waited for, so its number cannot belong to another group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    view.close()
 
 
 def _log(name: str, pipe: IO[bytes]) -> None:

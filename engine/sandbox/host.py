@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ class Sandbox:
     Example::
 
         sandbox = find_sandbox("auto", code_roots=(Path("rewards"),))
-        view = sandbox.view("rewards/mine.py:judge", folder)
+        view = sandbox.show("rewards/mine.py:judge", (), network=False)
         subprocess.Popen(sandbox.command([sys.executable, "worker.py"], view))
         # and the worker begins with `inside.begin`, which reads sandbox.order(view)
     """
@@ -56,11 +57,22 @@ class Sandbox:
         """Whether there is any."""
         return self.kind != "none"
 
-    def view(
-        self, code: str, folder: Path, reads: Iterable[Path] = (), *, network: bool = False
-    ) -> View:
-        """What a worker sees that runs a user's code; see `view_of`."""
-        return view_of(code, folder, (*self.code_roots, *reads), network=network)
+    def show(self, code: str, readable: Sequence[Path], *, network: bool) -> View | None:
+        """What a new worker sees that runs a user's code; see `view_of`. Makes its folder.
+
+        Returns:
+            The view, for which `View.close` has to be called; None where there is no sandbox.
+
+        Raises:
+            ValueError: A path of `readable` is not there.
+        """
+        for path in readable:
+            if not os.path.exists(path):
+                raise ValueError(f"{str(path)!r} in readable, which is not there")
+        if not self.is_there:
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="rolemesh-worker-"))
+        return view_of(code, folder, (*self.code_roots, *readable), network=network)
 
     @property
     def parent_pid(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -63,6 +66,10 @@ class View:
             "network": self.network,
         }
 
+    def close(self) -> None:
+        """Removes its folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> Self:
         """What `message` wrote."""
@@ -107,22 +114,36 @@ def view_of(code: str, folder: Path, reads: Iterable[Path] = (), *, network: boo
 
 
 def environment_of(view: View | None, variables: Iterable[str]) -> dict[str, str]:
-    """Environment of a worker: the usual variables, and some that are named."""
+    """Environment of a worker: the usual variables, some that are named, and settings of Python.
+
+    Args:
+        view: What the worker sees; None where there is no sandbox.
+        variables: Names of those that it gets besides.
+    """
     names = (*PASSED_VARIABLES, *variables)
     # Caches and temporary files have one place, where there is a sandbox.
     own = {} if view is None else {"HOME": view.folder, "TMPDIR": view.folder}
-    return {**{name: os.environ[name] for name in names if name in os.environ}, **own}
+    return {
+        **{name: os.environ[name] for name in names if name in os.environ},
+        **own,
+        # No file of the current directory or of a script's may shadow a package.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        # After a crash in native code, the text of the error has its place.
+        "PYTHONFAULTHANDLER": "1",
+    }
 
 
-def _python() -> Iterator[Path]:
-    """The interpreter, and all from which this process imports, but for where it was started."""
-    yield from (Path(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix))
-    yield from INSTALLED
-    started_in = {"", os.getcwd()}
-    yield from (Path(path) for path in sys.path if path not in started_in)
-    for place in rolemesh.__path__:
-        # A checkout holds links to folders beside it.
-        yield from Path(place).iterdir()
+@functools.cache
+def _python() -> tuple[Path, ...]:
+    """The interpreter, and all from which a worker imports by itself."""
+    # This process may also search where it was started, which holds more than modules.
+    asked = [sys.executable, "-P", "-c", "import sys; print(*sys.path, sep='\\n')"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    # A checkout holds links to folders beside it.
+    ours = (path for place in rolemesh.__path__ for path in Path(place).iterdir())
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    return (*map(Path, (*prefixes, *found)), *INSTALLED, *ours)
 
 
 def _importable(code: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
@@ -138,19 +159,24 @@ def _importable(code: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     if files[0].name == "__init__.py":
         return (), (files[0].parent,)
     folder = files[0].parent
-    beside = (path for path in folder.iterdir() if _is_code(path)) if folder.is_dir() else ()
+    try:
+        beside = [path for path in folder.iterdir() if _is_code(path)]
+    except OSError:
+        # Loading it tells why.
+        beside = []
     return (folder,), (*beside, files[0])
 
 
 def _is_code(path: Path) -> bool:
-    return path.suffix in (".py", ".so") if path.is_file() else (path / "__init__.py").is_file()
+    is_module = path.suffix in (".py", ".so") and os.path.isfile(path)
+    return is_module or os.path.isfile(path / "__init__.py")
 
 
 def _both_ways(paths: Iterable[Path]) -> tuple[str, ...]:
     """Those that exist, absolute: as they are written, and with links resolved."""
     found: dict[str, None] = {}
     for path in paths:
-        if path.exists():
+        if os.path.exists(path):
             found[os.path.abspath(path)] = found[str(path.resolve())] = None
     return tuple(found)
 

@@ -161,7 +161,7 @@ def test_an_environment_reads_no_key_and_is_told_so(
         (
             "Talk",
             {"readable": (Path("none"),)},
-            "environment.readable has 'none', which is not there",
+            "environment has 'none' in readable, which is not there",
         ),
     ],
 )

@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from rolemesh.engine.sandbox import frames
@@ -126,21 +123,17 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: It cannot be imported or called.
         """
-        if self._sandbox.is_there:
-            folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="rolemesh-function-")
-            reads, network = self._spec.readable, self._spec.network
-            for path in reads:
-                if not path.exists():
-                    raise self._failed(
-                        f"{str(path)!r} in readable, which is not there", "correct it"
-                    )
+        spec = self._spec
+        try:
             self._view = await asyncio.to_thread(
-                self._sandbox.view, self._function, Path(folder), reads, network=network
+                self._sandbox.show, self._function, spec.readable, network=spec.network
             )
+        except ValueError as error:
+            raise self._failed(str(error), "correct it") from error
         try:
             ours, printed = self._spawn()
         except BaseException:
-            await self._remove_folder()
+            await self._close_view()
             raise
         self._output = asyncio.create_task(self._read_output(printed))
         try:
@@ -196,12 +189,12 @@ class FunctionProcess:
             await asyncio.wait({self._output}, timeout=_LAST_WORDS_S)
             self._output.cancel()
             await asyncio.gather(self._output, return_exceptions=True)
-        await self._remove_folder()
+        await self._close_view()
 
-    async def _remove_folder(self) -> None:
+    async def _close_view(self) -> None:
         view, self._view = self._view, None
         if view is not None:
-            await asyncio.to_thread(shutil.rmtree, view.folder, ignore_errors=True)
+            await asyncio.to_thread(view.close)
 
     async def _exchange(
         self, message: dict[str, Any], timeout_s: float, purpose: str
@@ -319,7 +312,7 @@ class FunctionProcess:
                 stdout=prints,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                env=self._environment(),
+                env=environment_of(self._view, self._spec.environment),
                 start_new_session=True,
             )
         except OSError as error:
@@ -330,16 +323,6 @@ class FunctionProcess:
             theirs.close()
             os.close(prints)
         return ours, os.fdopen(printed, "rb", 0)
-
-    def _environment(self) -> dict[str, str]:
-        return {
-            **environment_of(self._view, self._spec.environment),
-            # No file of the current directory or of a script's may shadow a package.
-            "PYTHONSAFEPATH": "1",
-            "PYTHONUNBUFFERED": "1",
-            # After a crash in native code, the text of the error has its place.
-            "PYTHONFAULTHANDLER": "1",
-        }
 
 
 async def _ends_soon(pid: int) -> bool:
