@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -24,7 +25,13 @@ from rolemesh.engine.rollout.sampling import (
     sampling_metrics,
 )
 from rolemesh.engine.sandbox.host import Sandbox
-from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
+from rolemesh.engine.specs import (
+    DataSpec,
+    EnvironmentSpec,
+    ModelSpec,
+    PythonEnvironmentSpec,
+    SamplingSpec,
+)
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import merge_parts, shards_of
@@ -35,6 +42,8 @@ from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.server.errors import describe
 from rolemesh.services.runtime.servicers.asked_prompts import AskedPrompts, asked_prompts
 from rolemesh.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 
 class PromptSource:
@@ -108,6 +117,10 @@ class PromptSource:
                 group=mesh.generate_tp,
                 device=rank_device(),
             )
+        if isinstance(environment, PythonEnvironmentSpec):
+            self.facts["environment.sandbox"] = str(sandbox)
+            if sandbox.lacks:
+                logger.warning("an environment of a user runs in the sandbox %s", sandbox)
 
 
 class SamplingRole(ABC):
