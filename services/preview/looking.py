@@ -13,6 +13,7 @@ from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.environments.base import opening_of, raised
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
@@ -25,7 +26,7 @@ from rolemesh.engine.specs import (
     Spec,
     WeightedRewardSpec,
 )
-from rolemesh.engine.user_code import UserCodeError, raised_at
+from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.reward.outside.base import OutsideRewardError
 from rolemesh.services.reward.outside.check.recipe_rows import rows_of_prompt
 from rolemesh.services.reward.outside.make import make_outside_reward
@@ -170,17 +171,12 @@ class Preview:
         prompt, _ = self.first()
         if prompt is not None:
             try:
-                text = environment.reset(prompt)
+                opening_of(environment, prompt)
             except Exception as error:
                 # The user's code: it may raise anything.
                 raise UserCodeError(
-                    f"reset of the environment failed for the first prompt: "
-                    f"{type(error).__name__}: {error}{raised_at(error)}"
+                    f"reset of the environment failed for the first prompt: {raised(error)}"
                 ) from error
-            if text is not None and not isinstance(text, str):
-                raise UserCodeError(
-                    f"reset of the environment gave a {type(text).__name__}: return text, or None"
-                )
         return spec.environment if isinstance(spec, PythonEnvironmentSpec) else spec.type
 
     async def rewards(self) -> list[dict[str, Any]]:
