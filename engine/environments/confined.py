@@ -108,9 +108,9 @@ class EnvironmentProcess:
             # It ended in an earlier generation, which has failed.
             self._start()
         number = next(self._numbers)
-        stop = self.ask(number, "make").get("stop")
+        stop: Any = self.ask(number, "make").get("stop")
         # Errors name the user's class.
-        own = type(self._class, (_Confined,), {})(self, number)
+        own: Environment = type(self._class, (_Confined,), {})(self, number)
         own.stop = stop if isinstance(stop, str) else tuple(stop)
         weakref.finalize(own, self._dropped.append, number)
         return own

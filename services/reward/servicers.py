@@ -98,7 +98,7 @@ class RewardRole(ModelRole):
     ) -> InitializeResult:
         """Builds the source, and loads its model if it has one."""
         progress("load reward", 0, 1)
-        facts = {f"{self.name}.source": spec.source.type}
+        facts: dict[str, str] = {f"{self.name}.source": spec.source.type}
         if any(isinstance(one.source, PythonRewardSpec) for one in named_sources(spec.source)):
             facts[f"{self.name}.sandbox"] = str(self.sandbox)
             if self.sandbox.lacks:
