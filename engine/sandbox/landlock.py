@@ -43,7 +43,11 @@ _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITIES_VERSION_3 = 0x20080522
 _CAP_DAC_READ_SEARCH = 1 << 2
 
-_SHOWN_PROC = ("cpuinfo", "meminfo", "stat", "loadavg", "uptime", "version", "filesystems", "sys")
+_SHOWN_PROC = (
+    *("cpuinfo", "meminfo", "stat", "loadavg", "uptime", "version", "filesystems", "sys"),
+    # What CUDA asks for.
+    *("driver", "devices"),
+)
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 

@@ -219,6 +219,9 @@ def usual(completions, **columns):
         two = int(subprocess.run(["sh", str(path)], check=True, capture_output=True).stdout)
         path.rename(path.with_name("renamed.sh"))
     pathlib.Path.home().joinpath("cache").write_text("x")
+    child = subprocess.Popen(["sleep", "100"])
+    child.kill()
+    assert child.wait() == -9
     assert json.loads(pathlib.Path("/proc/self/stat").read_text().split()[0]) == os.getpid()
     return [float(neighbour.ONE + two + THREE)] * len(completions)
 
