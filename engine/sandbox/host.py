@@ -19,7 +19,6 @@ SandboxMode = Literal["auto", "require", "off"]
 
 SandboxKind = Literal["bubblewrap", "landlock", "none"]
 
-
 MAY_BE_SANDBOX = (
     "in its sandbox it can read what `readable` names, write below TMPDIR, and open connections if "
     "`network` is true"

@@ -30,7 +30,9 @@ _SYSTEM = (
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives"),
     *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/localtime", "/etc/timezone"),
     *("/etc/os-release", "/etc/mime.types", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
-    *("/etc/pki/tls", "/etc/ca-certificates", "/etc/hosts", "/etc/resolv.conf"),
+    # Beside these lie private keys, which root can read.
+    *("/etc/pki/tls/certs", "/etc/pki/tls/cert.pem", "/etc/pki/ca-trust/extracted"),
+    *("/etc/ca-certificates", "/etc/hosts", "/etc/resolv.conf"),
     *("/etc/host.conf", "/etc/gai.conf", "/etc/services", "/etc/protocols"),
     # Numbers of processors, which libraries of numerics ask for.
     "/sys/devices/system",
