@@ -16,6 +16,11 @@ DOCS_INSTALLED := $(DOCS)/.installed-$(shell cat requirements/light.lock require
 LOCKER := .venv-lock
 LOCKER_PINS := uv==0.13.9
 
+# Asks for known holes: apart, so that what asks is no part of what it asks for.
+AUDIT := .venv-audit
+AUDIT_PINS := pip-audit==2.10.1
+AUDIT_INSTALLED := $(AUDIT)/.installed-$(shell echo "$(AUDIT_PINS)" | sha256sum | cut -c1-16)
+
 GENERATOR := .venv-protos
 GENERATOR_PINS := grpcio-tools==1.76.0 mypy-protobuf==5.1.0 setuptools==80.9.0
 GENERATOR_INSTALLED := $(GENERATOR)/.installed-$(shell echo "$(GENERATOR_PINS)" | sha256sum | cut -c1-16)
@@ -54,8 +59,8 @@ export PIP_ROOT_USER_ACTION := ignore
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup tools model judge sums quickstart system-packages test test-slow fuzz test-gpu \
-	first-hour test-kernels test-trackers images sbom test-containers format lint type protos \
-	protos-check sdk bench bench-peers check lock \
+	first-hour test-kernels test-trackers images sbom audit test-containers format lint type protos \
+	protos-check sdk bench bench-peers check check-slow lock \
 	docs dist
 
 help: ## this list
@@ -155,6 +160,16 @@ sbom: tools ## what is in both images, for scanners, into dist/; DEVICE=gpu
 	@for image in rolemesh:coordinator rolemesh:$(or $(DEVICE),cpu); do \
 		deploy/sbom.sh $$image $(BIN)/python dist || exit 1; done
 
+$(AUDIT_INSTALLED):
+	"$(BASE_PYTHON)" -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet $(AUDIT_PINS)
+	@rm -f $(AUDIT)/.installed-*
+	@touch $@
+
+audit: tools $(AUDIT_INSTALLED) ## known holes and licences of what is locked, and a list of it in dist/; OSV_URL=...
+	$(BIN)/python requirements/audit.py --pip-audit $(AUDIT)/bin/pip-audit --out dist \
+		$(if $(OSV_URL),--osv-url $(OSV_URL))
+
 # The engine is looked for before anything is installed or built.
 test-containers: ## the mesh in real containers, a quarter of an hour; needs a Docker engine
 	@deploy/check_engine.sh
@@ -226,6 +241,8 @@ docs: $(DOCS_INSTALLED) ## the documentation site, into build/site; a broken lin
 		"python3 -m http.server --directory build/site"
 
 check: lint type protos-check docs test-kernels test ## what CI runs, and the site
+
+check-slow: test-slow fuzz audit ## what takes hours, or a service that knows of holes: before a release
 
 lock: ## write requirements/*.lock from pyproject.toml; ARGS=--upgrade takes newer versions
 	"$(BASE_PYTHON)" -m venv $(LOCKER)

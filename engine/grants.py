@@ -48,6 +48,8 @@ class Grant:
     hosts: tuple[str, ...] | None = ()
     """Addresses, as host or host:port, that may be connected to beside all public ones; what gets
     a secret along goes to these alone. None: any address."""
+    network: bool = False
+    """Whether functions may open connections of their own, to any address."""
 
     def check(self, spec: BaseModel, prefix: str) -> None:
         """Checks all that a spec names. Looks host names up: not on a loop with `hosts`.
@@ -76,6 +78,8 @@ class Grant:
                     )
             case "url":
                 self._check_address(named)
+            case "network" if not self.network:
+                raise _refused(named.field, named.value, "", "start it with --function-network")
 
     def folder(self, path: str, field: str, *, writes: bool = False) -> Path:
         """The path with all links resolved, which lies in one of the folders.

@@ -110,8 +110,9 @@ def coordinator(
         typer.Option(
             "--code-root",
             metavar="DIR",
-            help="Functions and classes of Python files in it may be named by recipes, and run "
-            "with all rights of this process; may be repeated.",
+            help="Functions and classes of Python files in it may be named by recipes; may "
+            "be repeated. Reward functions and environments run in a sandbox, where the host has "
+            "one, all others with the rights of this process.",
         ),
     ] = None,
     code_names: Annotated[
@@ -139,6 +140,13 @@ def coordinator(
             help="Recipes may use this environment variable as a token; may be repeated.",
         ),
     ] = None,
+    function_network: Annotated[
+        bool,
+        typer.Option(
+            "--function-network",
+            help="Functions of recipes may open connections, where the recipe asks for that.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Takes recipes over gRPC and REST, and makes each a run in a process of its own.
@@ -179,6 +187,7 @@ def coordinator(
                 code_names=tuple(code_names or ()),
                 hosts=tuple(hosts or ()),
                 variables=tuple(variables or ()),
+                network=function_network,
             )
             asyncio.run(_serve(spec, directory, api, max_runs, grant, as_json))
     except (ValueError, OSError) as error:

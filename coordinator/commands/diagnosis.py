@@ -38,6 +38,7 @@ from rolemesh.coordinator.run.installation import INSTALL
 from rolemesh.coordinator.run.start_checks import services_in
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.opening import open_store
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs.by_device import Device
 
 PYTHON = SpecifierSet(">=3.11,<3.15")
@@ -68,6 +69,7 @@ async def diagnose(recipe: Recipe | None = None, gpus: HostGpus | None = None) -
         check_shared_memory(Path("/dev/shm")),
         check_disk(Path()),
         check_loopback(),
+        check_sandbox(),
         await check_store(EmbeddedStoreSpec() if recipe is None else recipe.store),
         *([check_quickstart(QUICKSTART_MODEL)] if recipe is None else check_recipe(recipe)),
         *check_gpu_memory(recipe, gpus or HostGpus()),
@@ -219,6 +221,17 @@ def check_disk(folder: Path) -> Finding:
         what="disk",
         text=text,
         remedy="choose another folder with --out, or keep fewer checkpoints (run.checkpoint.keep)",
+    )
+
+
+def check_sandbox() -> Finding:
+    """Which sandbox this host has for reward functions and environments of users."""
+    found = find_sandbox("auto")
+    return Finding(
+        level=Level.WARN if found.lacks else Level.OK,
+        what="sandbox",
+        text=f"for functions of yours: {found}",
+        remedy="install bubblewrap (apt-get install bubblewrap)" if found.lacks else "",
     )
 
 

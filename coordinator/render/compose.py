@@ -20,7 +20,11 @@ from rolemesh.engine.specs import named_in
 _OPTIONAL_ROLES = ("cost", "rollout")
 """Roles that docker-compose.yml starts only with a profile."""
 
-_GRANTED_BY = {"code": "ROLEMESH_SERVICE__CODE_NAMES", "variable": "ROLEMESH_SERVICE__VARIABLES"}
+_GRANTED_BY = {
+    "code": "ROLEMESH_SERVICE__CODE_NAMES",
+    "variable": "ROLEMESH_SERVICE__VARIABLES",
+    "network": "ROLEMESH_SERVICE__FUNCTION_NETWORK",
+}
 """Settings that let a run name what the recipe does. docker-compose.yml grants folders."""
 
 _GPU_ENVIRONMENT = {

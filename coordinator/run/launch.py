@@ -48,6 +48,7 @@ _DRAIN_TIMEOUT_S = 5.0
 
 _GRANTED_BY = {"code": "--code-name", "path": "--folder", "variable": "--variable"}
 """Flags of a service, by what they let a run name."""
+_NETWORK_FLAG = "--function-network"
 
 _ANNOUNCE_POLL_S = 0.05
 _TAIL_BYTES = 16384
@@ -166,6 +167,7 @@ def service_commands(
             "ROLEMESH_SERVICE__CODE_ROOTS": "",
             "ROLEMESH_SERVICE__CODE_NAMES": "",
             "ROLEMESH_SERVICE__VARIABLES": "",
+            "ROLEMESH_SERVICE__FUNCTION_NETWORK": "false",
         }
         if recipe.tracing is not None:
             environment |= trace_environment(recipe.tracing.endpoint, recipe.tracing.sample_ratio)
@@ -182,6 +184,8 @@ def service_commands(
         for named in named_in(recipe.sent_section(role)):
             if named.kind in _GRANTED_BY:
                 arguments.append(f"{_GRANTED_BY[named.kind]}={named.value}")
+            elif named.kind == "network" and _NETWORK_FLAG not in arguments:
+                arguments.append(_NETWORK_FLAG)
         return ServiceCommand(
             arguments=arguments, environment=environment, num_ranks=layout.world_size
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.user_code import raised_at
 
 TurnEnd = Literal["end_token", "stop_text", "length"]
 """Why a turn of the policy ended: it drew an end token, it completed one of the environment's stop
@@ -76,6 +78,12 @@ class EnvironmentFailedError(RuntimeError):
     """An environment raised, or gave no observation; the text names the prompt and the turn."""
 
 
+def raised(error: BaseException) -> str:
+    """What an environment, a user's code, raised, and where."""
+    what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
+    return f"{what}{raised_at(error)}"
+
+
 class Environment(ABC):
     """Talks to a policy, turn by turn. Each trajectory has its own instance.
 
@@ -124,3 +132,25 @@ class Environment(ABC):
         Declare it as `def step(self, completion_text, end)` to be told why the turn ended, too: a
         TurnEnd. The parameter is found by its name `end`.
         """
+
+
+def opening_of(environment: Environment, row: Prompt) -> str | None:
+    """What reset says; TypeError if that is no text."""
+    text = environment.reset(row)
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"reset gave a {type(text).__name__}: return text, or None")
+    return text
+
+
+def observation_of(environment: Environment, completion_text: str, end: TurnEnd) -> Observation:
+    """What step says, which is told why the turn ended if it has an `end`.
+
+    Raises:
+        TypeError: It gave something else.
+    """
+    step: Callable[..., Any] = environment.step
+    takes_end = "end" in inspect.signature(step).parameters
+    said = step(completion_text, end=end) if takes_end else step(completion_text)
+    if not isinstance(said, Observation):
+        raise TypeError(f"step gave a {type(said).__name__}: return an Observation")
+    return said

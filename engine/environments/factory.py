@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from rolemesh.engine.environments.base import Environment
 from rolemesh.engine.environments.calculator import CalculatorEnvironment
+from rolemesh.engine.environments.confined import EnvironmentProcess
 from rolemesh.engine.environments.reasoning_gym import ReasoningGymEnvironment
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     CalculatorEnvironmentSpec,
     EnvironmentSpec,
@@ -18,8 +20,13 @@ EnvironmentMaker = Callable[[], Environment]
 """Makes a new environment for each trajectory."""
 
 
-def environment_maker(spec: EnvironmentSpec) -> EnvironmentMaker:
+def environment_maker(spec: EnvironmentSpec, sandbox: Sandbox | None = None) -> EnvironmentMaker:
     """Returns the maker for a spec. A user's class is loaded and tried here, not later.
+
+    Args:
+        spec: Which environment.
+        sandbox: Where a user's class runs, in a process of its own; None, or one that keeps
+            nothing: in this process.
 
     Raises:
         UserCodeError: The class cannot be loaded, is no Environment, or does not take its config.
@@ -28,6 +35,8 @@ def environment_maker(spec: EnvironmentSpec) -> EnvironmentMaker:
         return ReasoningGymEnvironment
     if isinstance(spec, CalculatorEnvironmentSpec):
         return lambda: CalculatorEnvironment(spec)
+    if sandbox is not None and sandbox.is_there:
+        return EnvironmentProcess(spec, sandbox).make
     made_by = load_named(spec.environment, "environment.environment")
     if not (isinstance(made_by, type) and issubclass(made_by, Environment)):
         raise UserCodeError(

@@ -6,7 +6,6 @@ alone (text as it is, messages as the chat template renders them), put behind th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,18 +18,20 @@ from rolemesh.engine.data.rows import DataInvalidError
 from rolemesh.engine.environments.base import (
     Environment,
     EnvironmentFailedError,
-    Observation,
     TurnEnd,
+    observation_of,
+    opening_of,
+    raised,
 )
 from rolemesh.engine.environments.factory import environment_maker
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankGroup
 from rolemesh.engine.rollout.base import RolloutBackend, generated
 from rolemesh.engine.rollout.requests import RolloutRequest, RolloutTrajectory
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.seeds import derive_seed
 from rolemesh.engine.specs import EnvironmentSpec, SamplingSpec
 from rolemesh.engine.specs.environments import TurnLimits
-from rolemesh.engine.user_code import raised_at
 
 STOP_WINDOW_TOKENS = 8
 """Tokens without text that may stand inside a stop text while it is looked for as tokens come."""
@@ -97,11 +98,6 @@ class _Running:
         """Tokens that the completion may still have."""
         return self.budget - len(self.episode.completion_tokens)
 
-    def step(self, text: str, end: TurnEnd) -> Any:
-        """Asks the environment, which is told why the turn ended if its step has an `end`."""
-        step: Callable[..., Any] = self.environment.step
-        return step(text, end=end) if "end" in inspect.signature(step).parameters else step(text)
-
 
 class EpisodeRunner:
     """Plays episodes over a rollout back end, all running ones turn by turn.
@@ -129,6 +125,7 @@ class EpisodeRunner:
         tokenizer: ChatTokenizer,
         max_model_len: int,
         *,
+        sandbox: Sandbox | None = None,
         group: RankGroup | None = None,
         device: torch.device = _CPU,
     ) -> None:
@@ -138,6 +135,7 @@ class EpisodeRunner:
             spec: Which environment, and its bounds.
             tokenizer: Of the policy.
             max_model_len: Longest sequence of the sampler, in tokens.
+            sandbox: Where a user's class runs; None: in this process.
             group: Ranks of this generation replica; None where the rank is alone.
             device: Where the group's messages lie.
 
@@ -149,7 +147,7 @@ class EpisodeRunner:
         self._spec = spec
         self._turn_limit = spec.max_turn_tokens if isinstance(spec, TurnLimits) else None
         self._renderer = Renderer(tokenizer)
-        self._make = environment_maker(spec)
+        self._make = environment_maker(spec, sandbox)
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
 
@@ -200,8 +198,7 @@ class EpisodeRunner:
         try:
             environment = self._make()
         except _USER_ERRORS as error:
-            what = f"{error!r}{raised_at(error)}"
-            raise _failure("the environment", prompt, request.row, 0, what) from error
+            raise _failure("the environment", prompt, request.row, 0, raised(error)) from error
         stop = environment.stop
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             kind = type(environment).__name__
@@ -217,13 +214,7 @@ class EpisodeRunner:
             episode=Episode(row=request.row),
         )
 
-        def reset() -> str | None:
-            text = environment.reset(prompt)
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"reset gave a {type(text).__name__}: return text, or None")
-            return text
-
-        text = self._heard(one, reset)
+        text = self._heard(one, lambda: opening_of(environment, prompt))
         if text and not self._put_in(one, self._encoded(text), version):
             raise _failed(
                 one,
@@ -258,9 +249,7 @@ class EpisodeRunner:
         episode.policy_versions += trajectory.policy_versions[: len(tokens)]
 
         def step() -> tuple[str, list[dict[str, Any]], float, bool]:
-            said = one.step(self._text(tokens), end)
-            if not isinstance(said, Observation):
-                raise TypeError(f"step gave a {type(said).__name__}: return an Observation")
+            said = observation_of(one.environment, self._text(tokens), end)
             messages = [dict(message) for message in said.messages]
             return said.text, messages, float(said.reward), bool(said.done)
 
@@ -373,8 +362,7 @@ def _asked(one: _Running, ask: Callable[[], Any]) -> Any:
         return ask()
     except _USER_ERRORS as error:
         # Whatever it raises is told with the row that it happened to.
-        what = str(error) if isinstance(error, EnvironmentFailedError) else repr(error)
-        raise _failed(one, f"{what}{raised_at(error)}") from error
+        raise _failed(one, raised(error)) from error
 
 
 def _failed(one: _Running, what: str) -> EnvironmentFailedError:

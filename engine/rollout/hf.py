@@ -94,7 +94,9 @@ class HfBackend(RolloutBackend):
         # Random weights are drawn and thrown away; the trainer's generator must not notice.
         with torch.random.fork_rng(devices=[]):
             model: Any = AutoModelForCausalLM.from_config(
-                self._folder.config, dtype=getattr(torch, spec.dtype)
+                self._folder.config,
+                dtype=getattr(torch, spec.dtype),
+                trust_remote_code=False,
             )
         self._keeps_tensors = False
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())

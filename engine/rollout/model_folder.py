@@ -51,7 +51,7 @@ def read_model_folder(path: Path, max_model_len: int) -> ModelFolder:
             f"model path {str(path)!r} {found}: give a local Hugging Face model folder "
             "(nothing is ever downloaded)"
         )
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_model_len > limit:
         raise ValueError(
@@ -144,7 +144,7 @@ def expected_weights(folder: ModelFolder) -> ExpectedWeights:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(folder.config)
+        model = AutoModelForCausalLM.from_config(folder.config, trust_remote_code=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {

@@ -410,6 +410,7 @@ def _make_engine(
             # Otherwise weights come from the trainer before the first generation.
             load_format="safetensors" if has_weights else "dummy",
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
+            trust_remote_code=False,
             # Tokens in, tokens out.
             skip_tokenizer_init=True,
             generation_config="vllm",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rolemesh.engine.specs.base import Spec
 from rolemesh.engine.specs.named import Names
+from rolemesh.engine.specs.variables import VariableName
 
 
 class TurnLimits(Spec):
@@ -57,6 +59,14 @@ class PythonEnvironmentSpec(TurnLimits):
     process finds it, where its owner grants that."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
+    variables: Annotated[tuple[VariableName, ...], Names("variable")] = ()
+    """Further environment variables of the service that the class sees, where its owner grants
+    that."""
+    readable: tuple[Path, ...] = ()
+    """Files and folders of the service's host that the class may read, beside Python modules that
+    it can import, where the service's owner grants that."""
+    network: Annotated[bool, Names("network")] = False
+    """Whether the class may open connections, where the service's owner grants that."""
 
 
 EnvironmentSpec = Annotated[

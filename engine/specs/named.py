@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-NamedKind = Literal["code", "path", "url", "variable"]
-"""Python code, a file or folder, an address that is connected to, an environment variable."""
+NamedKind = Literal["code", "path", "url", "variable", "network"]
+"""Python code, a file or folder, an address that is connected to, an environment variable, and
+connections that a user's code opens by itself."""
 
 CODE_PATTERN = r"^(.+:)?[A-Za-z_]\w*$"
 """Of a name of code: "path/to/file.py:name", "module:name", or that of an entry point."""
@@ -19,6 +20,8 @@ CODE_PATTERN = r"^(.+:)?[A-Za-z_]\w*$"
 @dataclass(frozen=True, slots=True)
 class Names:
     """Mark of a field, in its Annotated: what the text there, or each text of several, names.
+
+    Of "network" it is a flag, which names something where it is True.
 
     Fields of type Path need no mark.
     """
@@ -67,5 +70,5 @@ def _named(value: Any, field: str, mark: Names | None) -> Iterator[Named]:
             yield from _named(item, f"{field}.{number}", mark)
     elif isinstance(value, Path):
         yield Named(field, "path", str(value))
-    elif mark is not None and isinstance(value, str):
-        yield Named(field, mark.kind, value, mark.gets_secret)
+    elif mark is not None and (isinstance(value, str) or value is True):
+        yield Named(field, mark.kind, "true" if value is True else value, mark.gets_secret)

@@ -6,6 +6,7 @@ A source may be written as one text (`outside_source`); the long form has every 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -270,8 +271,8 @@ class KServeRewardSpec(EndpointRewardSpec):
 class PythonRewardSpec(OutsideRewardSpec):
     """A function of the user's, in worker processes of their own with bounds on what they use.
 
-    It has the rights of the service's user, and runs where the owner of the service grants it. What
-    the policy writes is handed to it as text and never run.
+    It runs in the sandbox that the host has, where the owner of the service grants it. What the
+    policy writes is handed to it as text and never run.
     """
 
     type: Literal["python"] = "python"
@@ -293,6 +294,11 @@ class PythonRewardSpec(OutsideRewardSpec):
     """Further environment variables of the service that its workers get, e.g. a token's, where its
     owner grants that. Others, and so passwords, are kept from them, but for the usual ones such as
     PATH."""
+    readable: tuple[Path, ...] = ()
+    """Files and folders of the service's host that the function may read, beside Python modules
+    that it can import, where the service's owner grants that."""
+    network: Annotated[bool, Names("network")] = False
+    """Whether the function may open connections, where the service's owner grants that."""
 
 
 # --- the union ----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def export_policy(
     reader = open_checkpoint(checkpoint)
     config = read_config(ModelSpec(path=model))
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     manifest = {
         name: Parameter(tuple(weight.shape), "float32") for name, weight in lm.named_parameters()
     }

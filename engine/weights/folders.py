@@ -6,6 +6,7 @@ crash leaves at most a `<name>.tmp-<uuid>`, which no reader opens.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
@@ -106,7 +107,7 @@ def whole_folder(
         temporary = target.with_name(names[0])
         ranks.agree(see)
         yield temporary
-        ranks.agree(finish)
+        ranks.agree(finish, (FolderExistsError,))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(target.with_name(name), ignore_errors=True)
@@ -116,7 +117,14 @@ def whole_folder(
 def _move_into_place(temporary: Path, target: Path, *, replace: bool) -> None:
     if not (replace and target.exists()):
         # A target that appeared meanwhile makes rename fail, unless it is an empty folder.
-        temporary.rename(target)
+        try:
+            temporary.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise FolderExistsError(
+                f"directory {str(target)!r} has appeared meanwhile: give a fresh one"
+            ) from error
         return
     old = target.with_name(f"{target.name}.old-{uuid.uuid4().hex}")
     target.rename(old)

@@ -79,7 +79,7 @@ class ActorRole(ModelRole, SamplingRole):
             max_model_len=None if spec.rollout is None else spec.rollout.max_model_len,
         )
         if spec.rollout is not None:
-            self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
+            self._source.play(spec.environment, spec.rollout.max_model_len, mesh, self.sandbox)
         progress("load policy", 1, 3)
         numerics = spec.chosen_numerics
         model = CausalLm(spec.model, device=rank_device(), mesh=mesh, numerics=numerics)

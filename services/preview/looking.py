@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,9 @@ from rolemesh.engine.data.filtering import long_prompts
 from rolemesh.engine.data.prompts import Prompt, PromptRow, PromptSet, load_prompts
 from rolemesh.engine.data.rendering import ChatTokenizer
 from rolemesh.engine.data.tokenizers import load_light_tokenizer
+from rolemesh.engine.environments.base import opening_of, raised
 from rolemesh.engine.environments.factory import environment_maker
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
     DataSpec,
     EnvironmentSpec,
@@ -23,10 +26,11 @@ from rolemesh.engine.specs import (
     Spec,
     WeightedRewardSpec,
 )
-from rolemesh.engine.user_code import UserCodeError, raised_at
+from rolemesh.engine.user_code import UserCodeError
 from rolemesh.services.reward.outside.base import OutsideRewardError
 from rolemesh.services.reward.outside.check.recipe_rows import rows_of_prompt
 from rolemesh.services.reward.outside.make import make_outside_reward
+from rolemesh.services.runtime.server.config import sandbox_mode
 
 Given = Literal["prompt", "demonstration", "preference", "judgement", "any"]
 
@@ -163,21 +167,16 @@ class Preview:
         spec = self._spec.environment
         if spec is None:
             return ""
-        environment = environment_maker(spec)()
+        environment = environment_maker(spec, find_sandbox(sandbox_mode(os.environ)))()
         prompt, _ = self.first()
         if prompt is not None:
             try:
-                text = environment.reset(prompt)
+                opening_of(environment, prompt)
             except Exception as error:
                 # The user's code: it may raise anything.
                 raise UserCodeError(
-                    f"reset of the environment failed for the first prompt: "
-                    f"{type(error).__name__}: {error}{raised_at(error)}"
+                    f"reset of the environment failed for the first prompt: {raised(error)}"
                 ) from error
-            if text is not None and not isinstance(text, str):
-                raise UserCodeError(
-                    f"reset of the environment gave a {type(text).__name__}: return text, or None"
-                )
         return spec.environment if isinstance(spec, PythonEnvironmentSpec) else spec.type
 
     async def rewards(self) -> list[dict[str, Any]]:
@@ -204,7 +203,8 @@ class Preview:
         changes = {"timeout_s": limit, "deadline_s": limit, "tries": 1, "hedge_after_s": None}
         known = {key: value for key, value in changes.items() if hasattr(spec, key)}
         try:
-            reward = make_outside_reward(name, spec.model_copy(update=known))
+            sandbox = find_sandbox(sandbox_mode(os.environ))
+            reward = make_outside_reward(name, spec.model_copy(update=known), sandbox)
         except ValueError as error:
             return {"error": str(error)}
         try:

@@ -10,6 +10,7 @@ from rolemesh.engine.experience import Column, ColumnKind, Experience
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.pass_at import pass_at
 from rolemesh.engine.rewards.sources import make_reward, reward_metrics
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     OutsideRewardSpec,
     SingleRewardSpec,
@@ -34,6 +35,7 @@ def make_sources(
     source: SingleRewardSpec | WeightedSumSpec,
     device: torch.device,
     mesh: RankMesh,
+    sandbox: Sandbox,
     observer: RequestObserver | None,
 ) -> RewardSources:
     """Builds every source of a reward.
@@ -42,6 +44,7 @@ def make_sources(
         source: Spec of the reward.
         device: Device of our own models.
         mesh: Ranks over which such a model is spread.
+        sandbox: Where a function runs.
         observer: Observer of each request to an outside source.
     """
 
@@ -51,7 +54,7 @@ def make_sources(
             return OutsideSource(
                 name=name,
                 weight=reward.weight,
-                reward=make_outside_reward(name, spec, observer),
+                reward=make_outside_reward(name, spec, sandbox, observer),
                 reader=RowReader(getattr(spec, "tokenizer", None)),
                 on_failure=spec.on_failure,
             )

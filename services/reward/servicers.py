@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import ClassVar, TypeVar
 
@@ -16,7 +17,12 @@ from rolemesh.engine.models.scoring_model import ScoreHead, ScoringModel
 from rolemesh.engine.parallel.agreement import gather_facts
 from rolemesh.engine.parallel.mesh import RankMesh
 from rolemesh.engine.rewards.sources import ClassifierReward, RewardInvalidError, reward_metrics
-from rolemesh.engine.specs import ClassifierRewardSpec, RewardSpec
+from rolemesh.engine.specs import (
+    ClassifierRewardSpec,
+    PythonRewardSpec,
+    RewardSpec,
+    named_sources,
+)
 from rolemesh.engine.specs.columns import IS_JUDGED
 from rolemesh.engine.train.trainer import Trainer
 from rolemesh.engine.transport.slots import SlotOwner
@@ -52,6 +58,8 @@ from rolemesh.v1 import (
     reward_pb2_grpc,
     trainer_pb2_grpc,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -90,13 +98,17 @@ class RewardRole(ModelRole):
     ) -> InitializeResult:
         """Builds the source, and loads its model if it has one."""
         progress("load reward", 0, 1)
-        facts = {f"{self.name}.source": spec.source.type}
+        facts: dict[str, str] = {f"{self.name}.source": spec.source.type}
+        if any(isinstance(one.source, PythonRewardSpec) for one in named_sources(spec.source)):
+            facts[f"{self.name}.sandbox"] = str(self.sandbox)
+            if self.sandbox.lacks:
+                logger.warning("functions of users run in the sandbox %s", self.sandbox)
         if (
             spec.optimizer is None
             or spec.data is None
             or not isinstance(spec.source, ClassifierRewardSpec)
         ):
-            sources = make_sources(spec.source, rank_device(), mesh, self._observer)
+            sources = make_sources(spec.source, rank_device(), mesh, self.sandbox, self._observer)
             sources.open()
             self._sources = sources
             progress("load reward", 1, 1)

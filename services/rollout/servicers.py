@@ -68,7 +68,7 @@ class RolloutRole(Role, SamplingRole):
         self._source = PromptSource(
             spec.model, spec.data, run_seed, max_model_len=spec.rollout.max_model_len
         )
-        self._source.play(spec.environment, spec.rollout.max_model_len, mesh)
+        self._source.play(spec.environment, spec.rollout.max_model_len, mesh, self.sandbox)
         progress(f"load {spec.rollout.type}", 1, 2)
         folder = read_model_folder(spec.model.path, spec.rollout.max_model_len)
         self._dtype = spec.rollout.dtype

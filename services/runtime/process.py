@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs.urls import without_passwords
 from rolemesh.engine.transport.shm import remove_leftovers
 from rolemesh.engine.transport.slots import remove_old_slots
@@ -113,6 +114,12 @@ class ServiceServer:
         try:
             runtime.identity = None if config.identity is None else Identity.read(config.identity)
         except IdentityError as error:
+            raise ServiceStartError(str(error)) from error
+        try:
+            runtime.role.sandbox = await asyncio.to_thread(
+                find_sandbox, config.sandbox, config.code_roots
+            )
+        except ValueError as error:
             raise ServiceStartError(str(error)) from error
         await self._select_device()
         server = grpc.aio.server(

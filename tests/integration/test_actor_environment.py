@@ -18,6 +18,7 @@ from support.services import assert_same, make_experience, operation_key, servin
 from support.tiny_models import tiny_tokenizer, write_tiny_llama
 
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, RolemeshError
 from rolemesh.services.actor.servicers import ActorRole
@@ -105,6 +106,8 @@ async def test_rows_are_episodes_and_their_rewards_reach_the_reward_role(folder:
         serving(RewardRole()) as judge,
         open_channel(judge.runtime.address) as reward_channel,
     ):
+        assert isinstance(runtime.role, ActorRole)
+        assert runtime.role.source.facts["environment.sandbox"] == str(find_sandbox("auto"))
         await initialize(reward_channel, {"source": {"type": "environment"}})
         result = await last(generate(channel))
         batch = await pulled(runtime, result.experience)

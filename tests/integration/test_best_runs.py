@@ -84,6 +84,7 @@ def critic_rate(update: int) -> float:
     return CRITIC * (1 - min(1.0, update / (STEPS * UPDATES)))
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_and_goes_on_is_the_one_that_did_not_stop(
     model: Path, tmp_path: Path
 ) -> None:

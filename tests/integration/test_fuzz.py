@@ -12,19 +12,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import grpc
-import httpx
 import pytest
 from support.fake_run import fill_store
 from support.fuzzing import PATIENCE_S, RUN, SEED, Figures, Fuzzed, is_harmful, sent
 from support.learning_runs import service_processes
 from support.malformed import TEXTS, Known, Malformed
 from support.mesh_runs import tiny_recipe
+from support.raw_http import RawHttp
 from support.services import operation_key
 from support.tiny_models import write_tiny_classifier, write_tiny_llama
 
@@ -62,7 +63,7 @@ def specs_of(folder: Path) -> Mapping[str, Any]:
     }
 
 
-async def known_of(clients: Mapping[str, ServiceClient], folder: Path) -> Known:
+async def known_of(clients: Mapping[str, ServiceClient]) -> Known:
     """A batch that all roles have worked on, published weights, a cut, and words that mean much."""
     sampling = rollout_pb2.Sampling(
         samples_per_prompt=2, temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4
@@ -106,7 +107,6 @@ async def known_of(clients: Mapping[str, ServiceClient], folder: Path) -> Known:
             "parameter": [one.name for one in published.weights.parameters],
             "policy_version": [published.weights.policy_version],
             "expected_policy_version": [0, 1, 2],
-            "directory": [str(folder / "saved"), "saved", ""],
             "type": ["ppo_policy", "gae", "sft", "grpo", "ppo_value", "pass_rate"],
             "temperature": [1.0],
             "top_p": [1.0, 0.5],
@@ -125,6 +125,10 @@ async def known_of(clients: Mapping[str, ServiceClient], folder: Path) -> Known:
     )
 
 
+IDLE = Known(values={"run_id": ["other"], "directory": [], "address": []})
+"""For a service that holds no run."""
+
+
 async def fuzz_roles(folder: Path, names: tuple[str, ...], number: int) -> None:
     """Sends so many to every method of every role, before it holds a run and while it does."""
     specs = specs_of(folder)
@@ -135,42 +139,45 @@ async def fuzz_roles(folder: Path, names: tuple[str, ...], number: int) -> None:
         clients = {name: ServiceClient(channel) for name, channel in channels.items()}
         told = {name: await client.get_capabilities() for name, client in clients.items()}
         figures = {name: Figures(name, told[name].pid) for name in names}
-        idle = Known(values={"run_id": ["other"], "directory": [], "address": []})
-        for name in names:
+        paths = {
+            name: [path for path in rolemesh_methods() if path.split("/")[1] in told[name].services]
+            for name in names
+        }
+
+        async def fuzz(name: str, seed: int, known: Known, methods: Iterable[str]) -> None:
             fuzzed = Fuzzed(
                 bare[name],
                 figures[name],
-                Malformed(SEED, idle),
-                lambda path, request: is_harmful(path, request, idle),
-            )
-            for method in ("Initialize", "Attach"):
-                await fuzzed.method(f"/rolemesh.v1.WorkerService/{method}", number)
-        for name, client in clients.items():
-            await client.initialize(operation_key("initialize"), specs[name], 3)
-        known = await known_of(clients, folder)
-        heard = asyncio.create_task(_heard(clients))
-        for name in names:
-            fuzzed = Fuzzed(
-                bare[name],
-                figures[name],
-                Malformed(SEED + 1, known),
+                Malformed(seed, known),
                 lambda path, request: is_harmful(path, request, known),
             )
-            mine = [
-                path for path in rolemesh_methods() if path.split("/")[1] in told[name].services
-            ]
-            assert len(mine) > 10
-            for path in sorted(mine, key=lambda path: path.endswith(("/Release", "/DropCuts"))):
-                if path.endswith("/Initialize"):
-                    continue
+            for path in methods:
                 await fuzzed.method(path, number)
                 if path.endswith("/Sleep"):
                     await clients[name].wake(operation_key("wake"))
-                if not figures[name].before_bytes:
+                if known is not IDLE and not figures[name].before_bytes:
                     figures[name].warm()
+
+        begin = [f"/rolemesh.v1.WorkerService/{method}" for method in ("Initialize", "Attach")]
+        await asyncio.gather(*(fuzz(name, SEED, IDLE, begin) for name in names))
+        for name, client in clients.items():
+            await client.initialize(operation_key("initialize"), specs[name], 3)
+        known = await known_of(clients)
+        heard = asyncio.create_task(_heard(clients))
+
+        async def fuzz_busy(name: str) -> None:
+            mine = [path for path in paths[name] if not path.endswith("/Initialize")]
+            assert len(mine) > 9
+            mine.sort(key=lambda path: path.endswith(("/Release", "/DropCuts")))
+            # Each role has a folder of its own: two that write one at once are no stranger's doing.
+            own = {"directory": [str(folder / f"saved-{name}"), "saved", ""]}
+            await fuzz(name, SEED + 1, replace(known, values={**known.values, **own}), mine)
             status = await clients[name].get_status(RUN)
-            assert (status.run_id, status.failure) == (RUN, ""), name
+            assert (status.run_id, status.failure) == (RUN, ""), f"{name}: {status}"
             assert status.state != worker_pb2.WORKER_STATE_FAILED
+
+        # At once, so that a role that computes or waits for a disk leaves no processor idle.
+        await asyncio.gather(*map(fuzz_busy, names))
         heard.cancel()
         for channel in (*channels.values(), *bare.values()):
             await channel.close()
@@ -216,8 +223,10 @@ async def fuzz_coordinator(folder: Path, number: int) -> None:
         try:
             assert process.stdout is not None
             facts = json.loads(await process.stdout.readline())
-            await fuzz_service(facts["address"], process.pid, number)
-            await fuzz_rest(facts["url"].rstrip("/"), process.pid, number)
+            await asyncio.gather(
+                fuzz_service(facts["address"], process.pid, number),
+                fuzz_rest(facts["url"].rstrip("/"), process.pid, number),
+            )
             assert process.returncode is None
         finally:
             process.terminate()
@@ -251,32 +260,29 @@ async def fuzz_service(address: str, pid: int, number: int) -> None:
 
 async def fuzz_rest(url: str, pid: int, number: int) -> None:
     figures, malformed = Figures("coordinator (REST)", pid), Malformed(SEED, Known())
-    draw = malformed.random
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-        document = (await client.get("/openapi.json")).json()
-        routes = [
-            (path, method, operation)
-            for path, operations in document["paths"].items()
-            for method, operation in operations.items()
-        ]
-        for path, method, operation in routes:
-            figures.methods += 1
+    client = RawHttp(url, PATIENCE_S)
+    document = json.loads((await client.ask("GET", "/openapi.json", {})).body)
+    routes = [
+        (path, method, operation)
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    ]
+    for path, method, operation in routes:
+        figures.methods += 1
 
-            async def send(
-                path: str = path, method: str = method, operation: Any = operation
-            ) -> None:
-                await _one_rest(client, figures, malformed, path, method, operation)
+        async def send(path: str = path, method: str = method, operation: Any = operation) -> None:
+            await _one_rest(client, figures, malformed, path, method, operation)
 
-            await sent(number, send)
-            if figures.methods == 4:
-                figures.warm()
-    assert draw is malformed.random
+        await sent(number, send)
+        if figures.methods == 4:
+            figures.warm()
+    client.close()
     faults = figures.faults()
     assert not faults, "\n".join(faults)
 
 
 async def _one_rest(
-    client: httpx.AsyncClient,
+    client: RawHttp,
     figures: Figures,
     malformed: Malformed,
     path: str,
@@ -314,26 +320,19 @@ async def _one_rest(
         if drawn < 0.3:
             content = malformed.damaged_text(content.decode())
         elif drawn < 0.35:
-            content = draw.choice((b"[" * 900_000, b"{}" * 600_000, b"\xff\xfe", b"1" * 10_000))
+            longest = (b"[" * 900_000, b"{}" * 600_000, b"\xff\xfe", b"1" * 10_000)
+            (content,) = draw.choices(longest, (1, 1, 4, 4))
     headers = {"content-type": draw.choice(("application/json", "text/plain", "x", ""))}
     if draw.random() < 0.1:
         headers["last-event-id"] = draw.choice(("1-1", "x", "9" * 90, "1-", "-"))
     began = time.monotonic()
-    request = client.build_request(
-        method.upper(), path, params=query, content=content, headers=headers
-    )
-    answer = await client.send(request, stream=True)
-    try:
-        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
-        text = "" if is_stream else (await answer.aread()).decode()
-    finally:
-        await answer.aclose()
-    figures.note(str(answer.status_code), began)
+    target = f"{path}?{urlencode(query)}" if query else path
+    answer = await client.ask(method.upper(), target, headers, content)
+    figures.note(str(answer.status), began)
     is_problem = answer.headers.get("content-type") == "application/problem+json"
-    if answer.status_code >= 500 or (answer.status_code >= 400 and not is_problem):
-        figures.wrong.append(
-            f"{request.method} {request.url} {answer.status_code} {text[:300]} <- {content[:400]!r}"
-        )
+    if answer.status >= 500 or (answer.status >= 400 and not is_problem):
+        text = answer.body[:300].decode()
+        figures.wrong.append(f"{method} {target} {answer.status} {text} <- {content[:400]!r}")
 
 
 # --- a few, and many --------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def slow_steps(service: str, method: str) -> float:
     return 0.05 if method == "Update" else 0.0
 
 
+@pytest.mark.slow
 async def test_a_watch_through_a_coordinator_that_is_killed_misses_and_repeats_nothing(
     tmp_path: Path,
 ) -> None:
@@ -286,6 +287,7 @@ async def test_a_run_whose_process_is_killed_goes_on_from_its_newest_step(tmp_pa
     assert (summary["state"], summary["steps"]) == ("succeeded", num_steps)
 
 
+@pytest.mark.slow
 async def test_a_later_coordinator_goes_on_with_runs_that_died_with_the_host(
     tmp_path: Path,
 ) -> None:

@@ -111,6 +111,7 @@ async def test_trajectories_that_go_on_together_give_the_same_run_twice(
     assert_same(first, second)
 
 
+@pytest.mark.slow
 async def test_evaluation_leaves_training_as_it_is(services: LastingServices) -> None:
     pools = PLACEMENTS["a rollout service"]
     quiet = await services.train(recipe_of(services, pools))

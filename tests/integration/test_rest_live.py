@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 from support import warm_processes
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 
@@ -38,6 +39,7 @@ enabled = false
 """
 
 
+@pytest.mark.slow
 def test_the_document_holds_for_a_live_mesh(tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_model(tmp_path / "model"), run__steps=STEPS)
     run = CliRun(recipe, tmp_path, variables=warm_processes.commands())

@@ -19,6 +19,7 @@ import pytest
 from support.outside_rows import reward_row, reward_rows
 from support.worker_processes import worker_processes
 
+from rolemesh.engine.sandbox.host import Sandbox, find_sandbox
 from rolemesh.engine.specs import DropGroupSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
@@ -30,6 +31,9 @@ from rolemesh.services.reward.outside.functions.reward import FunctionReward
 
 SUPPORT = Path(__file__).parents[1] / "support"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reward_function_trl.py"
+SANDBOX = find_sandbox("auto")
+"""The one that this host has: what works and what fails is the same in it."""
+FREE = Sandbox(kind="none", lacks="the test's function writes where it wants to")
 NUM_LEAK_CALLS = 3000
 LEAK_EACH = 100
 """Of these calls, every such one ends its worker."""
@@ -39,7 +43,9 @@ MOST_GROWTH_BYTES = 8 << 20
 
 @contextlib.asynccontextmanager
 async def function(name: str, file: str = "trl_rewards.py", **spec: Any) -> AsyncIterator[Any]:
-    reward = FunctionReward("it", PythonRewardSpec(function=f"{SUPPORT / file}:{name}", **spec))
+    reward = FunctionReward(
+        "it", PythonRewardSpec(function=f"{SUPPORT / file}:{name}", **spec), SANDBOX
+    )
     try:
         await reward.open()
         yield reward
@@ -113,7 +119,7 @@ async def test_an_openrlhf_file_works_unmodified() -> None:
 
 async def test_the_example_works() -> None:
     spec = PythonRewardSpec(function=f"{EXAMPLE}:accuracy")
-    reward = FunctionReward("it", spec)
+    reward = FunctionReward("it", spec, SANDBOX)
     judgement = await reward.judge([reward_row("it is 4", answer="4"), reward_row("5", answer="4")])
     await reward.close()
     assert rewards_of(judgement) == [1.0, 0.0]
@@ -176,6 +182,12 @@ async def test_a_worker_that_writes_garbage_is_not_believed() -> None:
     assert "announces 4294967295 bytes" in text
 
 
+async def test_a_reward_that_answers_no_call_is_not_taken_for_the_next_one() -> None:
+    async with hostile(timeout_s=30.0) as reward:
+        text = str(await failure(reward, "twice"))
+    assert "the answer to another call" in text
+
+
 async def test_processes_that_a_function_started_end_with_its_worker(tmp_path: Path) -> None:
     file = tmp_path / "parent.py"
     file.write_text(
@@ -185,7 +197,7 @@ async def test_processes_that_a_function_started_end_with_its_worker(tmp_path: P
         f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
         "    os._exit(4)\n"
     )
-    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f"))
+    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f"), FREE)
     assert (await reward.judge(reward_rows("a"))).failures
     await reward.close()
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -224,7 +236,7 @@ async def test_what_a_function_prints_is_logged_up_to_a_bound(
         "    print('y' * 100_000)\n"
         "    return [1.0] * len(completions)\n"
     )
-    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:talk"))
+    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:talk"), SANDBOX)
     with caplog.at_level(logging.INFO):
         rewards_of(await reward.judge(reward_rows("a")))
     await reward.close()
@@ -250,7 +262,7 @@ async def test_what_cannot_be_imported_shows_when_it_is_opened(
 ) -> None:
     file = tmp_path / "broken.py"
     file.write_text(source)
-    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:{name}"))
+    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:{name}"), SANDBOX)
     with pytest.raises(OutsideRewardError, match=found):
         await reward.open()
     await reward.close()
@@ -267,7 +279,7 @@ async def test_a_failure_that_ends_the_step_ends_the_calls(
     spec = PythonRewardSpec.model_validate(
         {"function": f"{file}:f", "batch_size": 1, "on_failure": {"type": policy}}
     )
-    reward = FunctionReward("it", spec)
+    reward = FunctionReward("it", spec, FREE)
     judged = await reward.judge(reward_rows("a", "b", "c"))
     await reward.close()
     assert len(judged.failures) == 3
@@ -280,7 +292,7 @@ async def test_closing_ends_a_call_in_flight_with_a_reason(tmp_path: Path) -> No
         "import pathlib, time\n"
         f"def f(completions): pathlib.Path({str(called)!r}).touch(); time.sleep(600)\n"
     )
-    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f", timeout_s=600))
+    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f", timeout_s=600), FREE)
     judging = asyncio.create_task(reward.judge(reward_rows("a")))
     while not called.exists():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -297,20 +309,20 @@ async def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
         "import json\nfrom neighbour import VALUE\n"
         "def f(completions): return [VALUE] * len(completions)\n"
     )
-    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f"))
+    reward = FunctionReward("it", PythonRewardSpec(function=f"{file}:f"), SANDBOX)
     assert rewards_of(await reward.judge(reward_rows("a"))) == [2.5]
     await reward.close()
 
 
 async def test_a_worker_that_ended_between_two_calls_is_replaced() -> None:
     async with hostile() as reward:
-        (first,) = rewards_of(await reward.judge(reward_rows("pid")))
-        assert first is not None
-        os.kill(int(first), signal.SIGKILL)
-        await asyncio.to_thread(os.waitid, os.P_PID, int(first), os.WEXITED | os.WNOWAIT)
-        (second,) = rewards_of(await reward.judge(reward_rows("pid")))
-        assert second != first
-        assert len(worker_processes()) == 1
+        assert rewards_of(await reward.judge(reward_rows("fine"))) == [1.0]
+        (first,) = worker_processes()
+        first.kill()
+        await asyncio.to_thread(os.waitid, os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+        assert rewards_of(await reward.judge(reward_rows("fine"))) == [1.0]
+        (second,) = worker_processes()
+        assert second.pid != first.pid
 
 
 async def test_a_cancelled_call_ends_its_worker() -> None:
@@ -329,29 +341,32 @@ async def test_a_cancelled_call_ends_its_worker() -> None:
 def test_workers_end_with_their_service() -> None:
     """Killed without a chance to clean up, in the middle of a call that keeps the interpreter."""
     program = (
-        "import asyncio\n"
+        "import asyncio, psutil\n"
         "from support.outside_rows import reward_rows\n"
+        "from rolemesh.engine.sandbox.host import find_sandbox\n"
         "from rolemesh.engine.specs import PythonRewardSpec\n"
         "from rolemesh.services.reward.outside.functions.reward import FunctionReward\n"
         "async def main():\n"
         f"    name = {str(SUPPORT / 'hostile_rewards.py')!r} + ':behave'\n"
-        "    reward = FunctionReward('it', PythonRewardSpec(function=name))\n"
-        "    pid = (await reward.judge(reward_rows('pid'))).rewards[0]\n"
-        "    print(int(pid), flush=True)\n"
+        "    reward = FunctionReward('it', PythonRewardSpec(function=name), find_sandbox('auto'))\n"
+        "    await reward.judge(reward_rows('fine'))\n"
+        "    print(*[c.pid for c in psutil.Process().children(recursive=True)], flush=True)\n"
         "    await reward.judge(reward_rows('spin'))\n"
         "asyncio.run(main())\n"
     )
     service = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(SUPPORT.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), *sys.path])},
     )
     assert service.stdout is not None
     with service.stdout:
-        worker = psutil.Process(int(service.stdout.readline()))
+        workers = [psutil.Process(int(pid)) for pid in service.stdout.readline().split()]
+    assert workers
     service.send_signal(signal.SIGKILL)
     service.wait(30)
-    worker.wait(30)
+    for worker in workers:
+        worker.wait(30)
 
 
 @pytest.mark.slow

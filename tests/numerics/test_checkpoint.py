@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from support.audit import CODE, UNPICKLING, recording
+from support.hostile_folders import plant
 from support.tiny_models import write_tiny_llama
 from support.token_batches import token_batch
 from support.updates import update_whole
@@ -254,6 +256,21 @@ def test_a_failed_block_leaves_the_old_folder_as_it_was(tmp_path: Path) -> None:
     assert os.stat(target / "b").st_mode & 0o444 == 0o444
 
 
+def test_a_folder_that_appears_meanwhile_is_refused_and_stays(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+
+    def write() -> None:
+        with whole_folder(target) as temporary:
+            (temporary / "a").write_text("ours")
+            target.mkdir()
+            (target / "a").write_text("theirs")
+
+    with pytest.raises(FolderExistsError, match="has appeared meanwhile"):
+        write()
+    assert (target / "a").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_policy_gives_the_same_logits_in_transformers(
     folder: Path, tmp_path: Path, dtype: str
@@ -325,6 +342,22 @@ def test_a_manifest_names_no_file_outside_of_its_folder(
     path.write_text(json.dumps({**content, "sha256": digest_of(content)}))
     with pytest.raises(CheckpointCorruptError, match="does not list"):
         open_checkpoint(tmp_path / "one")
+
+
+def test_pickles_in_the_folder_of_a_checkpoint_are_never_opened(
+    folder: Path, tmp_path: Path
+) -> None:
+    trainer = _policy(folder)
+    _train(trainer, seed=1)
+    trainer.save(tmp_path / "one", {})
+    planted = plant(tmp_path / "one", tmp_path / "ran")
+    resumed = _policy(folder)
+    with recording("open", *CODE) as events:
+        resumed.load(tmp_path / "one")
+    assert _bytes(resumed) == _bytes(trainer)
+    assert planted.opened(events) == []
+    assert [event for event in events if event.name in (UNPICKLING, "pickle.find_class")] == []
+    assert not planted.mark.exists()
 
 
 def test_an_exported_critic_keeps_its_head_and_its_cut(folder: Path, tmp_path: Path) -> None:

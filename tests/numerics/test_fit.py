@@ -161,6 +161,7 @@ def test_a_cut_and_a_frozen_model_hold_their_share(tmp_path: Path) -> None:
     assert frozen.rest <= whole.at_rest["weights"]
 
 
+@pytest.mark.slow
 def test_recomputation_and_shorter_passes_take_less(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=10)
 

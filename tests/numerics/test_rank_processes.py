@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # noqa: TID251 - between the processes of one test
 from dataclasses import dataclass
 
 import pytest

@@ -20,6 +20,7 @@ from support.episode_checks import (
     assert_episodes_score_as_a_full_forward,
     assert_turns_end_when_told,
 )
+from support.hostile_folders import plant
 from support.rollout_checks import (
     load_trainer_model,
     logprob_differences,
@@ -92,6 +93,7 @@ class Loaded:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_tiny_llama(tmp_path_factory.mktemp("vllm") / "model", tied=True)
     set_stop_tokens(path, STOP_TOKENS)
+    plant(path, path.parent / "ran")
     return path
 
 
@@ -126,6 +128,12 @@ def test_nothing_is_sampled_before_the_first_weights(loaded: Loaded) -> None:
     assert loaded.backend.policy_version == -1
     with pytest.raises(WeightsStaleError, match="no weights were sent yet"):
         loaded.backend.generate(make_requests(1), SamplingSpec())
+
+
+def test_code_and_pickles_in_the_folder_are_left_alone(loaded: Loaded, folder: Path) -> None:
+    engine = loaded.backend._engine
+    assert not engine.model_config.trust_remote_code
+    assert not (folder.parent / "ran").exists()
 
 
 def test_the_start_leaves_threads_memory_and_generators_alone(loaded: Loaded) -> None:

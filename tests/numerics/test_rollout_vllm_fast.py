@@ -30,7 +30,13 @@ FAST_BOUND = 0.05
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="how a CPU samples")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="tied"),
+        pytest.param(False, id="untied", marks=pytest.mark.slow),
+    ],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(
         tmp_path_factory.mktemp("vllm") / "model", tied=request.param, num_layers=4

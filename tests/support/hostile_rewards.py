@@ -43,6 +43,13 @@ def behave(completions, **kwargs):
             except OSError:
                 continue
         time.sleep(1000)
+    if how == "twice":
+        body = b'{"rewards":[7.0],"metrics":{}}'
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, len(body).to_bytes(4, "big") + body)
+            except OSError:
+                continue
     if how == "environment":
         return [float("SECRET_TOKEN" in os.environ) + 2 * ("GIVEN_TOKEN" in os.environ)]
     if how == "pid":

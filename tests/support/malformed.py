@@ -67,23 +67,33 @@ class Malformed:
         self._known = known
         self._sequence = 0
 
-    def request(self, kind: Descriptor) -> bytes:
-        """A serialized request, most probably a wrong one."""
+    def request(self, kind: Descriptor, *, is_damaged: bool = False) -> bytes:
+        """A serialized request, most probably a wrong one.
+
+        Args:
+            kind: Its type.
+            is_damaged: Changes the bytes of every one. Otherwise it is half of them.
+        """
         drawn = self.random.random()
         if drawn < 0.03:
             return self.random.randbytes(self.random.choice((0, 1, 7, 200)))
         if drawn < 0.04:
-            return self._nested(self.random.choice((90, 500, 20_000)))
+            return self._nested(self._seldom_last((90, 500, 20_000)))
         if drawn < 0.05:
             # One of few fields, again and again: parts of a message cost more than their bytes.
             tag = bytes((self.random.randrange(1, 8) << 3 | 2, 0))
-            return tag * self.random.choice((10, 3000, 200_000))
-        if drawn < 0.055:
+            return tag * self._seldom_last((10, 3000, 200_000))
+        if drawn < 0.052:
             return b"\x0a" + _varint(5 << 20) + bytes(5 << 20)
         data = self.message(kind).SerializeToString()
-        if drawn < 0.55 or not data:
+        if not data or (drawn < 0.55 and not is_damaged):
             return data
         return self._damaged(data)
+
+    def _seldom_last(self, sizes: tuple[int, int, int]) -> int:
+        """The largest costs server or client a hundred times as much as any other message."""
+        (size,) = self.random.choices(sizes, (5, 4, 1))
+        return size
 
     def message(self, kind: Descriptor, depth: int = 0) -> Message:
         """A message of this type."""

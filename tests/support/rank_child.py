@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-import pickle
+import pickle  # noqa: TID251 - between the processes of one test
 import sys
 import traceback
 from collections.abc import Callable

@@ -221,6 +221,9 @@ def main() -> None:
     if not os.environ.get("PYTHONSAFEPATH"):
         given.insert(0, os.getcwd() if words[0] == "-m" else os.path.dirname(words[0]))
     kept = [path for path in sys.path if Path(path) not in (ours, ours / "warm")]
+    if folder := os.environ.get("ROLEMESH_TEST_AUDIT"):
+        sys.path.insert(0, str(ours))
+        importlib.import_module("audit").record_into(folder)
     sys.path[:] = list(dict.fromkeys([*filter(None, given), *kept]))
     code = 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import (
     EndpointRewardSpec,
     GrpcRewardSpec,
@@ -26,13 +27,17 @@ from rolemesh.services.reward.outside.slime import SlimeClient
 
 
 def make_outside_reward(
-    name: str, spec: OutsideRewardSpec, observer: RequestObserver | None = None
+    name: str,
+    spec: OutsideRewardSpec,
+    sandbox: Sandbox,
+    observer: RequestObserver | None = None,
 ) -> OutsideReward:
     """Makes the reward that the spec describes. It sends no request before it is used.
 
     Args:
         name: Name for metrics and messages.
         spec: Spec of the reward.
+        sandbox: Where a function runs.
         observer: Observer of each request.
 
     Raises:
@@ -42,7 +47,7 @@ def make_outside_reward(
         clients = [make_client(url, spec) for url in spec.urls]
         return EndpointReward(name, spec, clients, observer=observer)
     if isinstance(spec, PythonRewardSpec):
-        return FunctionReward(name, spec, observer=observer)
+        return FunctionReward(name, spec, sandbox, observer=observer)
     raise ValueError(f"no outside reward is made of {type(spec).__name__}: give another type")
 
 

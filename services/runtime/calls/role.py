@@ -11,6 +11,7 @@ import grpc
 import torch
 
 from rolemesh.engine.parallel.mesh import RankMesh
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import RoleSpec
 from rolemesh.services.runtime.ranks.device import rank_device
 
@@ -46,6 +47,8 @@ class Role(ABC):
     """Name in the mesh, e.g. "actor"."""
     spec_class: ClassVar[type[RoleSpec]]
     """Schema of Initialize's spec."""
+    sandbox = Sandbox(kind="none", lacks="no service has found one")
+    """Where code of users runs; set by the service before it is bound."""
 
     @abstractmethod
     def initialize(

@@ -11,11 +11,12 @@ import difflib
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rolemesh.engine.grants import Grant
+from rolemesh.engine.sandbox.host import SandboxMode
 from rolemesh.engine.specs import LayoutSpec
 from rolemesh.engine.specs.urls import is_loopback, without_passwords
 
@@ -95,6 +96,11 @@ class ServiceConfig(BaseModel):
     variables: tuple[str, ...] = ()
     """Environment variable that a run may name as token or hand to a reward function. May be
     repeated."""
+    function_network: bool = False
+    """Permit functions of a run to open connections, where their spec asks for that."""
+    sandbox: SandboxMode = "auto"
+    """Where functions of a run are called: in the best sandbox that this host has, maybe none
+    (auto); in a complete one, or the service does not start (require); without one (off)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -125,6 +131,7 @@ class ServiceConfig(BaseModel):
             folders=self.folders,
             variables=self.variables,
             hosts=None,
+            network=self.function_network,
         )
 
     @property
@@ -169,7 +176,11 @@ def parse_layout(text: str) -> dict[str, str]:
     return sizes
 
 
-_CHOICES = {"log_level": get_args(LogLevel), "log_format": get_args(LogFormat)}
+_CHOICES = {
+    "log_level": get_args(LogLevel),
+    "log_format": get_args(LogFormat),
+    "sandbox": get_args(SandboxMode),
+}
 _SETTABLE = [name for name in ServiceConfig.model_fields if name != "role"]
 _SEVERAL = [name for name in _SETTABLE if ServiceConfig.model_fields[name].default == ()]
 """Settings with several entries: the flag of one ends without an s, and is repeated."""
@@ -200,6 +211,20 @@ def load_config(
             given = without_passwords(problem["input"])
             problems.append(f"{field} is {given!r}: {problem['msg']}" if field else problem["msg"])
         raise ConfigError("; ".join(problems)) from error
+
+
+def sandbox_mode(environment: Mapping[str, str]) -> SandboxMode:
+    """The sandbox of services that are started with this environment and no flag.
+
+    Raises:
+        ConfigError: There is no such mode.
+    """
+    name = f"{ENVIRONMENT_PREFIX}SANDBOX"
+    value = environment.get(name, ServiceConfig.model_fields["sandbox"].default)
+    for mode in get_args(SandboxMode):
+        if value == mode:
+            return cast("SandboxMode", mode)
+    raise ConfigError(f"{name} is {value!r}: give {', '.join(get_args(SandboxMode))}")
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

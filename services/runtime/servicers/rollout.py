@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -23,7 +24,14 @@ from rolemesh.engine.rollout.sampling import (
     sample_experience,
     sampling_metrics,
 )
-from rolemesh.engine.specs import DataSpec, EnvironmentSpec, ModelSpec, SamplingSpec
+from rolemesh.engine.sandbox.host import Sandbox
+from rolemesh.engine.specs import (
+    DataSpec,
+    EnvironmentSpec,
+    ModelSpec,
+    PythonEnvironmentSpec,
+    SamplingSpec,
+)
 from rolemesh.engine.specs.roles import ModelFolderSpec
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.references import merge_parts, shards_of
@@ -34,6 +42,8 @@ from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.server.errors import describe
 from rolemesh.services.runtime.servicers.asked_prompts import AskedPrompts, asked_prompts
 from rolemesh.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 
 class PromptSource:
@@ -80,13 +90,20 @@ class PromptSource:
         self.episodes: EpisodeRunner | None = None
         """Plays a row with the environment; None: a completion is one turn."""
 
-    def play(self, environment: EnvironmentSpec | None, max_model_len: int, mesh: RankMesh) -> None:
+    def play(
+        self,
+        environment: EnvironmentSpec | None,
+        max_model_len: int,
+        mesh: RankMesh,
+        sandbox: Sandbox,
+    ) -> None:
         """From now on rows are episodes with this environment, where there is one.
 
         Args:
             environment: What the policy talks to.
             max_model_len: Longest sequence of the sampler, in tokens.
             mesh: The service's ranks.
+            sandbox: Where a user's class runs.
 
         Raises:
             UserCodeError: The class of the environment cannot be loaded.
@@ -96,9 +113,14 @@ class PromptSource:
                 environment,
                 self.tokenizer,
                 max_model_len,
+                sandbox=sandbox,
                 group=mesh.generate_tp,
                 device=rank_device(),
             )
+        if isinstance(environment, PythonEnvironmentSpec):
+            self.facts["environment.sandbox"] = str(sandbox)
+            if sandbox.lacks:
+                logger.warning("an environment of a user runs in the sandbox %s", sandbox)
 
 
 class SamplingRole(ABC):

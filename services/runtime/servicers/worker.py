@@ -60,7 +60,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             experience_capacity_bytes=runtime.config.experience_capacity_bytes,
             dtypes=ITEM_BYTES,
             accepts_references=True,
-            spec_schema_json=json.dumps(runtime.role.spec_class.model_json_schema()),
+            spec_schema_json=_schema_json(runtime.role.spec_class),
             versions=_versions(),
             pid=os.getpid(),
             devices=runtime.role.devices(),
@@ -256,6 +256,12 @@ def whole_numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [whole_numbers(item) for item in value]
     return value
+
+
+@functools.cache
+def _schema_json(spec_class: type[RoleSpec]) -> str:
+    # Making it takes 10 ms of the event loop, and any member may ask again and again.
+    return json.dumps(spec_class.model_json_schema())
 
 
 @functools.cache

@@ -74,13 +74,17 @@ def write_smollm2(directory: Path) -> bool:
             gguf_file=source.name,
             quantization_config=GgufConfig(dequantize=True),
             local_files_only=True,
+            trust_remote_code=False,
         )
         # Otherwise the saved config claims that the bfloat16 weights are still quantized.
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.to(torch.bfloat16).save_pretrained(temporary)
         tokenizer = AutoTokenizer.from_pretrained(
-            source.parent, gguf_file=source.name, local_files_only=True
+            source.parent,
+            gguf_file=source.name,
+            local_files_only=True,
+            trust_remote_code=False,
         )
         tokenizer.save_pretrained(temporary)
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,16 @@ def test_a_secret_goes_to_named_hosts_alone() -> None:
         grant.check_named(url("https://judge.example", gets_secret=True))
 
 
+def test_a_function_s_own_connections_are_granted_as_such() -> None:
+    source = {"type": "python", "function": "mine:judge", "network": True}
+    spec = RewardSpec.model_validate({"source": source})
+    grant = Grant(code_names=("mine:judge",), hosts=None)
+    with pytest.raises(NotGrantedError, match=r"reward\.source\.network is .*--function-network"):
+        grant.check(spec, "reward.")
+    replace(grant, network=True).check(spec, "reward.")
+    grant.check(RewardSpec.model_validate({"source": {**source, "network": False}}), "reward.")
+
+
 def test_public_means_public() -> None:
     assert is_public("8.8.8.8")
     assert is_public("2606:4700::1111")
@@ -283,10 +294,11 @@ NAMED: dict[NamedKind, set[str]] = {
     "code": {"environment", "function", "tracker"},
     "path": {
         *("path", "held_out_path", "tokenizer", "directory", "token_file"),
-        *("password_file", "certificates", "certificate", "read", "drive"),
+        *("password_file", "certificates", "certificate", "read", "drive", "readable"),
     },
     "url": {"urls", "address", "addresses", "tracking_uri", "endpoint", "url"},
     "variable": {"token_variable", "environment", "variables"},
+    "network": {"network"},
 }
 
 

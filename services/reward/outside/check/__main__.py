@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import (
     EndpointRewardSpec,
     GrpcRewardSpec,
@@ -36,6 +38,7 @@ from rolemesh.services.reward.outside.counts import RequestCounts
 from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.http import JsonEndpoint
 from rolemesh.services.reward.outside.make import make_client, make_outside_reward
+from rolemesh.services.runtime.server.config import sandbox_mode
 
 MOST_TRIES = 5
 """Times that a request is sent at most. A run sends it until the source's deadline has passed."""
@@ -164,7 +167,7 @@ async def _check_all(targets: Sequence[Target], rows: Sequence[RewardRow], repor
 async def _check(target: Target, rows: Sequence[RewardRow], report: Report) -> None:
     name, spec = target.name, target.spec
     try:
-        reward = make_outside_reward(name, spec)
+        reward = make_outside_reward(name, spec, find_sandbox(sandbox_mode(os.environ)))
     except ValueError as error:
         raise CheckInputError(str(error)) from error
     try:

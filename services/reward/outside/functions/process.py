@@ -14,8 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from rolemesh.engine.sandbox import frames
+from rolemesh.engine.sandbox.bubblewrap import SIGNALLED
+from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
+from rolemesh.engine.sandbox.view import View, environment_of
+from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
-from rolemesh.services.reward.outside.functions import frames
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +28,6 @@ LOAD_TIMEOUT_S = 300.0
 
 MAX_LOGGED_BYTES = 16 << 10
 """Most bytes of one call's output that go to the service's log."""
-
-PASSED_VARIABLES = (
-    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
-    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-    *("HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"),
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
-)
-"""Environment variables of the service that a worker gets, without tokens and passwords. A recipe
-may name further ones."""
 
 _EXIT_GRACE_S = 1.0
 """Wait for a process that closed its connection: its exit code says more about the cause."""
@@ -89,20 +84,20 @@ class FunctionProcess:
     in doubt, the process is ended, and the caller needs a new one.
     """
 
-    def __init__(
-        self, function: str, form: str, limits: FunctionLimits, variables: Sequence[str]
-    ) -> None:
-        """Takes the function's name, its form, and environment variables to pass along."""
-        self._function = function
-        self._form = form
+    def __init__(self, spec: PythonRewardSpec, limits: FunctionLimits, sandbox: Sandbox) -> None:
+        """Takes the function's name, form and rights, its limits, and what confines it."""
+        self._spec = spec
+        self._function = spec.function
         self._limits = limits
-        self._variables = variables
+        self._sandbox = sandbox
+        self._view: View | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._output: asyncio.Task[None] | None = None
         self._printed = 0
         self._tail = b""
         self._is_talkative = False
+        self._calls = 0
 
     @property
     def is_open(self) -> bool:
@@ -129,7 +124,18 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: It cannot be imported or called.
         """
-        ours, printed = self._spawn()
+        spec = self._spec
+        try:
+            self._view = await asyncio.to_thread(
+                self._sandbox.show, self._function, spec.readable, network=spec.network
+            )
+        except ValueError as error:
+            raise self._failed(str(error), "correct it") from error
+        try:
+            ours, printed = self._spawn()
+        except BaseException:
+            await self._close_view()
+            raise
         self._output = asyncio.create_task(self._read_output(printed))
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
@@ -139,8 +145,9 @@ class FunctionProcess:
             raise
         order = {
             "function": self._function,
-            "form": self._form,
+            "form": self._spec.form,
             "memory_bytes": self._limits.memory_bytes,
+            "sandbox": None if self._view is None else self._sandbox.order(self._view),
         }
         answer = await self._exchange(order, LOAD_TIMEOUT_S, "for its import")
         if "error" in answer:
@@ -154,9 +161,14 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: The function gave no rewards.
         """
-        message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s}
+        self._calls += 1
+        message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s, "call": self._calls}
         self._printed, self._tail = 0, b""
         answer = await self._exchange(message, self._limits.call_s, "for a call")
+        if answer.get("call") != self._calls:
+            # A message too many, and each later call would get the rewards of the one before it.
+            await self.end()
+            raise self._failed("the answer to another call from its process", _MESSED)
         if "error" in answer:
             if answer.get("is_spent"):
                 await self.end()
@@ -183,6 +195,12 @@ class FunctionProcess:
             await asyncio.wait({self._output}, timeout=_LAST_WORDS_S)
             self._output.cancel()
             await asyncio.gather(self._output, return_exceptions=True)
+        await self._close_view()
+
+    async def _close_view(self) -> None:
+        view, self._view = self._view, None
+        if view is not None:
+            await asyncio.to_thread(view.close)
 
     async def _exchange(
         self, message: dict[str, Any], timeout_s: float, purpose: str
@@ -233,6 +251,8 @@ class FunctionProcess:
         has_ended = await _ends_soon(process.pid)
         await self.end()
         code = process.returncode if has_ended else None
+        if code is not None and code > SIGNALLED and self._sandbox.kind == "bubblewrap":
+            code = SIGNALLED - code
         if code is None:
             found, remedy = "a closed connection", _MESSED
         elif code >= 0:
@@ -253,7 +273,10 @@ class FunctionProcess:
         error = answer["error"]
         if not isinstance(error, dict):
             return self._failed("an error without a text from its process", _MESSED)
-        return self._failed(*(str(error.get(key)) for key in ("found", "remedy", "traceback")))
+        found, remedy, traceback = (str(error.get(key)) for key in ("found", "remedy", "traceback"))
+        if error.get("of_system") and self._sandbox.is_there:
+            remedy = f"{remedy}; {MAY_BE_SANDBOX}"
+        return self._failed(found, remedy, traceback)
 
     async def _read_output(self, pipe: IO[bytes]) -> None:
         """Logs what the process prints, and ends it when that is too much."""
@@ -287,14 +310,15 @@ class FunctionProcess:
         """Starts the process: our ends of its connection, and of the pipe into which it prints."""
         ours, theirs = socket.socketpair()
         printed, prints = os.pipe()
+        words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())],
+                self._sandbox.command(words, self._view),
                 stdin=subprocess.DEVNULL,
                 stdout=prints,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                env=self._environment(),
+                env=environment_of(self._view, self._spec.environment),
                 start_new_session=True,
             )
         except OSError as error:
@@ -305,17 +329,6 @@ class FunctionProcess:
             theirs.close()
             os.close(prints)
         return ours, os.fdopen(printed, "rb", 0)
-
-    def _environment(self) -> dict[str, str]:
-        names = (*PASSED_VARIABLES, *self._variables)
-        return {
-            **{name: os.environ[name] for name in names if name in os.environ},
-            # No file of the current directory or of a script's may shadow a package.
-            "PYTHONSAFEPATH": "1",
-            "PYTHONUNBUFFERED": "1",
-            # After a crash in native code, the text of the error has its place.
-            "PYTHONFAULTHANDLER": "1",
-        }
 
 
 async def _ends_soon(pid: int) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from rolemesh.engine.sandbox.host import Sandbox
 from rolemesh.engine.specs import FailSpec, PythonRewardSpec
 from rolemesh.services.reward.outside.answers import kept
 from rolemesh.services.reward.outside.base import (
@@ -38,17 +39,24 @@ class FunctionReward(OutsideReward):
     """
 
     def __init__(
-        self, name: str, spec: PythonRewardSpec, *, observer: RequestObserver | None = None
+        self,
+        name: str,
+        spec: PythonRewardSpec,
+        sandbox: Sandbox,
+        *,
+        observer: RequestObserver | None = None,
     ) -> None:
         """Prepares; starts no process yet.
 
         Args:
             name: Name of the reward, for metrics.
             spec: The function, and its limits.
+            sandbox: Where it runs.
             observer: Observer of each call.
         """
         self._name = name
         self._spec = spec
+        self._sandbox = sandbox
         self._observer = observer
         self._limits = FunctionLimits(
             call_s=spec.timeout_s,
@@ -158,16 +166,17 @@ class FunctionReward(OutsideReward):
         return await self._start()
 
     async def _start(self) -> FunctionProcess:
-        process = FunctionProcess(
-            self._spec.function, self._spec.form, self._limits, self._spec.environment
-        )
+        process = FunctionProcess(self._spec, self._limits, self._sandbox)
         self._all.add(process)
         try:
             form = await process.start()
         except BaseException:
             self._all.discard(process)
             raise
-        logger.info("%s: process %d, form %s", self._spec.function, process.pid, form)
+        logger.info(
+            "%s: process %d, form %s, sandbox %s",
+            *(self._spec.function, process.pid, form, self._sandbox),
+        )
         return process
 
 

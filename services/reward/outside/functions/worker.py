@@ -1,46 +1,37 @@
 """A process that holds one reward function and calls it.
 
 Used as `python -m rolemesh.services.reward.outside.functions.worker SOCKET PARENT_PID`. The first
-message names the function, each further one is a batch. The process is isolated so that a function
-that hangs, crashes or eats memory harms nothing else; it has the rights of the service's user.
+message names the function and its sandbox, each further one is a batch. The process is isolated so
+that a function that hangs, crashes or eats memory harms nothing else, and reaches nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import math
-import os
 import resource
-import signal
 import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from rolemesh.engine.sandbox import frames
+from rolemesh.engine.sandbox.inside import begin, is_of_system, set_limit
 from rolemesh.engine.user_code import UserCodeError, load_named
-from rolemesh.services.reward.outside.functions import answers, forms, frames
+from rolemesh.services.reward.outside.functions import answers, forms
 from rolemesh.services.reward.outside.functions.answers import FunctionFaultError
 
 MAX_TRACEBACK_CHARACTERS = 1500
 """Most characters of a traceback, from its end: the text of an error is cut at 2000 when sent."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main(arguments: list[str]) -> int:
     """Serves one service over the socket that it inherits, until the other end closes."""
-    descriptor, parent_pid = int(arguments[0]), int(arguments[1])
-    end_with_parent(parent_pid)
-    connection = socket.socket(fileno=descriptor)
-    # Processes that the function starts must not hold the connection open.
-    connection.set_inheritable(False)
-    order = frames.read(connection, frames.MAX_CALL_BYTES)
+    connection, order = begin(arguments)
     if order is None:
         return 0
-    _limit_memory(order["memory_bytes"])
     try:
         form = load(str(order["function"]), str(order["form"]))
     except (UserCodeError, FunctionFaultError) as error:
@@ -51,24 +42,8 @@ def main(arguments: list[str]) -> int:
     with asyncio.Runner() as runner:
         while (call := frames.read(connection, frames.MAX_CALL_BYTES)) is not None:
             _limit_processor(call["cpu_s"])
-            _send(connection, _answer(form, call, runner))
+            _send(connection, {**_answer(form, call, runner), "call": call["call"]})
     return 0
-
-
-def end_with_parent(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when the thread that started it ends.
-
-    This is the thread of the service's event loop, which lives as long as its workers. The kernel
-    also ends a function that never releases the interpreter, which no thread in here could do.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"prctl: {os.strerror(number)}")
-    # The parent may have ended before the request to the kernel.
-    if os.getppid() != parent_pid:
-        raise SystemExit(f"parent {parent_pid} is gone")
 
 
 def load(name: str, form: str) -> forms.Form:
@@ -113,26 +88,33 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         frame = frames.encode(message, frames.MAX_ANSWER_BYTES)
     except ValueError as error:
         fault = FunctionFaultError(f"an answer that cannot be sent ({error})", "log less")
-        frame = frames.encode({"error": _fault(fault)}, frames.MAX_ANSWER_BYTES)
+        told = {"error": _fault(fault), "call": message.get("call")}
+        frame = frames.encode(told, frames.MAX_ANSWER_BYTES)
     connection.sendall(frame)
 
 
-def _fault(error: FunctionFaultError | UserCodeError) -> dict[str, str]:
+def _fault(error: FunctionFaultError | UserCodeError) -> dict[str, Any]:
     if isinstance(error, FunctionFaultError):
         return {"found": error.found, "remedy": error.remedy, "traceback": ""}
     return {
         "found": "a function that cannot be imported",
         "remedy": str(error),
         "traceback": "" if error.__cause__ is None else _traceback(error.__cause__),
+        "of_system": is_of_system(error),
     }
 
 
-def _raised(error: BaseException) -> dict[str, str]:
+def _raised(error: BaseException) -> dict[str, Any]:
     remedy = "the function raised this"
     if isinstance(error, MemoryError):
         remedy = "the function wanted more than memory_mib allows"
     found = "".join(traceback.format_exception_only(error)).strip()
-    return {"found": found, "remedy": remedy, "traceback": _traceback(error)}
+    return {
+        "found": found,
+        "remedy": remedy,
+        "traceback": _traceback(error),
+        "of_system": is_of_system(error),
+    }
 
 
 def _traceback(error: BaseException) -> str:
@@ -147,23 +129,10 @@ def _traceback(error: BaseException) -> str:
     return text[-MAX_TRACEBACK_CHARACTERS:]
 
 
-def _limit_memory(memory_bytes: int | None) -> None:
-    # A crash must not write memory to disk.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes is not None:
-        _set_limit(resource.RLIMIT_AS, memory_bytes)
-
-
 def _limit_processor(cpu_s: float) -> None:
     """Limits the processor time of the next call; then SIGXCPU ends this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + cpu_s))
-
-
-def _set_limit(kind: int, value: int) -> None:
-    """Sets a limit, or keeps that of the service if it is lower."""
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    set_limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + cpu_s))
 
 
 if __name__ == "__main__":

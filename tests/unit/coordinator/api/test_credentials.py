@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -148,7 +150,7 @@ def test_a_coordinator_is_open_where_its_owner_says_so_and_has_no_token(tmp_path
         read_tokens(is_open, {TOKEN_VARIABLE: TOKEN}, folder=tmp_path)
 
 
-def test_others_reach_it_with_a_token_and_not_in_clear_alone() -> None:
+def test_no_door_is_opened_to_others_without_a_token() -> None:
     given = {TOKEN_VARIABLE: TOKEN}
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
         assert is_loopback(host)
@@ -216,6 +218,27 @@ def test_a_token_is_compared_whole_and_its_absence_told_apart() -> None:
         with pytest.raises(UnauthenticatedError) as wrong:
             tokens.scope_of(sent)
         assert wrong.value.reason == "TOKEN_INVALID"
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_token_is_compared_in_constant_time(
+    verdict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but hmac decides: a comparison that ends at the first difference tells the token."""
+    compared = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return verdict
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    tokens, tries = tokens_of(TOKEN, read="look"), (TOKEN, "another", TOKEN[:-1])
+    for sent in tries:
+        with contextlib.nullcontext() if verdict else pytest.raises(UnauthenticatedError):
+            tokens.scope_of(f"Bearer {sent}")
+    # Also the second one is looked at where the first one was right.
+    known = (b"look", TOKEN.encode())
+    assert compared == [(sent.encode(), token) for sent in tries for token in known]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from rolemesh.coordinator.commands.diagnosis import (
     check_python,
     check_quickstart,
     check_recipe,
+    check_sandbox,
     check_shared_memory,
     check_store,
 )
@@ -215,6 +216,21 @@ def test_proxy_without_exception_for_loopback_is_a_warning(
     assert check_loopback().level is Level.WARN
     monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
     assert check_loopback().level is Level.OK
+
+
+def test_the_sandbox_for_functions_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = "rolemesh.engine.sandbox.host"
+    monkeypatch.setattr(f"{host}.bubblewrap", lambda: "/bin/bwrap")
+    monkeypatch.setattr(f"{host}.why_not", lambda program: "")
+    assert check_sandbox() == Finding(
+        level=Level.OK, what="sandbox", text="for functions of yours: bubblewrap"
+    )
+    monkeypatch.setattr(f"{host}.bubblewrap", lambda: None)
+    monkeypatch.setattr(f"{host}.landlock_abi", lambda: 4)
+    found = check_sandbox()
+    assert found.level is Level.WARN
+    assert "landlock (functions can signal other processes" in found.text
+    assert "bubblewrap" in found.remedy
 
 
 async def test_embedded_store_is_started_and_asked() -> None:

@@ -373,6 +373,10 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "reward.source={type: python, function: 'mine', environment: [MY_TOKEN]}",
         "reward.source.environment.0",
     ),
+    "network of a function": (
+        "reward.source={type: python, function: 'mine', network: true}",
+        "reward.source.network",
+    ),
 }
 
 

@@ -236,7 +236,9 @@ def test_bad_input_is_refused_with_field_value_and_remedy(
 
 
 def test_each_role_may_use_the_code_and_variables_that_its_section_names() -> None:
-    source = "{type: python, function: 'mine.rewards:judge', environment: [JUDGE, TOKEN]}"
+    source = (
+        "{type: python, function: 'mine.rewards:judge', environment: [JUDGE, TOKEN], network: true}"
+    )
     loss = "algorithm.policy_loss={type: python, function: 'my.losses:soft'}"
     services = rendered(PPO, "--gpus", "1", "--set", f"reward.source={source}", "--set", loss)
     granted = {
@@ -249,8 +251,9 @@ def test_each_role_may_use_the_code_and_variables_that_its_section_names() -> No
         "reward": {
             "ROLEMESH_SERVICE__CODE_NAMES": "mine.rewards:judge",
             "ROLEMESH_SERVICE__VARIABLES": "JUDGE,TOKEN",
+            "ROLEMESH_SERVICE__FUNCTION_NETWORK": "true",
         },
     }
 
 
-SET = ("ROLEMESH_SERVICE__CODE_NAMES", "ROLEMESH_SERVICE__VARIABLES")
+SET = tuple(f"ROLEMESH_SERVICE__{n}" for n in ("CODE_NAMES", "VARIABLES", "FUNCTION_NETWORK"))

@@ -379,7 +379,7 @@ def test_a_service_may_use_what_its_section_names_and_nothing_else(tmp_path: Pat
 
     everything = {
         f"ROLEMESH_SERVICE__{name}": "/" for name in ("FOLDERS", "CODE_ROOTS", "CODE_NAMES")
-    } | {"ROLEMESH_SERVICE__VARIABLES": "HOME"}
+    } | {"ROLEMESH_SERVICE__VARIABLES": "HOME", "ROLEMESH_SERVICE__FUNCTION_NETWORK": "true"}
     recipe = fake_recipe(
         algorithm={
             **PPO,
@@ -393,6 +393,8 @@ def test_a_service_may_use_what_its_section_names_and_nothing_else(tmp_path: Pat
                         "type": "python",
                         "function": "--port=1:judge",
                         "environment": ["MINE"],
+                        "readable": ["words.txt"],
+                        "network": True,
                     }
                 },
                 {"source": {"type": "slime", "urls": "https://h/r", "token_variable": "MY_TOKEN"}},
@@ -414,4 +416,8 @@ def test_a_service_may_use_what_its_section_names_and_nothing_else(tmp_path: Pat
     assert actor.code_roots == reward.code_roots == ()
     run = tmp_path / "run"
     assert actor.folders == (run, Path("/models/none"), Path("/data/none.jsonl"))
-    assert (critic.folders, reward.folders) == ((run, Path("/models/none")), (run,))
+    assert (critic.folders, reward.folders) == (
+        (run, Path("/models/none")),
+        (run, Path("words.txt")),
+    )
+    assert (critic.function_network, reward.function_network) == (False, True)

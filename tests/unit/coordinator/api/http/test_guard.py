@@ -81,6 +81,47 @@ async def test_a_name_rebound_to_loopback_is_refused(host: str) -> None:
             refused(await open_client.get(path, headers={"host": host}), 403, "HOST_REFUSED")
 
 
+async def routes(asked: httpx.AsyncClient) -> list[tuple[str, str]]:
+    """Method and path of every route that there is, and of a few that are none."""
+    paths = (await asked.get("/openapi.json", headers={"host": "localhost"})).json()["paths"]
+    named = [(method.upper(), path) for path in paths for method in paths[path]]
+    assert len(named) > 15
+    others = [(method, path) for path in OPEN for method in ("GET", "HEAD", "OPTIONS", "PUT")]
+    return [(method, path.replace("{", "").replace("}", "")) for method, path in named + others]
+
+
+async def test_a_rebound_name_reaches_no_route_by_any_method() -> None:
+    async with client() as open_client:
+        for method, path in await routes(open_client):
+            answer = await open_client.request(method, path, headers={"host": "evil.example"})
+            assert answer.status_code == 403, (method, path)
+            assert answer.headers["content-type"] == "application/problem+json"
+
+
+async def test_a_page_of_another_origin_reaches_no_route_that_changes_something() -> None:
+    headers = {"origin": "https://evil.example", "host": "localhost:8321"}
+    changing = 0
+    async with client() as open_client:
+        for method, path in await routes(open_client):
+            if method not in ("GET", "HEAD", "OPTIONS"):
+                changing += 1
+                refused(
+                    await open_client.request(method, path, headers=headers), 403, "ORIGIN_REFUSED"
+                )
+    assert changing > 4
+
+
+async def test_no_page_of_another_origin_may_read_an_answer() -> None:
+    preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    async with client() as open_client:
+        for method, path in await routes(open_client):
+            for asked in {method, "OPTIONS"}:
+                headers = {**preflight, "host": "localhost:8321"}
+                answer = await open_client.request(asked, path, headers=headers)
+                given = [name for name in answer.headers if name.startswith("access-control-")]
+                assert given == [], (asked, path)
+
+
 async def test_with_a_token_any_name_may_lead_here() -> None:
     async with client(TOKEN) as guarded:
         headers = {"host": "mesh.example", "authorization": f"Bearer {TOKEN}"}

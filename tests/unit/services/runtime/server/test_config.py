@@ -9,7 +9,12 @@ import pytest
 from rolemesh.engine.grants import Grant
 from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.services.runtime.ranks.agent import as_rank
-from rolemesh.services.runtime.server.config import ConfigError, ServiceConfig, load_config
+from rolemesh.services.runtime.server.config import (
+    ConfigError,
+    ServiceConfig,
+    load_config,
+    sandbox_mode,
+)
 
 
 def test_flags_win_over_the_environment_and_that_over_defaults() -> None:
@@ -35,6 +40,16 @@ def test_what_callers_may_name_is_given_once_for_each() -> None:
         hosts=None,
     )
     assert load_config("actor", [], {"ROLEMESH_SERVICE__FOLDERS": ""}).grant == Grant(hosts=None)
+    assert load_config("actor", ["--function-network"], {}).grant == Grant(hosts=None, network=True)
+
+
+def test_the_owner_says_which_sandbox() -> None:
+    environment = {"ROLEMESH_SERVICE__SANDBOX": "require"}
+    assert load_config("reward", [], {}).sandbox == sandbox_mode({}) == "auto"
+    assert load_config("reward", [], environment).sandbox == sandbox_mode(environment) == "require"
+    assert load_config("reward", ["--sandbox", "off"], environment).sandbox == "off"
+    with pytest.raises(ConfigError, match="SANDBOX is 'yes': give auto, require, off"):
+        sandbox_mode({"ROLEMESH_SERVICE__SANDBOX": "yes"})
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:

@@ -1,4 +1,4 @@
-"""Messages between a service and the worker processes of a reward function.
+"""Messages between a service and worker processes that run code of users.
 
 A frame is four bytes, big-endian, with the length of the JSON object after them. A worker runs code
 of the user, so its messages are checked like all data from outside.

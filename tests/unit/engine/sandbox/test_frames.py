@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rolemesh.services.reward.outside.functions import frames
+from rolemesh.engine.sandbox import frames
 
 
 def test_a_message_comes_back_as_it_was() -> None:

@@ -1,0 +1,184 @@
+"""A user's environment in a process of its own, within a sandbox, seen from the sampler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from typing import IO, Any
+
+from rolemesh.engine.data.prompts import Prompt
+from rolemesh.engine.environments.base import (
+    Environment,
+    EnvironmentFailedError,
+    Observation,
+    TurnEnd,
+)
+from rolemesh.engine.sandbox import frames
+from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
+from rolemesh.engine.sandbox.view import View, environment_of
+from rolemesh.engine.specs import PythonEnvironmentSpec
+from rolemesh.engine.user_code import UserCodeError
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "rolemesh.engine.environments.worker"
+_MOST_LINE_BYTES = 4096
+
+
+class EnvironmentProcess:
+    """The process in which all instances of one class live. Owner: the thread that made it.
+
+    The kernel ends the process with that thread, and it ends when this object goes.
+
+    Example::
+
+        environment = EnvironmentProcess(spec, sandbox).make()
+        environment.reset(row)
+        environment.step("7", "end_token")  # Observation(reward=1.0, done=True)
+    """
+
+    def __init__(self, spec: PythonEnvironmentSpec, sandbox: Sandbox) -> None:
+        """Starts it, and loads and tries the class.
+
+        Raises:
+            UserCodeError: The class cannot be loaded, is no Environment, or does not take its
+                config; or a path of `readable` is not there.
+        """
+        self._class = spec.environment.rpartition(":")[2]
+        self._numbers = itertools.count()
+        self._dropped: list[int] = []
+        self._spec, self._sandbox = spec, sandbox
+        self._start()
+
+    def _start(self) -> None:
+        """Starts the process, and has it load the class."""
+        spec = self._spec
+        try:
+            view = self._sandbox.show(spec.environment, spec.readable, network=spec.network)
+        except ValueError as error:
+            raise UserCodeError(f"environment has {error}: correct it") from error
+        assert view is not None
+        self._connection, theirs = socket.socketpair()
+        words = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(self._sandbox.parent_pid)]
+        try:
+            process = subprocess.Popen(
+                self._sandbox.command(words, view),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=environment_of(view, spec.variables),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._connection.close()
+            view.close()
+            raise EnvironmentFailedError(
+                f"no process ({error}): free processes or memory"
+            ) from error
+        finally:
+            theirs.close()
+        self._end = weakref.finalize(self, _end, process, self._connection, view)
+        assert process.stdout is not None
+        log = threading.Thread(target=_log, args=(self._class, process.stdout), daemon=True)
+        log.start()
+        order = {
+            "spec": spec.model_dump(mode="json"),
+            "memory_bytes": None,
+            "sandbox": self._sandbox.order(view),
+        }
+        try:
+            self._exchange(order)
+        except EnvironmentFailedError as error:
+            self._end()
+            raise UserCodeError(str(error)) from error
+
+    def make(self) -> Environment:
+        """A new instance, for one trajectory."""
+        if not self._end.alive:
+            # It ended in an earlier generation, which has failed.
+            self._start()
+        number = next(self._numbers)
+        stop: Any = self.ask(number, "make").get("stop")
+        # Errors name the user's class.
+        own: Environment = type(self._class, (_Confined,), {})(self, number)
+        own.stop = stop if isinstance(stop, str) else tuple(stop)
+        weakref.finalize(own, self._dropped.append, number)
+        return own
+
+    def ask(self, number: int, ask: str, **given: Any) -> dict[str, Any]:
+        """The answer of an instance.
+
+        Raises:
+            EnvironmentFailedError: It raised, or its process ended.
+        """
+        dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+        return self._exchange({"number": number, "ask": ask, "dropped": dropped, **given})
+
+    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._connection.sendall(frames.encode(message, frames.MAX_CALL_BYTES))
+            answer = frames.read(self._connection, frames.MAX_ANSWER_BYTES)
+        except (OSError, ValueError) as error:
+            self._end()
+            raise EnvironmentFailedError(f"no answer of its process: {error}") from error
+        if answer is None:
+            self._end()
+            raise EnvironmentFailedError(
+                f"the process of {self._spec.environment!r} has ended; what it printed last is in "
+                "the log"
+            )
+        if "error" in answer:
+            hint = f" ({MAY_BE_SANDBOX})" if answer.get("of_system") else ""
+            raise EnvironmentFailedError(f"{answer['error']}{hint}")
+        return answer
+
+
+class _Confined(Environment):
+    """One instance, which lives in another process."""
+
+    def __init__(self, process: EnvironmentProcess, number: int) -> None:
+        self._process = process
+        self._number = number
+
+    def reset(self, row: Prompt) -> str | None:
+        text = self._process.ask(self._number, "reset", row=dataclasses.asdict(row)).get("text")
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"the process gave a {type(text).__name__} in place of text")
+        return text
+
+    def step(self, completion_text: str, end: TurnEnd = "end_token") -> Observation:
+        said = self._process.ask(self._number, "step", text=completion_text, end=end)
+        # Its process runs a user's code, so what it says is checked as if it had come from there.
+        return Observation(
+            text=said.get("text", ""),
+            messages=tuple(said.get("messages", ())),
+            reward=said.get("reward", 0.0),
+            done=bool(said.get("done")),
+        )
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, view: View) -> None:
+    connection.close()
+    # It has not been waited for, so its number cannot belong to another group.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    view.close()
+
+
+def _log(name: str, pipe: IO[bytes]) -> None:
+    with pipe:
+        while line := pipe.readline(_MOST_LINE_BYTES):
+            text = line.decode(errors="replace").rstrip()
+            shown = "".join(letter if letter.isprintable() else " " for letter in text)
+            logger.info("%s prints: %s", name, shown)

@@ -1,0 +1,1 @@
+"""Sandboxes in which functions of users run: what they see, and the means that this host has."""
