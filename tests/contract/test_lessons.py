@@ -138,7 +138,7 @@ LESSONS = (
         unit/engine/test_rewards.py: a_reward_that_is_not_finite_names_the_row
             a_reward_of_the_wrong_length_is_refused
         unit/services/reward/functions/test_answers.py: what_is_no_list_of_numbers_is_refused_by_row
-        unit/services/reward/functions/test_frames.py: nan_is_not_sent
+        unit/engine/sandbox/test_frames.py: nan_is_not_sent
         unit/services/reward/outside/test_answers.py:
             only_the_same_request_of_the_same_call_takes_an_answer
             a_record_that_does_not_fit_its_request_is_not_taken

@@ -35,7 +35,13 @@ def judge(completions, **columns):
 IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external", "runpy"})
 """Modules that run files of Python. Those must be installed, see `is_installed`."""
 
-WORKER = "rolemesh.services.reward.outside.functions.worker"
+OWN_PROGRAMS = (
+    "-m rolemesh.services.reward.outside.functions.worker",
+    # Where a worker's Python looks for modules, which its sandbox has to show.
+    "-P -c import sys; print(*sys.path",
+    "bwrap --unshare-user",
+)
+"""In the command lines of programs that a service starts."""
 
 OF_DEFINITIONS = "code that a module's own definitions are made of, while it is imported"
 LEGITIMATE: Mapping[tuple[str, str], str] = {
@@ -69,7 +75,7 @@ def foreign(event: Event) -> bool:
         # What is read of a module's file is not told by its name, and `exec` of it is next.
         return not event.name.startswith("marshal") and not is_installed(event.detail)
     if event.name == "subprocess.Popen":
-        return f"-m {WORKER}" not in event.detail
+        return not any(known in event.detail for known in OWN_PROGRAMS)
     return (event.name, event.caller) not in LEGITIMATE
 
 
