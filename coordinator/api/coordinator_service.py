@@ -6,6 +6,8 @@ import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -13,18 +15,21 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from rolemesh.coordinator.api.credentials import TokenInterceptor
+from rolemesh.coordinator.api.credentials import SERVICE, Tokens, check_caller
 from rolemesh.coordinator.api.messages import to_seconds
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.errors import InternalError, InvalidRequestError, RolemeshError, to_status
+from rolemesh.rpc.identity import member_of, server_credentials
 from rolemesh.rpc.limits import MAX_CALLS, checked, request_reader
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "rolemesh.v1.CoordinatorService"
+_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+"""Beginnings of methods without a token: they reveal nothing of a run, and their callers (health
+checks) know no token."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -221,8 +226,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await _refuse(context, _described(error))
 
 
-class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Reads requests so that a wrong one reaches the servicer, which can say what is wrong."""
+class DoorInterceptor(grpc.aio.ServerInterceptor):
+    """Lets in who may call a method, and then reads the request.
+
+    A wrong request reaches the servicer, which can say what is wrong. One of a caller who may not
+    call is not looked at.
+    """
+
+    def __init__(self, tokens: Tokens | None) -> None:
+        """Prepares.
+
+        Args:
+            tokens: What callers show who have no certificate of the mesh; None: all have one.
+        """
+        self._tokens = tokens
 
     async def intercept_service(
         self,
@@ -233,21 +250,54 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Called by grpc for each call."""
         handler = await continuation(handler_call_details)
-        method = rolemesh_methods().get(handler_call_details.method)
-        if handler is None or method is None or handler.request_deserializer is None:
+        full_method = handler_call_details.method
+        if handler is None or full_method.startswith(_OPEN):
             return handler
-        read = request_reader(handler.request_deserializer, method.input_type)
-        if handler.unary_stream is not None:
+        parse = handler.request_deserializer
+        assert parse is not None
+        read = request_reader(parse, rolemesh_methods()[full_method].input_type)
+        # The kind of the handler, which is one of the two that CoordinatorService has.
+        stream, unary = handler.unary_stream, cast(Any, handler.unary_unary)
+
+        async def serve(sent: bytes, context: _Context) -> Any:
+            await self._let_in(full_method, context)
+            return await unary(read(sent), context)
+
+        async def serve_stream(sent: bytes, context: _Context) -> AsyncIterator[Any]:
+            await self._let_in(full_method, context)
+            async with aclosing(cast(Any, stream)(read(sent), context)) as answers:
+                async for answer in answers:
+                    yield answer
+
+        if stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                handler.unary_stream, read, handler.response_serializer
+                serve_stream, None, handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            cast(Any, handler.unary_unary), read, handler.response_serializer
+            cast(Any, serve), None, handler.response_serializer
         )
+
+    async def _let_in(self, full_method: str, context: _Context) -> None:
+        """Ends the call of a caller who may not make it."""
+        try:
+            member = member_of(context)
+            if member is None and self._tokens is not None:
+                metadata = context.invocation_metadata() or ()
+                sent = next((str(value) for key, value in metadata if key == "authorization"), None)
+                member = f"client/{self._tokens.scope_of(sent).value}"
+            check_caller(full_method, member or "an unknown caller")
+        except Exception as error:
+            await _refuse(context, _described(error))
 
 
 async def serve_coordinator(
-    operations: StoreOperations, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    operations: StoreOperations,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tokens: Tokens | None = None,
+    certificate: Path | None = None,
+    members_only: bool = False,
 ) -> tuple[grpc.aio.Server, int]:
     """Starts CoordinatorService, health and reflection on the running loop.
 
@@ -255,21 +305,19 @@ async def serve_coordinator(
         operations: The operations that it serves.
         host: Address to bind.
         port: Port to bind; 0 takes a free one.
-        token: What callers of CoordinatorService have to show; None asks for none.
+        tokens: What callers of CoordinatorService have to show; None asks for none.
+        certificate: File of read_certificate, to speak TLS; None: in clear.
+        members_only: Whether callers show a certificate of the mesh instead of a token; the
+            server's own is an identity then.
 
     Returns:
         The started server, and its port.
 
     Raises:
-        ValueError: The port is in use.
+        ValueError: The port is in use, or the certificate cannot be used.
     """
-    try:
-        _check_port_is_free(host, port)
-    except OSError as error:
-        raise _cannot_be_bound(host, port, error) from error
-    guards = () if token is None else (TokenInterceptor(token),)
     server = grpc.aio.server(
-        interceptors=(*guards, RequestInterceptor()),
+        interceptors=(DoorInterceptor(None if members_only else tokens or Tokens()),),
         options=SERVER_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )
@@ -285,9 +333,16 @@ async def serve_coordinator(
     )
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(place)
-    except RuntimeError as error:
-        raise _cannot_be_bound(host, port, error) from error
+        _check_port_is_free(host, port)
+        if certificate is None:
+            bound = server.add_insecure_port(place)
+        else:
+            shown = server_credentials(certificate, members_only=members_only)
+            bound = server.add_secure_port(place, shown)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"
+        ) from error
     await server.start()
     return server, bound
 
@@ -302,9 +357,3 @@ def _check_port_is_free(host: str, port: int) -> None:
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
-
-
-def _cannot_be_bound(host: str, port: int, error: Exception) -> ValueError:
-    return ValueError(
-        f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"
-    )

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +21,10 @@ from rolemesh.rpc.identity import SERVER_NAME, URI_PREFIX, Identity, IdentityErr
 AUTHORITY_FILE = "authority.pem"
 """The key that signs. No service needs it: keep it away from the hosts of the mesh."""
 
+TRUST_FILE = "authority.crt"
+"""The authority's certificate alone, which is no secret: for browsers, curl and clients with a
+token."""
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Certificates of a mesh's members."
 )
@@ -30,7 +35,11 @@ Days = Annotated[float, typer.Option(min=0.01, help="How long they are good.")]
 
 @app.command()
 def init(directory: Folder, days: Days = 3650) -> None:
-    """Makes an authority: DIR/authority.pem, which signs certificates and stays with you."""
+    """Makes an authority: DIR/authority.pem, which signs certificates and stays with you.
+
+    DIR/authority.crt is its certificate, by which clients of a coordinator know that they can trust
+    the coordinator's.
+    """
     place = directory / AUTHORITY_FILE
     if place.exists():
         refuse(
@@ -38,7 +47,10 @@ def init(directory: Folder, days: Days = 3650) -> None:
             "another mesh"
         )
     directory.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-    write_atomically(place, Authority.make(days=days).pem().decode(), is_private=True)
+    authority = Authority.make(days=days)
+    write_atomically(place, authority.pem().decode(), is_private=True)
+    public = authority.certificate.public_bytes(Encoding.PEM).decode()
+    write_atomically(directory / TRUST_FILE, public)
     print(f"wrote {place}: keep it to yourself, and give members only what `issue` writes")
 
 

@@ -18,13 +18,22 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from rolemesh.coordinator.api.credentials import read_token
-from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.credentials import read_tokens
+from rolemesh.coordinator.api.doors import check_doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.console import JsonConsole
 from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED
 from rolemesh.coordinator.commands.hub import Hub
-from rolemesh.coordinator.commands.options import Host, HttpPort, Json, TokenFile
+from rolemesh.coordinator.commands.options import (
+    AllowRemote,
+    Certificate,
+    Host,
+    HttpPort,
+    Json,
+    OpenToEveryLocalUser,
+    TokenFile,
+)
+from rolemesh.coordinator.recipe.api_section import ApiSpec, TokenFiles
 from rolemesh.coordinator.recipe.stores import EmbeddedStoreSpec, RedisStoreSpec
 from rolemesh.coordinator.state.errors import StateStoreError
 from rolemesh.coordinator.state.files import write_atomically
@@ -65,6 +74,28 @@ def coordinator(
     http_port: HttpPort = 8080,
     max_runs: Annotated[int, typer.Option(min=1, help="Most runs that go on at a time.")] = 4,
     token_file: TokenFile = None,
+    read_token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Holds a token with which clients may look only."),
+    ] = None,
+    drive_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Holds a token with which clients may steer runs, but begin none."
+        ),
+    ] = None,
+    certificate: Certificate = None,
+    member_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Also take clients there that show a certificate of the mesh instead of a token; "
+            "needs coordinator.pem as --certificate.",
+        ),
+    ] = None,
+    allow_remote: AllowRemote = False,
+    open_to_every_local_user: OpenToEveryLocalUser = False,
     folders: Annotated[
         list[Path] | None,
         typer.Option(
@@ -129,8 +160,18 @@ def coordinator(
     """
     try:
         spec = _store_spec(store_url, store_password_file)
-        token_file = None if token_file is None else token_file.absolute()
-        token = read_token(token_file, os.environ)
+        api = ApiSpec(
+            host=host,
+            http_port=http_port,
+            grpc_port=port,
+            member_port=member_port,
+            token_file=_absolute(token_file),
+            tokens=TokenFiles(read=_absolute(read_token_file), drive=_absolute(drive_token_file)),
+            certificate=_absolute(certificate),
+            allow_remote=allow_remote,
+            open_to_every_local_user=open_to_every_local_user,
+        )
+        check_doors(api, None, os.environ)
         directory = data.absolute()
         directory.mkdir(parents=True, exist_ok=True)
         logging.basicConfig(
@@ -148,12 +189,7 @@ def coordinator(
                 variables=tuple(variables or ()),
                 network=function_network,
             )
-            asyncio.run(
-                _serve(
-                    *(spec, directory, host, port, http_port, max_runs),
-                    *(token_file, token, grant, as_json),
-                )
-            )
+            asyncio.run(_serve(spec, directory, api, max_runs, grant, as_json))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_BAD_INPUT) from None
@@ -184,12 +220,8 @@ def _store_spec(url: str | None, password_file: Path | None) -> EmbeddedStoreSpe
 async def _serve(
     spec: EmbeddedStoreSpec | RedisStoreSpec,
     directory: Path,
-    host: str,
-    port: int,
-    http_port: int,
+    api: ApiSpec,
     max_runs: int,
-    token_file: Path | None,
-    token: str | None,
     grant: Grant,
     as_json: bool,
 ) -> None:
@@ -201,7 +233,7 @@ async def _serve(
             outlives=isinstance(spec, RedisStoreSpec),
             password_file=spec.password_file if isinstance(spec, RedisStoreSpec) else None,
             max_runs=max_runs,
-            token_file=token_file,
+            api=_of_runs(api, directory),
             grant=grant,
         )
 
@@ -217,20 +249,33 @@ async def _serve(
                 loop.add_signal_handler(number, end)
         await hub.adopt()
         operations = StoreOperations(store, creator=hub)
-        async with open_doors(
-            operations, host=host, grpc_port=port, http_port=http_port, token=token
-        ) as doors:
-            facts = {"address": doors.address, "url": doors.url, "pid": os.getpid()}
+        async with open_doors(operations, api, folder=directory) as doors:
+            facts = doors.facts()
             place = directory / PLACE_FILE
             write_atomically(place, json.dumps(facts) + "\n")
-            web = f"dashboard and REST: {doors.url} - gRPC: {doors.address}"
-            _say(f"{web} - runs in {directory / 'runs'}", facts, as_json)
+            told = doors.told(to_person=sys.stdout.isatty())
+            _say(f"{told} - runs in {directory / 'runs'}", facts, as_json)
             try:
                 await ending.wait()
                 # Its runs can be asked for and watched until they have ended.
                 await hub.close()
             finally:
                 place.unlink(missing_ok=True)
+
+
+def _of_runs(api: ApiSpec, directory: Path) -> ApiSpec:
+    """The doors of its runs: they have its tokens, and answer on this machine alone."""
+    return ApiSpec(
+        http_port=None,
+        # Made now if none is given, so that the runs of an earlier coordinator find it.
+        token_file=read_tokens(api, os.environ, folder=directory).file,
+        tokens=api.tokens,
+        open_to_every_local_user=api.open_to_every_local_user,
+    )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
 
 
 def _say(text: str, facts: dict[str, str | int | None], as_json: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
@@ -11,11 +10,19 @@ from typing import Annotated
 
 import typer
 
-from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.known_doors import private_folder
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.commands.ending import refuse
-from rolemesh.coordinator.commands.options import Host, HttpPort, TokenFile
+from rolemesh.coordinator.commands.options import (
+    AllowRemote,
+    Certificate,
+    Host,
+    HttpPort,
+    OpenToEveryLocalUser,
+    TokenFile,
+)
+from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.run.ended_runs import read_runs
 from rolemesh.coordinator.run.folder import RUNS_FOLDER
 
@@ -30,19 +37,29 @@ def dashboard(
     host: Host = "127.0.0.1",
     http_port: HttpPort = 8080,
     token_file: TokenFile = None,
+    certificate: Certificate = None,
+    allow_remote: AllowRemote = False,
+    open_to_every_local_user: OpenToEveryLocalUser = False,
 ) -> None:
     """Serves the dashboard over runs that have ended, from their folders.
 
     It starts no service and changes nothing. Folders are read once, when it starts.
     """
     try:
-        token = read_token(None if token_file is None else token_file.absolute(), os.environ)
-        asyncio.run(_serve(runs.absolute(), host, http_port, token))
+        api = ApiSpec(
+            host=host,
+            http_port=http_port,
+            token_file=token_file,
+            certificate=certificate,
+            allow_remote=allow_remote,
+            open_to_every_local_user=open_to_every_local_user,
+        )
+        asyncio.run(_serve(runs.absolute(), api))
     except (ValueError, OSError) as error:
         refuse(str(error))
 
 
-async def _serve(runs: Path, host: str, http_port: int, token: str | None) -> None:
+async def _serve(runs: Path, api: ApiSpec) -> None:
     ending = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -51,8 +68,14 @@ async def _serve(runs: Path, host: str, http_port: int, token: str | None) -> No
     for reason in found.left_out:
         print(f"not shown: {reason}", file=sys.stderr)
     operations = StoreOperations(found.store)
-    async with open_doors(
-        operations, host=host, grpc_port=0, http_port=http_port, token=token
-    ) as doors:
-        print(f"{len(found.run_ids)} runs - dashboard and REST: {doors.url}", flush=True)
+    try:
+        # Nothing is written into the folder of runs.
+        folder = private_folder()
+    except OSError as error:
+        raise ValueError(
+            f"there is no folder for the token ({error}): name one of yours by XDG_STATE_HOME"
+        ) from error
+    async with open_doors(operations, api, folder=folder) as doors:
+        told = doors.told(to_person=sys.stdout.isatty())
+        print(f"{len(found.run_ids)} runs - {told}", flush=True)
         await ending.wait()

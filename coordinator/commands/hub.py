@@ -22,9 +22,10 @@ from rolemesh.coordinator.commands.run_process import RunProcess, start_train
 from rolemesh.coordinator.dataflow.errors import RunError
 from rolemesh.coordinator.dataflow.observer import QuietObserver
 from rolemesh.coordinator.recipe.algorithms import CustomSpec
+from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, read_recipe
-from rolemesh.coordinator.recipe.schema import ApiSpec, Recipe
+from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.launch import last_lines
@@ -82,7 +83,7 @@ class Hub:
 
         async with open_store(RedisStoreSpec(url=url), data) as store:
             grant = Grant(folders=(data, Path(".models")))
-            hub = Hub(store, data, outlives=True, max_runs=4, token_file=None, grant=grant)
+            hub = Hub(store, data, outlives=True, max_runs=4, api=ApiSpec(), grant=grant)
             await hub.adopt()
             operations = StoreOperations(store, creator=hub)
     """
@@ -94,7 +95,7 @@ class Hub:
         *,
         outlives: bool,
         max_runs: int,
-        token_file: Path | None,
+        api: ApiSpec,
         grant: Grant,
         password_file: Path | None = None,
     ) -> None:
@@ -105,7 +106,7 @@ class Hub:
             directory: Folder of the coordinator, absolute; runs lie in its subfolder runs.
             outlives: Whether the store, and with it the runs, may outlive this process.
             max_runs: Most runs that go on at a time.
-            token_file: File with the token of this coordinator, which is that of its runs, too.
+            api: Where the processes of its runs answer by themselves, and to whom.
             grant: What the recipes of clients may name.
             password_file: File with the store's password, absolute; None: it has none.
         """
@@ -113,7 +114,7 @@ class Hub:
         self._directory = directory
         self._outlives = outlives
         self._max_runs = max_runs
-        self._token_file = token_file
+        self._api = api
         self._grant = grant
         self._password_file = password_file
         self._processes: dict[str, RunProcess] = {}
@@ -279,9 +280,8 @@ class Hub:
             recipe = read_recipe(text, "recipe", overrides=overrides, environment=environment)
             self._check_named(recipe)
             # The run's own interface and store: clients ask the hub, and need neither address.
-            api = ApiSpec(http_port=None, token_file=self._token_file)
             store = RedisStoreSpec(url=self._store.url, password_file=self._password_file)
-            recipe = recipe.model_copy(update={"api": api, "store": store})
+            recipe = recipe.model_copy(update={"api": self._api, "store": store})
             folder = self.folder(run_id)
             # Only the run's own process may run the code of a custom algorithm.
             if not isinstance(recipe.algorithm, CustomSpec):

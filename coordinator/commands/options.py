@@ -18,7 +18,33 @@ HttpPort = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Holds the token; else ROLEMESH_API_TOKEN does, if set."),
+    typer.Option(
+        metavar="FILE",
+        help="Holds the token that allows everything; else ROLEMESH_API_TOKEN does, if set; else "
+        "one is made.",
+    ),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Speak TLS: a key and the certificate that goes with it, e.g. coordinator.pem of "
+        "`rolemesh certs`.",
+    ),
+]
+AllowRemote = Annotated[
+    bool,
+    typer.Option(
+        "--allow-remote",
+        help="Permit addresses that others can reach without TLS. Only inside a private network.",
+    ),
+]
+OpenToEveryLocalUser = Annotated[
+    bool,
+    typer.Option(
+        "--open-to-every-local-user",
+        help="Ask for no token: every user of this machine may do what you may.",
+    ),
 ]
 Recipes = Annotated[
     list[Path], typer.Argument(metavar="RECIPE...", help="YAML files; a later one wins.")

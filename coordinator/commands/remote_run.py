@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def _absolute(path: Path, after: str, name: str, relative: list[str]) -> str:
 
 
 async def make_there(
-    recipe: Recipe, address: str, run_id: str, observer: RunObserver, token: str | None
+    recipe: Recipe, connect: Callable[[], AsyncClient], run_id: str, observer: RunObserver
 ) -> tuple[Run, bool]:
     """Has a coordinator make a run, and follows it to its end.
 
@@ -106,21 +106,21 @@ async def make_there(
 
     Args:
         recipe: The recipe.
-        address: "host:port" of the coordinator's gRPC server.
+        connect: Makes the client of the coordinator.
         run_id: Id of the run; a repeat with the same recipe follows the run that there is.
         observer: Told of what happens, in the words of a run of this process.
-        token: Of the coordinator, where it asks for one.
 
     Returns:
         The run as it ended, and whether a signal asked for its end.
 
     Raises:
-        ValueError: The address is none, or paths are relative; see text_for.
+        ValueError: No client can be made, or paths are relative; see text_for.
         LeftError: A second signal came.
         RolemeshError: The coordinator does not answer, or refuses.
     """
     loop = asyncio.get_running_loop()
-    async with AsyncClient(address, token=token) as client:
+    async with connect() as client:
+        address = client.address
         run = await client.create_run(text_for(recipe, address), run_id=run_id)
         observer.on_event(f"{run_id}: made by the coordinator at {address}, in {run.directory}")
         watching = asyncio.create_task(_watch(client, run_id, observer))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -16,6 +18,7 @@ from rich.console import Console
 
 from rolemesh.coordinator import sdk
 from rolemesh.coordinator.api.credentials import read_token
+from rolemesh.coordinator.api.doors import Doors
 from rolemesh.coordinator.commands.console import (
     JsonConsole,
     LiveConsole,
@@ -30,7 +33,7 @@ from rolemesh.coordinator.commands.ending import (
     EXIT_INTERRUPTED,
     fail,
 )
-from rolemesh.coordinator.commands.options import Json, Overrides, Verbose
+from rolemesh.coordinator.commands.options import AllowRemote, Json, Overrides, Verbose
 from rolemesh.coordinator.commands.placing import load_placed, start_cautions
 from rolemesh.coordinator.commands.remote_run import LeftError, facts_of, make_there
 from rolemesh.coordinator.dataflow.errors import NodeFailedError, RunAbortedError, RunError
@@ -97,6 +100,23 @@ def train(
             "runs are on one page. A second Ctrl-C leaves the run to it.",
         ),
     ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of --coordinator: certificate of the authority that signed its own, e.g. "
+            "authority.crt of `rolemesh certs`.",
+        ),
+    ] = None,
+    identity: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of --coordinator, at its --member-port: who you are, instead of a token, e.g. "
+            "client-admin.pem of `rolemesh certs`.",
+        ),
+    ] = None,
+    allow_remote: AllowRemote = False,
     as_json: Json = False,
     print_config: Annotated[
         bool,
@@ -109,7 +129,15 @@ def train(
 ) -> None:
     """Makes a run of a recipe. Ctrl-C ends it after the step in progress, with everything saved."""
     given = {"--out": out, "--resume": resume, "--restartable": may_resume or None}
+    of_another = {
+        "--authority": authority,
+        "--identity": identity,
+        "--allow-remote": allow_remote or None,
+    }
     try:
+        for name, said in of_another.items():
+            if coordinator is None and said is not None:
+                raise InputError(f"{name}: it says how to reach --coordinator, which is missing")
         for name, value in given.items():
             if coordinator is not None and value is not None:
                 raise InputError(
@@ -134,7 +162,8 @@ def train(
                 loaded, directory, run_id, gpus, resumes=resumed is not None, as_json=as_json
             )
         else:
-            code = _train_there(loaded, coordinator, run_id, as_json=as_json)
+            connect = _connecting(loaded, coordinator, authority, identity, allow_remote)
+            code = _train_there(loaded, coordinator, connect, run_id, as_json=as_json)
     except (RecipeError, InputError, ResumeError, run_files.NoRunError) as error:
         fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json, verbose=verbose)
     except InterruptedEarlyError as error:
@@ -177,15 +206,44 @@ def _shown(recipe: Recipe, console: Console, *, as_json: bool) -> _Shown:
     return PlainConsole(num_steps=recipe.run.steps)
 
 
-def _train_there(recipe: Recipe, address: str, run_id: str | None, *, as_json: bool) -> int:
+def _connecting(
+    recipe: Recipe,
+    address: str,
+    authority: Path | None,
+    identity: Path | None,
+    allow_remote: bool,
+) -> Callable[[], sdk.AsyncClient]:
+    """What makes the client of a coordinator; raises InputError for a file that cannot be used."""
+    try:
+        # An identity stands in the place of a token.
+        token = None if identity else read_token(recipe.api.token_file, os.environ)
+        return functools.partial(
+            sdk.AsyncClient,
+            address,
+            token=token,
+            identity=None if identity is None else sdk.Identity.read(identity),
+            authority=authority,
+            allow_remote=allow_remote,
+        )
+    except ValueError as error:
+        raise InputError(f"--coordinator {address}: {error}") from error
+
+
+def _train_there(
+    recipe: Recipe,
+    address: str,
+    connect: Callable[[], sdk.AsyncClient],
+    run_id: str | None,
+    *,
+    as_json: bool,
+) -> int:
     """Has a coordinator make the run, and follows it; returns the exit code."""
     console = SturdyConsole()
     shown = _shown(recipe, console, as_json=as_json)
     observer = LoggingObserver(shown)
     run_id = run_id or make_run_id(recipe.run.name)
     try:
-        token = read_token(recipe.api.token_file, os.environ)
-        run, is_interrupted = asyncio.run(make_there(recipe, address, run_id, observer, token))
+        run, is_interrupted = asyncio.run(make_there(recipe, connect, run_id, observer))
     except (ValueError, PreconditionError) as error:
         # Of the latter: it has another run of that id, or takes none.
         raise InputError(f"--coordinator {address}: {error}") from error
@@ -223,6 +281,7 @@ def _train(
     observer = LoggingObserver(shown)
     try:
         session = Session(recipe, directory, observer, run_id=run_id, resumes=resumes)
+        session.tell_doors = functools.partial(tell_doors, shown, observer)
         _log_to(session.directory / "logs" / "coordinator.log")
         observer.on_event(f"{session.run_id}: files and logs in {session.directory}")
         for caution in start_cautions(recipe, gpus, services_in(recipe)):
@@ -240,6 +299,23 @@ def _train(
     if session.is_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if summary.state is RunState.FAILED else 0
+
+
+def tell_doors(shown: _Shown, observer: LoggingObserver, doors: Doors) -> None:
+    """Says where the run answers: to the owner on a terminal with the token, which no log gets.
+
+    Args:
+        shown: What the owner sees.
+        observer: Passes on to it, and to the log.
+        doors: Of the run.
+    """
+    told = doors.told(to_person=False)
+    # A rich console may call a file a terminal, e.g. where FORCE_COLOR is set.
+    if isinstance(shown, LiveConsole) and sys.stdout.isatty():
+        logging.getLogger(__name__).info("%s", told)
+        observer.show(lambda: shown.on_event(doors.told(to_person=True)))
+    else:
+        observer.on_event(told)
 
 
 def _show_summary(summary: RunSummary, shown: _Shown, console: Console) -> None:

@@ -4,8 +4,12 @@ const TOKEN_KEY = "rolemesh.token";
 const base = new URL("api/v1/", document.baseURI);
 const SILENCE_MS = 45000; // Three heartbeats: a connection that is silent for longer is dead.
 const NEWEST_RUNS = 50;
+const SCOPES = ["read", "drive", "admin"];
 let askForToken = null;
 let asking = null;
+let scope = "admin";
+
+takeToken();
 
 /** An answer that is no success: problem details of RFC 9457. */
 export class ApiError extends Error {
@@ -15,6 +19,21 @@ export class ApiError extends Error {
     this.reason = problem.reason ?? "";
   }
 }
+
+/** Takes the token out of the address that the coordinator has printed. A browser sends what
+ * stands behind # to no server; the history of the browser has not to keep it either. */
+function takeToken() {
+  const hidden = new URLSearchParams(location.hash.slice(1));
+  const token = hidden.get("token");
+  if (token === null) return;
+  sessionStorage.setItem(TOKEN_KEY, token);
+  hidden.delete("token");
+  const rest = hidden.size ? `#${hidden}` : "";
+  history.replaceState(null, "", `${location.pathname}${location.search}${rest}`);
+}
+
+/** Whether the token that is in use allows what needs a scope. */
+export const may = (wanted) => SCOPES.indexOf(scope) >= SCOPES.indexOf(wanted);
 
 /** Gives what asks the operator for a token: () => Promise<string>. */
 export function onTokenWanted(ask) {
@@ -33,6 +52,7 @@ async function response(path, options = {}) {
     await asking;
     return response(path, options);
   }
+  scope = answer.headers.get("x-rolemesh-scope") ?? scope;
   if (!answer.ok) throw new ApiError(answer.status, await problemOf(answer));
   return answer;
 }

@@ -1,6 +1,6 @@
 // The head of the page: the run, its progress, its buttons, and the state of the connection.
 
-import { api } from "./api.js";
+import { api, may } from "./api.js";
 import { byId, el, setText } from "./dom.js";
 import { confirmed } from "./dialogs.js";
 import { count, seconds } from "./format.js";
@@ -97,8 +97,10 @@ export class Header {
     const isHeld = ["paused", "pausing"].includes(run.state);
     for (const id of ["checkpoint", "stop"]) byId(id).hidden = hasEnded;
     byId("pause").hidden = run.state === "succeeded";
-    byId("stop").disabled = run.state === "stopping";
     setText(byId("pause"), isHeld || hasEnded ? "Resume" : "Pause");
+    allow("stop", "drive", run.state !== "stopping");
+    allow("checkpoint", "drive");
+    allow("pause", isHeld || hasEnded ? "admin" : "drive");
     const isRecovering = run.state === "recovering";
     document.title = `${isRecovering ? "recovering " : ""}${run.step}/${run.num_steps} ${run.run_id} \u00b7 rolemesh`;
     const recovered = run.recoveries - (isRecovering ? 1 : 0);
@@ -164,4 +166,11 @@ function closeWhenLeft(menu) {
     menu.open = false;
     menu.querySelector("summary").focus();
   });
+}
+
+/** A button works where it makes sense and the token allows what it does. */
+function allow(id, scope, makesSense = true) {
+  const isAllowed = may(scope);
+  byId(id).disabled = !isAllowed || !makesSense;
+  byId(id).title = isAllowed ? "" : `Needs a token of the scope ${scope}.`;
 }

@@ -19,6 +19,7 @@ from rolemesh.coordinator.recipe.algorithms import (
     AlgorithmSpec,
     SampledSpec,
 )
+from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.recipe.importance import with_importance
 from rolemesh.coordinator.recipe.placement import PoolSpec, ServiceSpec
 from rolemesh.coordinator.recipe.rates import planned_updates, with_length
@@ -45,20 +46,6 @@ from rolemesh.engine.specs import (
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout")
 """Every role that a recipe can have; the algorithm says which it needs."""
-
-
-class ApiSpec(Spec):
-    """Where the run's coordinator answers while the run goes on."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on. One that other machines can reach needs a token."""
-    http_port: int | None = Field(default=0, ge=0, lt=2**16)
-    """Port of REST and the dashboard; 0 takes a free one, null serves none."""
-    grpc_port: int = Field(default=0, ge=0, lt=2**16)
-    """Port of CoordinatorService; 0 takes a free one."""
-    token_file: Path | None = None
-    """File with the token that callers have to show; None: the variable ROLEMESH_API_TOKEN, where
-    it is set."""
 
 
 class TracingSpec(Spec):

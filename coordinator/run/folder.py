@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolemesh.coordinator.api.credentials import read_token
+from rolemesh.coordinator.api.known_doors import known_door
 from rolemesh.coordinator.dataflow.futures import Node
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.run.checkpoints import COMMITTED
@@ -172,7 +173,9 @@ def _read_status(directory: Path) -> RunStatus:
         recoveries, activity = len(told.get("recoveries", ())), told.get("early_stop", "")
     elif coordinator is not None:
         address, run_id = str(coordinator["address"]), str(coordinator["run_id"])
-        run, services = asyncio.run(_ask(address, run_id, _token(directory)))
+        file = coordinator.get("token_file")
+        token = _token(directory, None if file is None else str(file))
+        run, services = asyncio.run(_ask(address, run_id, token))
         state = coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
         recoveries, activity = run.recoveries, run.activity
     else:
@@ -191,11 +194,10 @@ def _read_status(directory: Path) -> RunStatus:
     )
 
 
-def _token(directory: Path) -> str | None:
-    """The token of a run's coordinator, looked up in this environment: most likely they agree."""
-    file = _config(directory).get("api", {}).get("token_file")
+def _token(directory: Path, token_file: str | None) -> str | None:
+    """The token of a run's coordinator: in its file, or as most likely here in its environment."""
     try:
-        return read_token(None if file is None else Path(file), os.environ)
+        return read_token(None if token_file is None else Path(token_file), os.environ)
     except ValueError as error:
         raise NoRunError(f"the coordinator of {directory} cannot be asked: {error}") from error
 
@@ -205,7 +207,8 @@ async def _ask(
 ) -> tuple[coordinator_pb2.Run, dict[str, str]]:
     """Asks the coordinator of a live run for the run and its services."""
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-    async with open_channel(address) as channel:
+    known = known_door(address)
+    async with open_channel(address, identity=None if known is None else known.trust) as channel:
         stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         try:
             listed = await stub.ListServices(

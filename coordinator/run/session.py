@@ -8,13 +8,13 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rolemesh.coordinator.api.credentials import CLIENT_FILE, read_token
-from rolemesh.coordinator.api.doors import open_doors
+from rolemesh.coordinator.api.credentials import CLIENT_FILE
+from rolemesh.coordinator.api.doors import Doors, open_doors
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.dataflow.errors import RunAbortedError
 from rolemesh.coordinator.dataflow.observer import RunObserver
@@ -55,7 +55,7 @@ from rolemesh.coordinator.state.store import StateStore
 from rolemesh.rpc import tracing
 
 COORDINATOR_FILE = "coordinator.json"
-"""In the run's folder while its coordinator lives: address of CoordinatorService, pid, run_id."""
+"""In the run's folder while its coordinator lives: Doors.facts, and run_id."""
 
 _LOCK_FILE = "coordinator.lock"
 _WATCH_GRACE_S = 1.0
@@ -110,6 +110,8 @@ class Session:
         self._resumes = resumes
         self.is_interrupted = False
         """Whether a signal asked for an end."""
+        self.tell_doors: Callable[[Doors], None] = self._tell_doors
+        """Told where the run answers, once it does."""
         self._observer = observer
         self._run: TrainingRun | None = None
         self._task: asyncio.Task[RunSummary] | None = None
@@ -122,7 +124,6 @@ class Session:
                 self._check_resumable()
             else:
                 check_directory_is_free(self.directory)
-            self._token = read_token(recipe.api.token_file, os.environ)
             check_start(recipe, self._own)
             self._identities = identities_of(recipe, self._own, self._addresses)
         except ValueError as error:
@@ -323,24 +324,22 @@ class Session:
     @asynccontextmanager
     async def _answering(self, store: StateStore) -> AsyncIterator[None]:
         """Serves gRPC, REST and the dashboard, and writes their addresses into the run's folder."""
-        operations, api = StoreOperations(store), self.recipe.api
+        operations, recipe = StoreOperations(store), self.recipe
         place = self.directory / COORDINATOR_FILE
         async with open_doors(
-            operations,
-            host=api.host,
-            grpc_port=api.grpc_port,
-            http_port=api.http_port,
-            token=self._token,
+            operations, recipe.api, folder=self.directory, certificates=recipe.certificates
         ) as doors:
-            facts = {"address": doors.address, "pid": os.getpid(), "run_id": self.run_id}
-            write_atomically(place, json.dumps({**facts, "url": doors.url}) + "\n")
-            web = "" if doors.url is None else f"dashboard and REST: {doors.url} - "
-            self._observer.on_event(f"{web}gRPC: {doors.address}")
+            write_atomically(place, json.dumps({**doors.facts(), "run_id": self.run_id}) + "\n")
+            self.tell_doors(doors)
             try:
                 yield
             finally:
                 await operations.watches_end(_WATCH_GRACE_S)
                 place.unlink(missing_ok=True)
+
+    def _tell_doors(self, doors: Doors) -> None:
+        # What observers are told goes into logs.
+        self._observer.on_event(doors.told(to_person=False))
 
 
 async def _unless_stopped(
@@ -388,10 +387,10 @@ def _held(directory: Path) -> Iterator[None]:
         yield
 
 
-def living_coordinator(directory: Path) -> dict[str, str | int] | None:
+def living_coordinator(directory: Path) -> dict[str, Any] | None:
     """What COORDINATOR_FILE says, if the process that wrote it still runs; None otherwise."""
     try:
-        facts: dict[str, str | int] = json.loads((directory / COORDINATOR_FILE).read_text())
+        facts: dict[str, Any] = json.loads((directory / COORDINATOR_FILE).read_text())
     except FileNotFoundError:
         return None
     with contextlib.suppress(PermissionError):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from rolemesh.coordinator.algorithms.registry import roles_in
-from rolemesh.coordinator.api.credentials import check_exposure, read_token
+from rolemesh.coordinator.api.doors import check_doors
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.inputs import check_paths
 from rolemesh.coordinator.run.installation import check_roles_run
@@ -34,12 +34,12 @@ def check_start(recipe: Recipe, own_services: Sequence[str]) -> None:
 
     Raises:
         ValueError: A file that the recipe names or a package that a role needs is missing, or the
-            coordinator would be open to others without a token.
+            coordinator would be open to others without a token or in clear.
     """
     check_trackers(recipe.trackers)
     if recipe.tracing is not None or tracing.is_configured(os.environ):
         tracing.check_installed()
-    check_exposure(recipe.api.host, read_token(recipe.api.token_file, os.environ))
+    check_doors(recipe.api, recipe.certificates, os.environ)
     if own_services:
         check_roles_run()
     check_paths(recipe, {role_of(name) for name in own_services})

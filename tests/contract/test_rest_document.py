@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.fake_run import fill_store
-from support.rest_servers import PROBLEM, served
+from support.rest_servers import PROBLEM, served, tokens_of
 
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.routes import router
@@ -71,7 +71,7 @@ async def test_schemathesis_finds_no_failure(parameters: str, tmp_path: Path) ->
     await fill_store(store, "ended-1", tmp_path / "ended-1", num_steps=8)
     (tmp_path / "schemathesis.toml").write_text(CONFIG.format(parameters=parameters))
     operations = StoreOperations(store, Creator(store))
-    async with served(operations, token=TOKEN, stream_lifetime_s=0.2) as (client, _):
+    async with served(operations, tokens=tokens_of(TOKEN), stream_lifetime_s=0.2) as (client, _):
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -99,7 +99,8 @@ def operations_of(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str
 
 
 def document_of(token: str | None = None) -> dict[str, Any]:
-    document: dict[str, Any] = make_app(StoreOperations(MemoryStateStore()), token=token).openapi()
+    app = make_app(StoreOperations(MemoryStateStore()), tokens=tokens_of(token))
+    document: dict[str, Any] = app.openapi()
     return document
 
 

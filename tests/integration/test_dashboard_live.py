@@ -34,7 +34,8 @@ def test_a_live_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> Non
                     else None
                 ),
             )
-            page.goto(run.url)
+            token = run.authorization["authorization"].removeprefix("Bearer ")
+            page.goto(f"{run.url}#token={token}")
             drawn_after_ms(page)
             # It is read before the run ends, and the coordinator with it.
             expect(page.locator("#state")).to_have_text("running", timeout=START_S * 1000)

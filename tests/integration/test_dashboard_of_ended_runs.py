@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.coordinator_doors import bearer, made_token
 from support.fake_roles import fake_mesh, fake_recipe
 from support.fake_runs import make_run, read_lines
 
@@ -44,20 +45,31 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-async def test_a_folder_of_runs_is_served_and_nothing_in_it_changes(runs: Path) -> None:
+async def test_a_folder_of_runs_is_served_and_nothing_in_it_changes(
+    runs: Path, tmp_path: Path
+) -> None:
     before = contents(runs)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rolemesh", "dashboard", str(runs), "--http-port", "0"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("ROLEMESH_")},
+            "XDG_STATE_HOME": str(tmp_path / "state"),
+        },
     )
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode()
     assert line.startswith("2 runs - dashboard and REST: http://"), await process.communicate()
-    url = line.split()[-1]
+    url = line.split()[6]
+    # Nothing is written into the folder, so the token lies in one of the user's.
+    token = Path(line.rpartition("token: ")[2].strip())
+    assert token.is_relative_to(tmp_path / "state")
+    right = bearer(made_token(token.parent))
     async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
         assert "<html" in (await client.get("/")).text
+        assert (await client.get("api/v1/runs")).status_code == 401
+        client.headers.update(right)
         listed = (await client.get("api/v1/runs")).json()["runs"]
         states = {Path(one["directory"]).name: one["state"] for one in listed}
         assert states == {"whole": "succeeded", "killed": "failed"}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from google.protobuf import timestamp_pb2
 from support.fake_run import append_step, fill_store
-from support.rest_servers import NO_PAGES, served
+from support.rest_servers import NO_PAGES, served, tokens_of
 
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import serve_http
@@ -135,7 +135,8 @@ async def test_without_a_token_it_is_served_on_loopback_alone(host: str) -> None
     operations = StoreOperations(MemoryStateStore())
     with pytest.raises(ValueError, match=f"host {host} can be reached from elsewhere"):
         await serve_http(make_app(operations, pages=NO_PAGES), host, 0)
-    server, port = await serve_http(make_app(operations, pages=NO_PAGES, token="t"), "0.0.0.0", 0)
+    app = make_app(operations, pages=NO_PAGES, tokens=tokens_of("t"))
+    server, port = await serve_http(app, "0.0.0.0", 0)
     async with httpx.AsyncClient() as client:
         answer = await client.get(f"http://127.0.0.1:{port}/api/v1/runs")
     assert answer.status_code == 401

@@ -45,7 +45,8 @@ def test_the_document_holds_for_a_live_mesh(tmp_path: Path) -> None:
     run = CliRun(recipe, tmp_path, variables=warm_processes.commands())
     try:
         run.wait_until(lambda: bool(run.url), START_S)
-        with httpx.Client(base_url=f"{run.url}api/v1/", timeout=10) as client:
+        right = run.authorization
+        with httpx.Client(base_url=f"{run.url}api/v1/", timeout=10, headers=right) as client:
             (known,) = client.get("runs").json()["runs"]
             place = f"runs/{known['run_id']}"
 
@@ -56,7 +57,7 @@ def test_the_document_holds_for_a_live_mesh(tmp_path: Path) -> None:
             (tmp_path / "schemathesis.toml").write_text(CONFIG.format(run_id=known["run_id"]))
             checked = subprocess.run(
                 [sys.executable, "-m", "schemathesis.cli", "run", f"{run.url}openapi.json",
-                 "--checks=all"],
+                 "--checks=all", f"--header=Authorization: {right['authorization']}"],
                 cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
             )  # fmt: skip
             assert checked.returncode == 0, checked.stdout

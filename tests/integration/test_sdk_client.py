@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from support.rest_servers import tokens_of
 from support.tcp_proxy import TcpProxy
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
@@ -434,7 +435,7 @@ async def test_a_path_given_as_text_is_no_recipe(client: AsyncClient) -> None:
 async def test_the_token_is_shown_where_the_coordinator_asks_for_one(
     store: MemoryStateStore,
 ) -> None:
-    server, port = await serve_coordinator(StoreOperations(store), token="s3cret")
+    server, port = await serve_coordinator(StoreOperations(store), tokens=tokens_of("s3cret"))
     for token in (None, "other"):
         async with AsyncClient(f"127.0.0.1:{port}", token=token, retry=QUICK) as client:
             with pytest.raises(ForbiddenError):

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import yaml
 from support import warm_processes
+from support.coordinator_doors import written
 from support.mesh_runs import tiny_model, tiny_recipe
+
+from rolemesh.rpc.authority import Authority
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "sdk.md"
@@ -74,6 +77,10 @@ def write_recipes(folder: Path) -> None:
     own["actor"]["data"] |= {"train_size": 16, "held_out_size": 4}
     own["services"] = {"actor": {"threads": 1}}
     (folder / "own.yaml").write_text(yaml.safe_dump(own))
+    (folder / "certs").mkdir()
+    driver = Authority.make().issue("client/drive")
+    written(driver, folder / "certs" / "client-drive.pem")
+    (folder / "certs" / "authority.crt").write_bytes(driver.authority)
 
 
 @pytest.mark.timeout(RUN_TIMEOUT_S)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.coordinator_doors import bearer, made_token
 from support.fake_roles import FakeMesh, fake_mesh, fake_recipe, until
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -23,10 +24,9 @@ from rolemesh.coordinator.run import session as session_module
 from rolemesh.coordinator.run import start_checks
 from rolemesh.coordinator.run.launch import LaunchError, ServiceCommand
 from rolemesh.coordinator.run.session import InputError, InterruptedEarlyError, Session
+from rolemesh.coordinator.sdk import AsyncClient, StateChanged
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
-from rolemesh.rpc.channel import open_channel
-from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 
 def make_session(mesh: FakeMesh, directory: Path) -> Session:
@@ -90,7 +90,9 @@ async def test_a_run_is_known_while_its_services_start_and_can_be_stopped_then(
     task = asyncio.create_task(session.execute())
     place = tmp_path / "coordinator.json"
     await until(lambda: place.is_file())
-    async with httpx.AsyncClient(base_url=json.loads(place.read_text())["url"]) as client:
+    facts = json.loads(place.read_text())
+    right = bearer(made_token(tmp_path))
+    async with httpx.AsyncClient(base_url=facts["url"], headers=right) as client:
         (run,) = (await client.get("api/v1/runs")).json()["runs"]
         assert (run["run_id"], run["state"]) == ("starting", "starting")
         assert (await client.post("api/v1/runs/starting/stop")).json()["state"] == "stopping"
@@ -119,11 +121,10 @@ async def test_whoever_watches_a_run_hears_that_its_services_did_not_start(
     task = asyncio.create_task(session.execute())
     place = tmp_path / "coordinator.json"
     await until(lambda: place.is_file())
-    async with open_channel(json.loads(place.read_text())["address"]) as channel:
-        stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        request = coordinator_pb2.WatchRunRequest(run_id="starting")
-        events = [message.event async for message in stub.WatchRun(request)]
-    assert events[-1].state.state == coordinator_pb2.RUN_STATE_FAILED
+    async with AsyncClient(json.loads(place.read_text())["address"]) as client:
+        events = [event async for event in client.watch_run("starting")]
+    assert isinstance(events[-1], StateChanged)
+    assert events[-1].state.value == RunState.FAILED.value
     with pytest.raises(LaunchError):
         await task
 

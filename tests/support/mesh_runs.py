@@ -150,6 +150,11 @@ class CliRun:
         found = re.search(r"dashboard and REST: (\S+)", told)
         return found.group(1) if found else ""
 
+    @property
+    def authorization(self) -> dict[str, str]:
+        """Header that opens its REST."""
+        return {"authorization": f"Bearer {(self.out / 'api-token').read_text().strip()}"}
+
     def descendants(self) -> list[psutil.Process]:
         """Live processes that the run started, however deep."""
         try:

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 from support.fake_run import append_step, fill_store
 
+from rolemesh.coordinator.api.credentials import Tokens
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import HttpServer, serve_http
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -29,9 +30,9 @@ class PageServer:
     Owner: one thread, which calls the methods; the loop runs on another.
     """
 
-    def __init__(self, token: str | None = None) -> None:
+    def __init__(self, tokens: Tokens | None = None) -> None:
         self.store = MemoryStateStore()
-        self._token = token
+        self._tokens = tokens
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server: HttpServer | None = None
@@ -59,7 +60,7 @@ class PageServer:
 
     def start(self) -> None:
         """Serves, after a stop on the same port."""
-        app = make_app(StoreOperations(self.store), token=self._token)
+        app = make_app(StoreOperations(self.store), tokens=self._tokens)
         self._server, self.port = self.call(serve_http(app, "127.0.0.1", self.port))
 
     def stop(self) -> None:

@@ -9,13 +9,21 @@ from typing import Any
 
 import httpx
 
+from rolemesh.coordinator.api.credentials import Tokens
 from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import HttpServer, serve_http
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.rpc.identity import Scope
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
 NO_PAGES = Path(__file__).parent / "no-such-folder"
+
+
+def tokens_of(admin: str | None = None, **others: str) -> Tokens:
+    """Tokens that a coordinator's owner has given, by scope."""
+    given = others if admin is None else {**others, "admin": admin}
+    return Tokens(by_scope={Scope(name): token for name, token in given.items()})
 
 
 def client_of(

@@ -27,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.fake_run import STEP_S, append_step, fill_store
+from support.rest_servers import tokens_of
 
 LIVE_RUN = "live-1"
 ENDED_RUNS = ("ended-1", "ended-2")
@@ -87,7 +88,7 @@ async def serve(port: int, num_steps: int, token: str | None, *, is_live: bool) 
     with tempfile.TemporaryDirectory(prefix="fake-run-") as folder:
         store = MemoryStateStore()
         record = await fill(store, Path(folder), num_steps)
-        app = make_app(StoreOperations(store), token=token)
+        app = make_app(StoreOperations(store), tokens=tokens_of(token))
         server, bound = await serve_http(app, "127.0.0.1", port)
         print(f"http://127.0.0.1:{bound}/", flush=True)
         try:

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
+from rolemesh.coordinator.api.credentials import Tokens
 from rolemesh.coordinator.api.http import models
 from rolemesh.coordinator.api.http.events import EventStreams
 from rolemesh.coordinator.api.http.exposition import RequestMetrics, expose
@@ -47,7 +48,7 @@ _SCHEME = "token"
 def make_app(
     operations: StoreOperations,
     *,
-    token: str | None = None,
+    tokens: Tokens | None = None,
     pages: Path = DASHBOARD,
     heartbeat_s: float = 15.0,
     stream_lifetime_s: float = 3600.0,
@@ -56,8 +57,9 @@ def make_app(
 
     Args:
         operations: The operations that it serves.
-        token: Token that requests of /api/ and /metrics carry as `authorization: Bearer`. None:
-            only requests for a loopback host are answered, on a loopback address.
+        tokens: Of which requests of /api/ and /metrics carry one as `authorization: Bearer`. None:
+            no request needs one. Unless they were given by the owner, only requests for a loopback
+            host are answered, on a loopback address.
         pages: Folder of the dashboard's files.
         heartbeat_s: An event stream is never silent for longer.
         stream_lifetime_s: An event stream ends after that; its reader comes back for the rest.
@@ -72,9 +74,11 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    tokens = tokens or Tokens()
+    is_given = bool(tokens.by_scope) and not tokens.is_own
     metrics = RequestMetrics()
     app.state.operations = operations
-    app.state.has_token = token is not None
+    app.state.needs_loopback = not is_given
     app.state.streams = EventStreams(metrics, heartbeat_s=heartbeat_s, lifetime_s=stream_lifetime_s)
     app.include_router(router)
     _add_process_routes(app, operations, metrics)
@@ -82,8 +86,8 @@ def make_app(
     app.add_exception_handler(RolemeshError, answer_error)
     app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(HTTPException, answer_http)
-    app.add_middleware(Guard, token=token, metrics=metrics)
-    document = functools.cache(functools.partial(_openapi, app, has_token=token is not None))
+    app.add_middleware(Guard, tokens=tokens, metrics=metrics)
+    document = functools.cache(functools.partial(_openapi, app, has_token=bool(tokens.by_scope)))
     app.openapi = document  # type: ignore[method-assign]
     return app
 
@@ -167,7 +171,7 @@ def _openapi(app: FastAPI, *, has_token: bool) -> dict[str, Any]:
             _SCHEME: {
                 "type": "http",
                 "scheme": "bearer",
-                "description": "The token that the coordinator was started with.",
+                "description": "A token of the coordinator; its scope says what it allows.",
             }
         }
     return document

@@ -1,9 +1,9 @@
 """Checks before every route: who may ask and how much; every request gets an answer.
 
 A coordinator can start programs, so a page that a browser of this machine shows must not be able
-to use it. Without a token a request must name a loopback host (a page that rebinds its own name to
-127.0.0.1 still sends that name), and a request from another origin may change nothing. A
-coordinator that listens on other addresses has a token.
+to use it. Unless its owner has given a token, a request must name a loopback host (a page that
+rebinds its own name to 127.0.0.1 still sends that name), and a request from another origin may
+change nothing. A token opens what its scope allows; it stands in a header, and never in a URL.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import time
 import uuid
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rolemesh.coordinator.api.credentials import UnauthenticatedError
-from rolemesh.coordinator.api.credentials import refusal as token_refusal
+from rolemesh.coordinator.api.credentials import (
+    SERVICE,
+    Tokens,
+    UnauthenticatedError,
+    check_caller,
+)
 from rolemesh.coordinator.api.http.exposition import RequestMetrics
 from rolemesh.coordinator.api.http.problems import problem_response
 from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, RolemeshError
+from rolemesh.rpc.identity import Scope as Rights
 from rolemesh.rpc.limits import check_json
 
 MAX_BODY_BYTES = 1024**2
@@ -38,7 +44,16 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 
+SCOPE_HEADER = "x-rolemesh-scope"
+"""What the caller's token allows. The dashboard shows no buttons that would be refused."""
+
 _READING = ("GET", "HEAD", "OPTIONS")
+
+_SECRET_NAMES = ("token", "access_token", "authorization")
+"""Query parameters that are taken for a token."""
+
+_LIKE = {"exposition": "get_metrics"}
+"""Routes that are no operation of their own, and the one whose callers they have."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,9 +65,9 @@ class Guard:
     in the log. Every request is counted. When a route raises, the answer is a problem.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str | None, metrics: RequestMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, tokens: Tokens, metrics: RequestMetrics) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,6 +79,7 @@ class Guard:
         scope.setdefault("state", {})["request_id"] = request_id
         began = time.monotonic()
         status: int | None = None
+        allowed: Rights | None = None
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
@@ -73,12 +89,18 @@ class Guard:
                 headers.update(SECURITY_HEADERS)
                 headers["x-request-id"] = request_id
                 headers.setdefault("cache-control", "no-store")
+                if allowed is not None:
+                    headers[SCOPE_HEADER] = allowed.value
                 self._metrics.observe(scope, status, time.monotonic() - began)
             await send(message)
 
+        refused: RolemeshError
         try:
-            refused = refusal(scope, Headers(scope=scope), self._token)
-            if refused is None:
+            try:
+                allowed = let_in(scope, Headers(scope=scope), self._tokens)
+            except RolemeshError as error:
+                refused = error
+            else:
                 await self._app(scope, _limited(receive), send_guarded)
                 return
         except Exception:
@@ -93,12 +115,19 @@ class Guard:
         await response(scope, receive, send_guarded)
 
 
-def refusal(scope: Scope, headers: Headers, token: str | None) -> RolemeshError | None:
-    """Returns the error for a refused request; None when it may go on to its route."""
+def let_in(scope: Scope, headers: Headers, tokens: Tokens) -> Rights | None:
+    """Refuses a request that may not go on to its route.
+
+    Returns:
+        What its caller may do; None where the route asks for no token.
+
+    Raises:
+        RolemeshError: It may not.
+    """
     host = headers.get("host", "")
-    if token is None and not _is_loopback(host):
-        return ForbiddenError(
-            f"host {host!r} is not this coordinator, which has no token and thus answers to "
+    if (tokens.is_own or not tokens.by_scope) and not _is_loopback(host):
+        raise ForbiddenError(
+            f"host {host!r} is not this coordinator, which was given no token and thus answers to "
             "localhost alone: ask http://localhost, or start it with a token",
             reason="HOST_REFUSED",
         )
@@ -108,18 +137,33 @@ def refusal(scope: Scope, headers: Headers, token: str | None) -> RolemeshError 
         and origin is not None
         and origin.partition("://")[2].lower() != host.lower()
     ):
-        return ForbiddenError(
+        raise ForbiddenError(
             f"pages of {origin} may not change anything here: use the page of this coordinator, "
             "or a client that is no browser",
             reason="ORIGIN_REFUSED",
         )
-    if token is None or not _needs_token(scope["path"]):
+    if any(name in _SECRET_NAMES for name in QueryParams(scope["query_string"])):
+        raise InvalidRequestError(
+            "a token in the query of a URL gets into logs and histories: send it as the header "
+            "authorization: Bearer <token>, and make a new one if others may have read this one",
+            reason="TOKEN_IN_QUERY",
+        )
+    if not scope["path"].startswith("/api/") and scope["path"] != "/metrics":
         return None
-    return token_refusal(headers.get("authorization"), token)
+    rights = tokens.scope_of(headers.get("authorization"))
+    method = method_of(scope)
+    if method is not None:
+        check_caller(method, f"client/{rights.value}")
+    return rights
 
 
-def _needs_token(path: str) -> bool:
-    return path.startswith("/api/") or path == "/metrics"
+def method_of(scope: Scope) -> str | None:
+    """Method of CoordinatorService whose policy the route of a request has; None: no such route."""
+    for route in scope["app"].routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is Match.FULL:
+            name = _LIKE.get(route.name, route.name)
+            return f"/{SERVICE}/{''.join(word.title() for word in name.split('_'))}"
+    return None
 
 
 def _is_loopback(host: str) -> bool:

@@ -51,8 +51,8 @@ MAX_ERRORS = 50
 _DESCRIPTIONS: Mapping[int, str] = {
     400: "The request is wrong in itself; `errors` names the fields.",
     401: "The coordinator has a token and the request does not carry it.",
-    403: "The request comes from a page of another origin, names another host, or names what the "
-    "coordinator's owner has not granted.",
+    403: "The token allows less than that, or the request comes from a page of another origin, "
+    "names another host, or names what the coordinator's owner has not granted.",
     404: "What the request names is not here.",
     409: "The run is not in the state that the request needs.",
     410: "Events after that one are no longer kept: read the run and begin anew.",

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
 from rolemesh.coordinator.api.http.events import EventStreams
+from rolemesh.coordinator.api.http.tls import tls_context
 from rolemesh.engine.specs.urls import is_loopback
 from rolemesh.rpc.limits import MAX_CONNECTIONS
 
@@ -50,14 +52,20 @@ class HttpServer:
 
 
 async def serve_http(
-    app: FastAPI, host: str, port: int, *, stuck_reader_s: float = STUCK_READER_S
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    certificate: Path | None = None,
+    stuck_reader_s: float = STUCK_READER_S,
 ) -> tuple[HttpServer, int]:
     """Starts serving an app of make_app on the running loop.
 
     Args:
         app: An app made by make_app.
-        host: Name or address to bind; of loopback, when the app asks for no token.
+        host: Name or address to bind; of loopback, unless the app asks for a token of its owner's.
         port: Port to bind; 0 takes a free one.
+        certificate: File of read_certificate, to speak TLS; None: in clear.
         stuck_reader_s: A connection whose other end reads nothing for this long is closed.
 
     Returns:
@@ -65,23 +73,25 @@ async def serve_http(
 
     Raises:
         ValueError: The address cannot be bound, e.g. since the port is in use; or it can be reached
-            from elsewhere, and the app asks for no token.
+            from elsewhere, and the app asks for no token of its owner's; or the certificate cannot
+            be used.
     """
-    listener = _bind(host, port, stuck_reader_s, needs_loopback=not app.state.has_token)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            # The answer must not depend on which other packages are installed.
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=int(STOP_S),
-        )
+    config = uvicorn.Config(
+        app,
+        # The answer must not depend on which other packages are installed.
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=int(STOP_S),
     )
+    config.load()
+    config.ssl = None if certificate is None else tls_context(certificate)
+    listener = _bind(host, port, stuck_reader_s, needs_loopback=app.state.needs_loopback)
+    server = _Server(config)
     serving = asyncio.create_task(server.serve([listener]))
     while not server.started:
         await asyncio.wait((serving,), timeout=0.005)

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 
 from rolemesh.rpc.errors import from_rpc_error
-from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
+from rolemesh.rpc.identity import Identity, Trust
 from rolemesh.rpc.limits import MAX_IDLE_CONNECTION_S
 from rolemesh.rpc.policy import Idempotency, method_policies
 from rolemesh.rpc.tracing import outgoing
@@ -160,7 +160,7 @@ def open_channel(
     traffic: ChannelTraffic | None = None,
     retries: bool = True,
     is_watched: bool = False,
-    identity: Identity | None = None,
+    identity: Identity | Trust | None = None,
 ) -> MeshChannel:
     """Opens a channel to a service.
 
@@ -171,7 +171,8 @@ def open_channel(
         is_watched: Whether a peer that is stopped or cut off has to be noticed within seconds. Only
             for servers that are called each second or have SERVER_OPTIONS: others end a connection
             with so many pings and so little data.
-        identity: Of this member of the mesh; the peer must then be one, too. None: in clear.
+        identity: Of this member of the mesh; the peer must then be one, too. A Trust: which peer is
+            the right one, of a client that is no member. None: in clear.
 
     Raises:
         ValueError: The address is not "host:port".
@@ -189,7 +190,7 @@ def open_channel(
     if identity is None:
         channel = grpc.aio.insecure_channel(address, options=tuple(options.items()))
     else:
-        options |= dict(CHANNEL_OPTIONS)
+        options |= dict(identity.channel_options)
         channel = grpc.aio.secure_channel(
             address, identity.channel_credentials(), options=tuple(options.items())
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import logging
 import re
+import ssl
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,10 +73,8 @@ class Identity:
         Raises:
             IdentityError: It holds something else.
         """
-        blocks = [(match[1], match[0]) for match in _PEM.finditer(pem[:_MAX_BYTES])]
-        keys = [block for kind, block in blocks if kind.endswith(b"PRIVATE KEY")]
-        certificates = [block for kind, block in blocks if kind == b"CERTIFICATE"]
-        if len(keys) != 1 or len(certificates) != 2 or len(blocks) != 3:
+        keys, certificates = _blocks(pem)
+        if len(keys) != 1 or len(certificates) != 2:
             raise IdentityError(
                 f"{source} holds {len(keys)} keys and {len(certificates)} certificates: give one "
                 "key, one certificate and that of the mesh's authority, as `rolemesh certs issue` "
@@ -91,44 +90,133 @@ class Identity:
             IdentityError: There is no such file, it holds something else, or users other than its
                 owner can read it.
         """
-        try:
-            mode = path.stat().st_mode
-            pem = path.read_bytes()
-        except OSError as error:
-            raise IdentityError(
-                f"identity {path} cannot be read ({error.strerror}): give the file that `rolemesh "
-                "certs issue` wrote for this member"
-            ) from error
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise IdentityError(
-                f"identity {path} can be read by others (mode {mode & 0o777:o}): chmod 600 it, and "
-                "issue a new one if others may have read it"
-            )
-        return cls.parse(pem, f"identity {path}")
+        return cls.parse(_read_private(path, "identity"), f"identity {path}")
 
     def pem(self) -> bytes:
         """What `parse` reads."""
         return self.key + self.certificate + self.authority
+
+    @property
+    def channel_options(self) -> tuple[tuple[str, str], ...]:
+        """Options of such a channel."""
+        return CHANNEL_OPTIONS
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials of a channel to a server of the mesh; see CHANNEL_OPTIONS."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
-def server_credentials(path: Path) -> grpc.ServerCredentials:
-    """Credentials of a server that takes members of the mesh only.
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Which server a client without an identity takes for the right one, over TLS.
+
+    Example: `open_channel("mesh.example:50050", identity=Trust(Path("ca.crt").read_bytes()))`.
+    """
+
+    authority: bytes | None = None
+    """PEM of a certificate that has signed the server's, or is the server's own; None: the public
+    authorities that gRPC knows."""
+    server_name: str | None = None
+    """Name that the server's certificate has to have; None: that of the address."""
+
+    @property
+    def channel_options(self) -> tuple[tuple[str, str], ...]:
+        """Options of such a channel."""
+        name = self.server_name
+        return () if name is None else (("grpc.ssl_target_name_override", name),)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of a channel to that server."""
+        return grpc.ssl_channel_credentials(self.authority)
+
+
+def read_certificate(path: Path) -> tuple[bytes, tuple[bytes, ...]]:
+    """Reads what a server shows to clients that have no identity.
+
+    Args:
+        path: PEM file of the owner alone with a private key, the server's certificate, and those
+            that have signed it: that of an identity, or of another authority.
+
+    Returns:
+        The key, and the certificates from the server's own on.
+
+    Raises:
+        IdentityError: There is no such file, it holds something else, or users other than its owner
+            can read it.
+    """
+    keys, certificates = _blocks(_read_private(path, "certificate"))
+    if len(keys) != 1 or not certificates:
+        raise IdentityError(
+            f"certificate {path} holds {len(keys)} keys and {len(certificates)} certificates: give "
+            "a PEM file with one key and the certificates that go with it, the server's own first"
+        )
+    load_certificate(path)
+    return keys[0], tuple(certificates)
+
+
+def load_certificate(path: Path) -> ssl.SSLContext:
+    """TLS of a server with a certificate of read_certificate.
+
+    Raises:
+        IdentityError: Its key is another one's, or needs a password.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        context.load_cert_chain(path, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise IdentityError(
+            f"certificate {path} cannot be used ({error}): give the key of its first certificate, "
+            "without a password"
+        ) from error
+    return context
+
+
+def _blocks(pem: bytes) -> tuple[list[bytes], list[bytes]]:
+    """Keys and certificates of a PEM file."""
+    blocks = [(match[1], match[0]) for match in _PEM.finditer(pem[:_MAX_BYTES])]
+    keys = [block for kind, block in blocks if kind.endswith(b"PRIVATE KEY")]
+    return keys, [block for kind, block in blocks if kind == b"CERTIFICATE"]
+
+
+def _read_private(path: Path, what: str) -> bytes:
+    """Reads a file that its owner alone can read."""
+    try:
+        mode = path.stat().st_mode
+        pem = path.read_bytes()
+    except OSError as error:
+        raise IdentityError(
+            f"{what} {path} cannot be read ({error.strerror}): give the file that `rolemesh certs "
+            "issue` wrote for this member"
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise IdentityError(
+            f"{what} {path} can be read by others (mode {mode & 0o777:o}): chmod 600 it, and issue "
+            "a new one if others may have read it"
+        )
+    return pem
+
+
+def server_credentials(path: Path, *, members_only: bool = True) -> grpc.ServerCredentials:
+    """Credentials of a server.
 
     A file that was replaced counts for the connections that come from then on. One that cannot be
     used is logged, and the one before stays.
 
     Args:
         path: File of the server's identity.
+        members_only: Whether clients have to show that they are members of the mesh. If not, it is
+            a file for `read_certificate`, and clients show none.
 
     Raises:
         IdentityError: It cannot be used now.
     """
 
     def configuration() -> grpc.ServerCertificateConfiguration:
+        if not members_only:
+            key, certificates = read_certificate(path)
+            return grpc.ssl_server_certificate_configuration([(key, b"".join(certificates))])
         own = Identity.read(path)
         return grpc.ssl_server_certificate_configuration(
             [(own.key, own.certificate)], root_certificates=own.authority
@@ -158,7 +246,7 @@ def server_credentials(path: Path) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         configuration(),
         fetch,  # type: ignore[arg-type]  # gRPC documents None as "no change"
-        require_client_authentication=True,
+        require_client_authentication=members_only,
     )
 
 

@@ -33,8 +33,8 @@ REASONS: Mapping[str, Reason] = {
         "Ask for boxes that the manifest and the layout allow.",
     ),
     "CALLER_DENIED": Reason(
-        "This member of the mesh may not call the method.",
-        "Call with the identity of one that may: the proto names them.",
+        "This member of the mesh, or a token of this scope, may not call the method.",
+        "Call with the identity or the token of one that may: the proto names them.",
     ),
     "CALL_IDLE": Reason(
         "A call has told of no progress for the idle time of its method. Its effect is not known.",
@@ -329,7 +329,12 @@ REASONS: Mapping[str, Reason] = {
         "A tensor's bytes do not fit its type and shape.", "Send what its header says."
     ),
     "TOKEN_INVALID": Reason(
-        "The token is not that of the coordinator.", "See ROLEMESH_API_TOKEN or its file."
+        "The token is not one of the coordinator's.",
+        "See ROLEMESH_API_TOKEN or its file, or `api-token` in the folder of the run.",
+    ),
+    "TOKEN_IN_QUERY": Reason(
+        "A token stands in the query of a URL, which gets into logs.",
+        "Send it as the header `authorization: Bearer TOKEN`.",
     ),
     "TOKEN_MISSING": Reason(
         "The coordinator asks for a token.",

@@ -13,6 +13,7 @@ from support.dashboard_pages import (
     records_of,
 )
 from support.page_server import PageServer
+from support.rest_servers import tokens_of
 
 
 def test_a_step_appears_when_it_is_made(opened: Any, server: PageServer) -> None:
@@ -123,7 +124,7 @@ def test_a_coordinator_that_is_away_is_shown_also_of_an_ended_run(
 
 
 def test_a_token_is_asked_for_once_and_kept_for_the_tab(browser: Browser, tmp_path: Path) -> None:
-    with PageServer(token="opensesame") as guarded:
+    with PageServer(tokens_of("opensesame")) as guarded:
         guarded.fill("run", tmp_path, num_steps=2)
         context = browser.new_context()
         page = context.new_page()
@@ -140,6 +141,51 @@ def test_a_token_is_asked_for_once_and_kept_for_the_tab(browser: Browser, tmp_pa
         drawn_after_ms(page)
         expect(page.get_by_role("dialog")).to_have_count(0)
         context.close()
+
+
+def test_the_printed_address_opens_the_page_and_leaves_no_token_behind(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with PageServer(tokens_of("opensesame")) as guarded:
+        guarded.fill("run", tmp_path, num_steps=2)
+        asked: list[str] = []
+        context = browser.new_context()
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{guarded.url}?run=run#token=opensesame")
+        drawn_after_ms(page)
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        assert page.evaluate("location.href") == f"{guarded.url}?run=run"
+        page.reload()
+        drawn_after_ms(page)
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        assert not [url for url in asked if "opensesame" in url.partition("#")[0]]
+        context.close()
+
+
+def test_a_token_that_may_look_shows_a_run_and_cannot_change_it(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with PageServer(tokens_of("all", read="look", drive="steer")) as guarded:
+        guarded.fill("run", tmp_path, num_steps=2, is_live=True)
+        works = {}
+        for token in ("look", "steer", "all"):
+            context = browser.new_context()
+            page = context.new_page()
+            page.goto(f"{guarded.url}#token={token}")
+            drawn_after_ms(page)
+            buttons = [page.locator(f"#{name}") for name in ("pause", "checkpoint", "stop")]
+            for button in buttons:
+                expect(button).to_be_visible()
+            works[token] = [button.is_enabled() for button in buttons]
+            if token == "look":
+                expect(buttons[2]).to_have_attribute("title", "Needs a token of the scope drive.")
+                # Nor does the key that stands for the button.
+                page.keyboard.press("p")
+                page.wait_for_timeout(200)
+            context.close()
+        assert works == {"look": [False] * 3, "steer": [True] * 3, "all": [True] * 3}
+        assert not guarded.call(guarded.store.get_run("run")).pause_requested
 
 
 def test_a_coordinator_without_runs_says_how_to_start_one(browser: Browser) -> None:

@@ -294,7 +294,7 @@ NAMED: dict[NamedKind, set[str]] = {
     "code": {"environment", "function", "tracker"},
     "path": {
         *("path", "held_out_path", "tokenizer", "directory", "token_file"),
-        *("password_file", "certificates", "readable"),
+        *("password_file", "certificates", "certificate", "read", "drive", "readable"),
     },
     "url": {"urls", "address", "addresses", "tracking_uri", "endpoint", "url"},
     "variable": {"token_variable", "environment", "variables"},

@@ -38,10 +38,12 @@ def folder(tmp_path: Path) -> Path:
 def test_issued_identities_name_the_member_and_are_signed(folder: Path) -> None:
     run("issue", folder, "coordinator", "actor", "client/read", "--host", "gpu-1", "--days", "7")
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("actor.pem", "authority.pem", "client-read.pem", "coordinator.pem"),
+        *("actor.pem", "authority.crt", "authority.pem", "client-read.pem", "coordinator.pem"),
     ]
-    for path in folder.iterdir():
+    for path in folder.glob("*.pem"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    # What clients trust is no secret, and holds none.
+    assert (folder / "authority.crt").read_bytes() == Identity.read(folder / "actor.pem").authority
     authority = x509.load_pem_x509_certificate((folder / "authority.pem").read_bytes())
     for name, member in (("actor", "actor"), ("client-read", "client/read")):
         one = certificate(folder / f"{name}.pem")
@@ -90,7 +92,7 @@ def test_what_is_there_is_not_overwritten(folder: Path) -> None:
 @pytest.mark.parametrize("member", ["client/root", "Actor", "../actor", "client/", ""])
 def test_unknown_members_are_refused(member: str, folder: Path) -> None:
     assert "give coordinator, a role such as actor" in run("issue", folder, member, code=2)
-    assert [path.name for path in folder.iterdir()] == ["authority.pem"]
+    assert {path.name for path in folder.iterdir()} == {"authority.crt", "authority.pem"}
 
 
 def test_a_folder_without_an_authority_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from support.fake_roles import until
 
 from rolemesh.coordinator.commands import hub as hub_module
 from rolemesh.coordinator.commands.hub import MAX_RESTARTS, Hub
+from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.state.errors import StoreUnavailableError
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState, RunStream
@@ -113,7 +114,7 @@ async def spawned(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Spawned]:
 
 @pytest.fixture
 async def hub(store: FlakyStore, spawned: Spawned, tmp_path: Path) -> AsyncIterator[Hub]:
-    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None, grant=GRANT)
+    hub = Hub(store, tmp_path, outlives=True, max_runs=4, api=ApiSpec(), grant=GRANT)
     yield hub
     await hub.close()
 
@@ -256,7 +257,7 @@ async def test_a_later_hub_starts_gone_runs_again_as_far_as_there_is_room(
         tmp_path,
         outlives=True,
         max_runs=2,
-        token_file=tmp_path / "token",
+        api=ApiSpec(http_port=None, token_file=tmp_path / "token"),
         grant=GRANT,
     )
     (tmp_path / "token").write_text("s3cret")
@@ -384,7 +385,7 @@ async def test_a_recipe_names_nothing_that_the_owner_has_not_granted(
     store: FlakyStore, spawned: Spawned, tmp_path: Path, override: str, field: str
 ) -> None:
     grant = Grant(folders=(Path("/models"), Path("/data")), hosts=("127.0.0.1",))
-    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None, grant=grant)
+    hub = Hub(store, tmp_path, outlives=True, max_runs=4, api=ApiSpec(), grant=grant)
     with pytest.raises(ForbiddenError) as refused:
         await hub.create_run("run-1", recipe(), (override,))
     assert refused.value.reason == "NOT_GRANTED"
@@ -410,7 +411,7 @@ async def test_what_the_owner_has_granted_is_taken(
         hosts=("127.0.0.1",),
         variables=("JUDGE_TOKEN",),
     )
-    hub = Hub(store, tmp_path, outlives=True, max_runs=4, token_file=None, grant=grant)
+    hub = Hub(store, tmp_path, outlives=True, max_runs=4, api=ApiSpec(), grant=grant)
     source = {
         "type": "weighted_sum",
         "rewards": [

@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
+from rolemesh.coordinator.api.credentials import read_tokens
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.run.folder import print_status, read_status
 from rolemesh.coordinator.run.session import COORDINATOR_FILE
 from rolemesh.coordinator.state.memory import MemoryStateStore
@@ -32,10 +34,16 @@ async def test_a_run_that_recovers_says_what_from_and_how_often_before(tmp_path:
         state=RunState.RECOVERING, activity="recovering: actor was killed", recoveries=2,
     )  # fmt: skip
     await store.create_run(record)
-    server, port = await serve_coordinator(StoreOperations(store))
+    tokens = read_tokens(ApiSpec(), {}, folder=tmp_path)
+    server, port = await serve_coordinator(StoreOperations(store), tokens=tokens)
     facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": "r"}
     (tmp_path / COORDINATOR_FILE).write_text(json.dumps(facts))
     try:
+        # It is in the run's folder, and nothing else leads to it here.
+        refused = await asyncio.to_thread(read_status, tmp_path)
+        assert "send the token" in refused.services["coordinator"]
+        facts["token_file"] = str(tokens.file)
+        (tmp_path / COORDINATOR_FILE).write_text(json.dumps(facts))
         status = await asyncio.to_thread(read_status, tmp_path)
         text = await asyncio.to_thread(printed, tmp_path)
     finally:

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from support.rest_servers import client_of, refused
+from support.rest_servers import client_of, refused, tokens_of
 
 from rolemesh.coordinator.api.http.guard import MAX_BODY_BYTES
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -14,7 +14,7 @@ CLOSED = ("/api/v1/runs", "/api/v1/services", "/api/v1/nothing", "/metrics")
 
 
 def client(token: str | None = None) -> httpx.AsyncClient:
-    return client_of(StoreOperations(MemoryStateStore()), token=token)
+    return client_of(StoreOperations(MemoryStateStore()), tokens=tokens_of(token))
 
 
 async def test_without_a_token_nobody_is_asked_for_one() -> None:
@@ -56,7 +56,11 @@ async def test_the_token_opens_and_stands_in_no_query() -> None:
         for scheme in ("Bearer", "bearer"):
             headers = {"authorization": f"{scheme} {TOKEN}"}
             assert (await guarded.get("/api/v1/runs", headers=headers)).status_code == 200
-        refused(await guarded.get(f"/api/v1/runs?token={TOKEN}"), 401, "TOKEN_MISSING")
+        for place in ("/api/v1/runs?", "/?", "/api/v1/runs?ä=%FF&page_size=1&access_"):
+            for headers in ({}, {"authorization": f"Bearer {TOKEN}"}):
+                answer = await guarded.get(f"{place}token={TOKEN}", headers=headers)
+                assert TOKEN not in answer.text
+                refused(answer, 400, "TOKEN_IN_QUERY")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from support.rest_servers import client_of, refused
+from support.rest_servers import client_of, refused, tokens_of
 
 from rolemesh.coordinator.api.http.pages import DASHBOARD, MEDIA_TYPES
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -36,7 +36,7 @@ def operations() -> StoreOperations:
 async def test_files_have_their_types_and_are_asked_for_anew(
     folder: Path, path: str, media_type: str, text: str
 ) -> None:
-    async with client_of(operations(), pages=folder, token="t") as client:
+    async with client_of(operations(), pages=folder, tokens=tokens_of("t")) as client:
         answer = await client.get(path)
         again = await client.get(path, headers={"if-none-match": answer.headers["etag"]})
         head = await client.head(path)
