@@ -224,7 +224,11 @@ def _handed_over(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str,
     """Tensors in their order, each let go before the next one is given."""
     tensors.reverse()
     while tensors:
-        yield tensors.pop()
+        name, tensor = tensors.pop()
+        if tensor.is_cuda:
+            # Made by another thread, whose stream would have its memory again at once.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        yield name, tensor
 
 
 def _check_all(failure: BaseException | None, group: RankGroup, what: str) -> None:

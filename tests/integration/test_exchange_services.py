@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.in_flight_checks import halt_at, rows_with_versions
 from support.mesh_runs import tiny_model
-from support.rollout_services import Caller, rows_of
+from support.rollout_services import Caller, process_of, rows_of
 from support.services import operation_key, serving
+from support.warm_processes import forked
 
 from rolemesh.engine.transport.shm import SHM_DIRECTORY
 from rolemesh.engine.weights import exchange
@@ -307,3 +311,108 @@ async def test_nobody_but_the_coordinator_learns_an_offer_or_joins(
             # Past the door: the service has no run yet.
             with pytest.raises(PreconditionError):
                 await stub.OfferExchange(exchange_pb2.OfferExchangeRequest(key=key, dtype=1))
+
+
+# --- services of several ranks, in processes of their own -------------------------------------
+
+LAYOUTS = [
+    ({"dp": 2, "fsdp": 2}, {"dp": 2}),
+    pytest.param({"tp": 2}, {"dp": 2}, marks=pytest.mark.slow),
+]
+
+
+def flags(layout: Mapping[str, int]) -> tuple[str, ...]:
+    if not layout:
+        return ()
+    return ("--layout", ",".join(f"{name}={size}" for name, size in layout.items()))
+
+
+@contextlib.asynccontextmanager
+async def processes(
+    model: Path, folder: Path, train: Mapping[str, int], take: Mapping[str, int]
+) -> AsyncIterator[tuple[Pair, int, int]]:
+    """An actor and a rollout service, and the pids of the processes behind them."""
+    with contextlib.ExitStack() as stack:
+        actor, of_actor = stack.enter_context(process_of("actor", folder, *flags(train)))
+        rollout, of_rollout = stack.enter_context(process_of("rollout", folder, *flags(take)))
+        pair = Pair(actor, rollout)
+        await pair.initialize(model, train, take)
+        yield pair, forked(of_actor.pid), forked(of_rollout.pid)
+        for caller in (pair.actor, pair.rollout):
+            await caller.channel.close()
+
+
+@pytest.mark.parametrize(("train", "take"), LAYOUTS)
+async def test_ranks_of_two_services_join_one_exchange(
+    model: Path, tmp_path: Path, train: Mapping[str, int], take: Mapping[str, int]
+) -> None:
+    async with processes(model, tmp_path, train, take) as (pair, _, of_rollout):
+        assert await pair.meet() == [WAY, WAY]
+        taken, sent = await pair.bring()
+        assert (taken.exchange_failure, dict(sent.failures)) == ("", {})
+        assert taken.report.fetched_bytes[WAY] == sent.report.metrics["sent_bytes"] > 0
+        batch = await pair.rollout.generate(0, count=6)
+        assert await pair.actor.train(batch.experience, version=0) == 3
+        taken, _ = await pair.bring()
+        assert set(taken.report.fetched_bytes) == {WAY}
+        assert await pair.are_equal()
+        # A rank of the rollout service stops in the middle of the next one, and is then killed.
+        victim = psutil.Process(of_rollout).children()[1]
+        victim.suspend()
+        transfer = asyncio.gather(pair.bring(), return_exceptions=True)
+        await asyncio.sleep(1.0)
+        assert not transfer.done()
+        victim.kill()
+        (failure,) = await asyncio.wait_for(transfer, 60)
+        assert isinstance(failure, UnavailableError)
+        # The actor goes on, and meets the next process of the service.
+        folder = tmp_path / "next"
+        folder.mkdir()
+        with process_of("rollout", folder, *flags(take)) as (address, _):
+            await pair.rollout.channel.close()
+            pair.rollout = Caller(address)
+            spec = {"model": {"path": str(model)}, "rollout": HF, "layout": take}
+            await pair.rollout.initialize(**spec)
+            assert await pair.meet("rollout-0/2") == [WAY, WAY]
+            taken, sent = await pair.bring(name="rollout-0/2")
+            assert set(taken.report.fetched_bytes) == {WAY}
+            assert await pair.are_equal()
+
+
+async def test_an_actor_that_dies_in_a_transfer_leaves_a_service_that_goes_on(
+    model: Path, tmp_path: Path
+) -> None:
+    async with serving(RolloutRole()) as server:
+        rollout = server.runtime.address
+        with process_of("actor", tmp_path) as (address, process):
+            pair = Pair(address, rollout)
+            await pair.initialize(model, {}, {})
+            assert await pair.meet() == [WAY, WAY]
+            await pair.bring()
+            published = (await pair.actor.publish()).weights
+            pid = forked(process.pid)
+            os.kill(pid, signal.SIGSTOP)
+            taking = asyncio.create_task(pair.rollout.take(published, NAME))
+            await asyncio.sleep(0.5)
+            assert not taking.done()
+            os.kill(pid, signal.SIGKILL)
+            # The exchange ends at once; what it did not bring cannot be fetched either.
+            with pytest.raises((UnavailableError, UnsupportedError), match=f"rank 0 at {address}"):
+                await asyncio.wait_for(taking, 60)
+            assert server.runtime.role.exchanges.get(NAME) is None
+            await pair.actor.channel.close()
+        folder = tmp_path / "next"
+        folder.mkdir()
+        with process_of("actor", folder) as (address, _):
+            await pair.rollout.channel.close()
+            pair = Pair(address, rollout)
+            await pair.actor.initialize(
+                model={"path": str(model), "compute_dtype": "float32"}, rollout=HF
+            )
+            assert await pair.meet("rollout-0/2") == [WAY, WAY]
+            await pair.bring(name="rollout-0/2")
+            assert (await pair.rollout.checksums()).checksums == (
+                await pair.actor.checksums("TRAINER")
+            ).checksums
+            for caller in (pair.actor, pair.rollout):
+                await caller.channel.close()

@@ -49,10 +49,9 @@ class Exchanges:
         Raises:
             PreconditionError: TRANSPORT_UNAVAILABLE: this rank cannot take part.
         """
-        self.leave(name)
+        await self.leave(name)
         if self._thread is None:
             self._thread = ComputeThread("exchange")
-
         end = await self._possible(self._thread.run(lambda: make(select_device())))
         self._ends[name] = end
         return end
@@ -75,7 +74,7 @@ class Exchanges:
             await self._possible(self._thread.run(end.connect, offers))
         except BaseException:
             # Others may be waiting for this rank to connect.
-            self.leave(name)
+            await self.leave(name)
             raise
         return end
 
@@ -105,23 +104,25 @@ class Exchanges:
         except TransferMismatchError:
             raise
         except BaseException:
-            self.leave(name)
+            await self.leave(name)
             raise
 
     def get(self, name: str) -> ExchangeEnd | None:
         """The end of that name; None where this rank is not in the exchange."""
         return self._ends.get(name)
 
-    def leave(self, name: str) -> None:
+    async def leave(self, name: str) -> None:
         """Closes an end, if there is one."""
         end = self._ends.pop(name, None)
         if end is not None:
-            end.close()
+            # NCCL's end waits for the device.
+            await asyncio.to_thread(end.close)
 
     def close(self) -> None:
         """Closes all ends."""
-        for name in tuple(self._ends):
-            self.leave(name)
+        ends, self._ends = self._ends, {}
+        for end in ends.values():
+            end.close()
         if self._thread is not None:
             thread, self._thread = self._thread, None
             # What NCCL's start has hung cannot be ended: the thread is left behind then.
@@ -155,6 +156,6 @@ async def watched(work: Awaitable[T], call: Call, stage: str, ends: Sequence[Exc
     finally:
         if not task.done():
             for end in ends:
-                end.abort()
+                await asyncio.to_thread(end.abort)
             # It ends soon, and must not use what its caller frees.
             await asyncio.wait({task})

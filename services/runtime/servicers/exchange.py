@@ -62,7 +62,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
         async def own() -> exchange_pb2.OfferExchangeResponse:
             end = await self._role.exchanges.offer(request.exchange, make)
             if request.plan not in (b"", end.plan_digest):
-                self._role.exchanges.leave(request.exchange)
+                await self._role.exchanges.leave(request.exchange)
                 raise PreconditionError(
                     "the other service plans another transfer of the weights: give both services "
                     "the same model folder and the same version of rolemesh",
@@ -87,7 +87,7 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
 
         async def own() -> exchange_pb2.JoinExchangeResponse:
             if not request.offers:
-                exchanges.leave(request.exchange)
+                await exchanges.leave(request.exchange)
                 return exchange_pb2.JoinExchangeResponse()
             end = await exchanges.join(request.exchange, request.offers)
             return exchange_pb2.JoinExchangeResponse(transport=end.way)
@@ -149,7 +149,7 @@ class GivingExchangeServicer(ExchangeServicer):
                     [end for end in ends.values() if end is not None],
                 )
             for name in failures:
-                self._role.exchanges.leave(name)
+                await self._role.exchanges.leave(name)
             return exchange_pb2.SendWeightsResult(
                 failures=failures, report=call.report({"sent_bytes": num_bytes}, 0)
             )
