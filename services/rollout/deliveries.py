@@ -35,12 +35,12 @@ class Delivery:
     """What was fetched, and what becomes of it; None where nothing was."""
     fetched: dict[int, FetchedBoxes] = field(default_factory=dict)
     """By publishing rank. The compute thread's, which lets go of them once they are loaded."""
+    fetched_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By transport."""
     received: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """The rank's tensors, where an exchange brought them; in the place of `fetched`."""
     exchange_failure: str = ""
     """Why this rank is no longer in the exchange that was to bring them."""
-    fetched_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By transport."""
     error: Exception | None = None
     """What went wrong with the fetch on this rank."""
     loaded: concurrent.futures.Future[float] = field(default_factory=concurrent.futures.Future)

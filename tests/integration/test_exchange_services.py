@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from support.fake_roles import until
 from support.in_flight_checks import halt_at, rows_with_versions
 from support.mesh_runs import tiny_model
 from support.rollout_services import Caller, process_of, rows_of
@@ -24,6 +25,7 @@ from rolemesh.engine.weights import exchange
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import open_channel
 from rolemesh.rpc.errors import (
+    DeadlineError,
     ForbiddenError,
     InvalidRequestError,
     PreconditionError,
@@ -55,16 +57,15 @@ class Pair:
         self, model: Path, train: Mapping[str, int], take: Mapping[str, int]
     ) -> None:
         self.layouts = (train, take)
-        await asyncio.gather(
-            self.actor.initialize(
-                model={"path": str(model), "compute_dtype": "float32"},
-                optimizer={"learning_rate": 1e-2},
-                rollout=HF,
-                train=train,
-                **({"generate": {"tp": 1}} if train else {}),
-            ),
-            self.rollout.initialize(model={"path": str(model)}, rollout=HF, layout=take),
+        # One after another: two at once import their libraries at the same time.
+        await self.actor.initialize(
+            model={"path": str(model), "compute_dtype": "float32"},
+            optimizer={"learning_rate": 1e-2},
+            rollout=HF,
+            train=train,
+            **({"generate": {"tp": 1}} if train else {}),
         )
+        await self.rollout.initialize(model={"path": str(model)}, rollout=HF, layout=take)
 
     async def meet(self, name: str = NAME, dtype: str = "float32") -> list[Any]:
         """How the two ends of an exchange answered: their transport, or an error."""
@@ -131,10 +132,11 @@ async def test_an_exchange_brings_what_a_fetch_brings_at_each_version(pair: Pair
         assert dict(taken.report.fetched_bytes) == {WAY: expected}
         assert taken.report.metrics["weight_sync_bytes"] == expected > 0
         trainer = (await pair.actor.checksums("TRAINER")).checksums
-        assert (await pair.rollout.checksums()).checksums == trainer
+        # The sampler has its tied head besides.
+        assert trainer.items() <= (await pair.rollout.checksums()).checksums.items()
+        assert await pair.are_equal()
         if version == 0:
             assert await pair.train(0) == 3
-    assert await pair.are_equal()
 
 
 async def test_weights_are_rounded_before_they_travel(pair: Pair) -> None:
@@ -201,23 +203,24 @@ async def test_an_end_that_breaks_leaves_the_weights_to_a_fetch(pair: Pair, brok
     assert set(taken.report.fetched_bytes) == {WAY}
 
 
-async def test_a_transfer_ends_when_its_call_is_given_up(pair: Pair, model: Path) -> None:
-    """A newer coordinator attaches while the actor waits for a taker that never comes."""
+async def test_a_transfer_ends_when_its_call_is_given_up(pair: Pair) -> None:
+    """The actor is drained while it waits for a taker that never comes."""
     await pair.meet()
     sending = asyncio.create_task(pair.actor.send(NAME))
     await asyncio.sleep(0.2)
     stub = worker_pb2_grpc.WorkerServiceStub(pair.actor.channel)
-    drained = asyncio.create_task(
-        _drain(stub, worker_pb2.DrainRequest(run_id="run", fencing_epoch=2))
-    )
+    drain = worker_pb2.DrainRequest(run_id="run", fencing_epoch=2)
+    # It may end what it does within the deadline less a second.
+    draining = asyncio.create_task(_answered(stub.Drain(drain, timeout=1.5)))
     with pytest.raises(UnavailableError, match="given up"):
         await asyncio.wait_for(sending, 20)
-    await drained
-    assert roles_of(pair)[0].exchanges.get(NAME) is None
+    with contextlib.suppress(DeadlineError):
+        await draining
+    await until(lambda: roles_of(pair)[0].exchanges.get(NAME) is None)
 
 
-async def _drain(stub: Any, request: worker_pb2.DrainRequest) -> None:
-    await stub.Drain(request, timeout=2.0)
+async def _answered(call: Awaitable[Any]) -> None:
+    await call
 
 
 async def test_ends_are_closed_with_sleep_attach_and_leave(pair: Pair) -> None:
