@@ -360,7 +360,7 @@ async def test_ranks_of_two_services_join_one_exchange(
         assert set(taken.report.fetched_bytes) == {WAY}
         assert await pair.are_equal()
         # A rank of the rollout service stops in the middle of the next one, and is then killed.
-        victim = psutil.Process(of_rollout).children()[1]
+        victim = psutil.Process(forked(psutil.Process(of_rollout).children()[1].pid))
         victim.suspend()
         transfer = asyncio.gather(pair.bring(), return_exceptions=True)
         await asyncio.sleep(1.0)
@@ -414,8 +414,7 @@ async def test_an_actor_that_dies_in_a_transfer_leaves_a_service_that_goes_on(
             )
             assert await pair.meet("rollout-0/2") == [WAY, WAY]
             await pair.bring(name="rollout-0/2")
-            assert (await pair.rollout.checksums()).checksums == (
-                await pair.actor.checksums("TRAINER")
-            ).checksums
+            trainer = (await pair.actor.checksums("TRAINER")).checksums
+            assert trainer.items() <= (await pair.rollout.checksums()).checksums.items()
             for caller in (pair.actor, pair.rollout):
                 await caller.channel.close()
