@@ -25,11 +25,11 @@ from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Runtime
-from rolemesh.services.runtime.experience.exchanges import Exchanges
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
 from rolemesh.services.runtime.servicers.exchange import GivingExchangeServicer
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import (
     LogprobServicer,

@@ -31,9 +31,9 @@ from rolemesh.services.rollout.deliveries import Deliveries
 from rolemesh.services.rollout.updates import WeightUpdates
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Context, Runtime
-from rolemesh.services.runtime.experience.exchanges import Exchanges
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.exchange import ExchangeServicer
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,

@@ -23,7 +23,6 @@ from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.together import together
 from rolemesh.services.rollout.deliveries import Deliveries, Delivery
 from rolemesh.services.runtime.calls.runtime import Call, Runtime
-from rolemesh.services.runtime.experience.exchanges import Exchanges
 from rolemesh.services.runtime.experience.published_weights import (
     FetchedBoxes,
     dtype_of,
@@ -33,6 +32,7 @@ from rolemesh.services.runtime.experience.published_weights import (
 )
 from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.server.operations import Identity, identity_of
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.v1 import rollout_pb2, weights_pb2
 
 logger = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class WeightUpdates:
         end = exchanges.get(exchange)
         before = 0 if end is None else end.received_bytes
         end, tensors = await exchanges.receive(exchange, version, call)
-        num_bytes = {end.way: end.received_bytes - before}
+        num_bytes: dict[str, int] = {end.way: end.received_bytes - before}
         return Delivery(version, received=tensors, fetched_bytes=num_bytes)
 
     async def _fetch(self, ref: weights_pb2.WeightsRef, call: Call) -> Delivery:

@@ -18,9 +18,9 @@ from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import TransferMismatchError
 from rolemesh.rpc.errors import PreconditionError
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
-from rolemesh.services.runtime.experience.exchanges import Exchanges, logger, watched
 from rolemesh.services.runtime.experience.published_weights import dtype_of
 from rolemesh.services.runtime.ranks.face import join_answers
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges, logger, watched
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.v1 import exchange_pb2, exchange_pb2_grpc
 
@@ -93,7 +93,10 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
             return exchange_pb2.JoinExchangeResponse(transport=end.way)
 
         async def work(call: Call) -> exchange_pb2.JoinExchangeResponse:
-            return (await self._on_all_ranks(request, own()))[0]
+            answers: Sequence[exchange_pb2.JoinExchangeResponse] = await self._on_all_ranks(
+                request, own()
+            )
+            return answers[0]
 
         # Asleep, it may still leave.
         return await self._runtime.keyed_unary(
