@@ -128,7 +128,7 @@ async def test_an_exchange_brings_what_a_fetch_brings_at_each_version(pair: Pair
         taken, sent = await pair.bring()
         assert taken.policy_version == version
         assert (taken.exchange_failure, dict(sent.failures)) == ("", {})
-        expected = sent.report.metrics["sent_bytes"]
+        expected = sent.report.metrics["weights_sent_bytes"]
         assert dict(taken.report.fetched_bytes) == {WAY: expected}
         assert taken.report.metrics["weight_sync_bytes"] == expected > 0
         trainer = (await pair.actor.checksums("TRAINER")).checksums
@@ -353,7 +353,7 @@ async def test_ranks_of_two_services_join_one_exchange(
         assert await pair.meet() == [WAY, WAY]
         taken, sent = await pair.bring()
         assert (taken.exchange_failure, dict(sent.failures)) == ("", {})
-        assert taken.report.fetched_bytes[WAY] == sent.report.metrics["sent_bytes"] > 0
+        assert taken.report.fetched_bytes[WAY] == sent.report.metrics["weights_sent_bytes"] > 0
         batch = await pair.rollout.generate(0, count=6)
         assert await pair.actor.train(batch.experience, version=0) == 3
         taken, _ = await pair.bring()

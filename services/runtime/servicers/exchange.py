@@ -154,7 +154,7 @@ class GivingExchangeServicer(ExchangeServicer):
             for name in failures:
                 await self._role.exchanges.leave(name)
             return exchange_pb2.SendWeightsResult(
-                failures=failures, report=call.report({"sent_bytes": num_bytes}, 0)
+                failures=failures, report=call.report({"weights_sent_bytes": num_bytes}, 0)
             )
 
         async def work(call: Call) -> exchange_pb2.SendWeightsResult:
@@ -167,8 +167,8 @@ class GivingExchangeServicer(ExchangeServicer):
             result = join_answers(answers)
             for answer in answers:
                 result.failures.update(answer.failures)
-            result.report.metrics["sent_bytes"] = sum(
-                answer.report.metrics["sent_bytes"] for answer in answers
+            result.report.metrics["weights_sent_bytes"] = sum(
+                answer.report.metrics["weights_sent_bytes"] for answer in answers
             )
             return result
 

@@ -265,7 +265,7 @@ class SendWeightsResult(_message.Message):
 
     @_builtins.property
     def report(self) -> _experience_pb2.CallReport:
-        """Time, and bytes as the metric "sent_bytes"."""
+        """Time, and bytes as the metric "weights_sent_bytes"."""
 
     def __init__(
         self,
