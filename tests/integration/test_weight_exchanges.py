@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from support.fake_in_process import InProcessRun, run_jumping
 from support.fake_models import expected_weight
 from support.fake_recipes import PPO_ROLES, fake_recipe, split_pools
-from support.fake_roles import fake_mesh
+from support.fake_roles import FakeRole, fake_mesh
 from support.fake_runs import kill_during, make_run
 
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.summary import RunSummary
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.coordinator.state.store import RunState
+from rolemesh.rpc.errors import UnavailableError
 
 ROLES = (*PPO_ROLES, "rollout")
 STEPS = 4
@@ -96,6 +98,26 @@ def test_a_run_learns_the_same_either_way(schedule: str) -> None:
     assert meetings(fetched) == {}
     assert not fetched.mesh.of("actor.SendWeights")
     assert learnt(by_exchange) == learnt(fetched)
+
+
+def test_a_take_that_is_repeated_names_the_same_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service would refuse another request with the same key."""
+    serve, asked = FakeRole.UpdateWeights, []
+
+    async def breaks_once(self: FakeRole, request: Any, context: Any) -> AsyncIterator[Any]:
+        asked.append(request)
+        if len(asked) == 1:
+            broken = UnavailableError("the connection broke")
+            broken.is_broken_connection = True
+            raise broken
+        async for response in serve(self, request, context):
+            yield response
+
+    monkeypatch.setattr(FakeRole, "UpdateWeights", breaks_once)
+    run = made(recipe_with("sync", services={"rollout": {"replicas": 1}}))
+    assert run.mesh.roles["actor"].weight == expected_weight(STEPS)
+    assert asked[0] == asked[1]
+    assert asked[0].exchange
 
 
 @given(schedule=st.sampled_from(sorted(SCHEDULES)), seed=st.integers(0, 2**32))
@@ -201,12 +223,15 @@ async def test_the_next_process_of_a_service_meets_anew(schedule: str, tmp_path:
             if (call.service, call.method) == ("rollout-0", "JoinExchange")
         ]
         assert len(joined) == 2
+        methods = [(call.service, call.method) for call in mesh.calls]
+        restarted = len(methods) - methods[::-1].index(("rollout-0", "Initialize"))
         taken = [
             call.request.exchange  # type: ignore[attr-defined]
-            for call in mesh.of("rollout.UpdateWeights")
-            if call.service == "rollout-0" and call.state == "done"
+            for call in mesh.calls[restarted:]
+            if (call.service, call.method) == ("rollout-0", "UpdateWeights")
         ]
-        assert taken[0] == joined[0]
+        # Never that of the process before, whose end nobody holds any more.
+        assert set(taken) <= {"", joined[1]}
         assert taken[-1] == joined[1]
 
 
