@@ -110,7 +110,7 @@ class WeightExchanges:
         self._held: dict[str, _Exchange] = {}
         """By service."""
         self._ended: list[_Exchange] = []
-        """What nobody uses again, but may still take memory."""
+        """What is used no more, but may still take memory."""
         self._given_up: dict[str, ServiceClient] = {}
         """Services whose process is asked no more."""
         self._told: set[str] = set()

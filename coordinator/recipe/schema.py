@@ -330,6 +330,11 @@ class Recipe(Spec):
                 f"{given}, but there is no rollout section: the actor samples with its own "
                 "weights; add one, or leave weights out"
             )
+        if self.sampling is None:
+            raise ValueError(
+                f"{given}, but algorithm {self.algorithm.type!r} samples nothing by itself: leave "
+                "weights out"
+            )
         if any({"actor", "rollout"} <= set(pool.roles) for pool in self.pools.values()):
             raise ValueError(
                 f"{given}, but the actor and the rollout role share a pool, so that they never "

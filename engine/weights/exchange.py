@@ -177,7 +177,7 @@ class ExchangeEnd:
 
     @property
     def offer(self) -> bytes:
-        """What the other ranks need to know; whoever has it can take this rank's place."""
+        """What the other ranks need to know; its holder can take this rank's place."""
         member = _Member.of(self._surroundings, self._transport.offer)
         return encode_offer("exchange", asdict(member))
 

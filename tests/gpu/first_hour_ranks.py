@@ -146,7 +146,7 @@ def given_weights(at: Any, layers: int = 16) -> dict[str, Any]:
             tensors = end.receive(policy_version=version)
             seconds.append(time.perf_counter() - started)
             for name, tensor in tensors:
-                assert bool((tensor % 1 == 0.5).all()), f"{name} holds what nobody has sent"
+                assert bool((tensor % 1 == 0.5).all()), f"{name} holds what was not sent"
         num_bytes = plan.received_bytes(at.rank)
         assert end.received_bytes == len(seconds) * num_bytes
         return {

@@ -288,7 +288,7 @@ AUTHORITY = Authority.make()
 
 
 @pytest.mark.parametrize("member", ["critic", "client/drive", "client/admin", None])
-async def test_nobody_but_the_coordinator_learns_an_offer_or_joins(
+async def test_only_the_coordinator_learns_an_offer_or_joins(
     member: str | None, tmp_path: Path
 ) -> None:
     place = tmp_path / "actor.pem"

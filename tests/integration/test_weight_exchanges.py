@@ -230,7 +230,7 @@ async def test_the_next_process_of_a_service_meets_anew(schedule: str, tmp_path:
             for call in mesh.calls[restarted:]
             if (call.service, call.method) == ("rollout-0", "UpdateWeights")
         ]
-        # Never that of the process before, whose end nobody holds any more.
+        # Never that of the process before.
         assert set(taken) <= {"", joined[1]}
         assert taken[-1] == joined[1]
 

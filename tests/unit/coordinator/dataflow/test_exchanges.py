@@ -48,7 +48,7 @@ def test_those_who_come_at_about_the_same_time_are_paired() -> None:
         assert found == set(SERVICES)
         assert (one, other) == ("by rollout-0", "by rollout-1")
 
-    # Nobody is waited for once all are there.
+    # Once all are there, it waits no longer.
     assert timed(work) == 1.0
 
 
@@ -59,7 +59,7 @@ def test_a_taker_without_a_sender_goes_on_without_one() -> None:
     assert timed(work) == PAIR_S
 
 
-def test_a_sender_that_comes_too_late_finds_nobody_and_waits_for_nobody() -> None:
+def test_a_sender_that_comes_too_late_does_not_wait() -> None:
     async def work(pairing: Pairing) -> None:
         found, *told = await asyncio.gather(
             sender(pairing, PAIR_S + 1.0), *(taker(pairing, service) for service in SERVICES)

@@ -41,6 +41,11 @@ APART = {"roles": ROLES, "pools": split_pools(ROLES)}
             r"weights is 'nccl', but there is no rollout section",
         ),
         (
+            {"roles": ("actor", "rollout"), "pools": split_pools(("actor", "rollout")),
+             "algorithm": {"type": "sft"}, "sampler": {"type": "sync", "weights": "nccl"}},
+            r"weights is 'nccl', but algorithm 'sft' samples nothing by itself",
+        ),
+        (
             {"roles": ROLES, "sampler": {"type": "sync", "weights": "nccl"}},
             r"weights is 'nccl', but the actor and the rollout role share a pool",
         ),
