@@ -131,6 +131,10 @@ class WeightExchanges:
                 await self._leave(context, one)
             for service in takers:
                 names[service] = await self._name_for(context, context.connections[service])
+        except BaseException:
+            # Nothing will be sent.
+            names.clear()
+            raise
         finally:
             for service, told in takers.items():
                 if not told.done():

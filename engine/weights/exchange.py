@@ -94,13 +94,13 @@ class _Member:
     """The offer of its transport."""
 
     @classmethod
-    def of(cls, surroundings: Surroundings, offer: bytes) -> _Member:
+    def of(cls, surroundings: Surroundings, network: str, offer: bytes) -> _Member:
         return cls(
             device=surroundings.device,
             uuid=surroundings.uuid,
             host=surroundings.host,
             shares_device=int(surroundings.nccl_shares_devices),
-            network=_network_identity(),
+            network=network,
             interface=os.environ.get("NCCL_SOCKET_IFNAME", ""),
             transport=offer.decode(),
         )
@@ -165,6 +165,7 @@ class ExchangeEnd:
         self.plan = plan
         self._device = device
         self._surroundings = surroundings or Surroundings.of(device)
+        self._network = _network_identity()
         self._transport = transport or _make(rank, plan.world_size, device)
         self._transfer = WeightTransfer(
             plan, rank, self._transport, timeout_s=TRANSFER_TIMEOUT_S, device=device
@@ -178,7 +179,7 @@ class ExchangeEnd:
     @property
     def offer(self) -> bytes:
         """What the other ranks need to know; its holder can take this rank's place."""
-        member = _Member.of(self._surroundings, self._transport.offer)
+        member = _Member.of(self._surroundings, self._network, self._transport.offer)
         return encode_offer("exchange", asdict(member))
 
     @property

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from rolemesh.engine.transport.base import TransferFailedError
-from rolemesh.engine.transport.selection import TransportUnavailableError
 from rolemesh.engine.weights.exchange import ExchangeEnd
 from rolemesh.engine.weights.transfer import TransferMismatchError
 from rolemesh.rpc.errors import PreconditionError
@@ -134,9 +133,8 @@ class Exchanges:
             return await work
         except (
             OSError,  # cupy is not installed, shared memory is full
+            RuntimeError,  # ranks do not come or cannot reach each other; CUDA and NCCL
             ValueError,  # plans, offers or versions do not fit
-            TransferFailedError,
-            TransportUnavailableError,
         ) as error:
             raise PreconditionError(str(error), reason="TRANSPORT_UNAVAILABLE") from error
 
