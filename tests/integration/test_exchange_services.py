@@ -54,7 +54,11 @@ class Pair:
         self.layouts: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})
 
     async def initialize(
-        self, model: Path, train: Mapping[str, int], take: Mapping[str, int]
+        self,
+        model: Path,
+        train: Mapping[str, int],
+        take: Mapping[str, int],
+        sampler: Mapping[str, Any] | None = None,
     ) -> None:
         self.layouts = (train, take)
         # One after another: two at once import their libraries at the same time.
@@ -65,7 +69,8 @@ class Pair:
             train=train,
             **({"generate": {"tp": 1}} if train else {}),
         )
-        await self.rollout.initialize(model={"path": str(model)}, rollout=HF, layout=take)
+        spec = {"model": {"path": str(model)}, "rollout": sampler or HF, "layout": take}
+        await self.rollout.initialize(**spec)
 
     async def meet(self, name: str = NAME, dtype: str = "float32") -> list[Any]:
         """How the two ends of an exchange answered: their transport, or an error."""
@@ -332,14 +337,18 @@ def flags(layout: Mapping[str, int]) -> tuple[str, ...]:
 
 @contextlib.asynccontextmanager
 async def processes(
-    model: Path, folder: Path, train: Mapping[str, int], take: Mapping[str, int]
+    model: Path,
+    folder: Path,
+    train: Mapping[str, int],
+    take: Mapping[str, int],
+    sampler: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[tuple[Pair, int, int]]:
     """An actor and a rollout service, and the pids of the processes behind them."""
     with contextlib.ExitStack() as stack:
         actor, of_actor = stack.enter_context(process_of("actor", folder, *flags(train)))
         rollout, of_rollout = stack.enter_context(process_of("rollout", folder, *flags(take)))
         pair = Pair(actor, rollout)
-        await pair.initialize(model, train, take)
+        await pair.initialize(model, train, take, sampler)
         yield pair, forked(of_actor.pid), forked(of_rollout.pid)
         for caller in (pair.actor, pair.rollout):
             await caller.channel.close()
@@ -380,6 +389,20 @@ async def test_ranks_of_two_services_join_one_exchange(
             taken, sent = await pair.bring(name="rollout-0/2")
             assert set(taken.report.fetched_bytes) == {WAY}
             assert await pair.are_equal()
+
+
+@pytest.mark.slow
+async def test_slices_of_vllm_take_their_own_parts(model: Path, tmp_path: Path) -> None:
+    sampler = {"type": "vllm", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    async with processes(model, tmp_path, {"tp": 2}, {"tp": 2}, sampler) as (pair, *_):
+        assert await pair.meet() == [WAY, WAY]
+        for version in (0, 3):
+            taken, _ = await pair.bring()
+            assert taken.policy_version == version
+            assert set(taken.report.fetched_bytes) == {WAY}
+            assert await pair.are_equal()
+            if version == 0:
+                assert await pair.train(0) == 3
 
 
 async def test_an_actor_that_dies_in_a_transfer_leaves_a_service_that_goes_on(
