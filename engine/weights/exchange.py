@@ -90,6 +90,9 @@ class _Member:
     """Equal for ranks that reach each other over loopback."""
     interface: str
     """Network interface that NCCL is kept to; "" for any."""
+    cumem: str
+    """How NCCL takes device memory (NCCL_CUMEM_ENABLE); "" where that is left to it. Ranks that
+    differ fail when they connect (SkyRL's pull request 143)."""
     transport: str
     """The offer of its transport."""
 
@@ -102,6 +105,7 @@ class _Member:
             shares_device=int(surroundings.nccl_shares_devices),
             network=network,
             interface=os.environ.get("NCCL_SOCKET_IFNAME", ""),
+            cumem=os.environ.get("NCCL_CUMEM_ENABLE", ""),
             transport=offer.decode(),
         )
 
@@ -236,6 +240,11 @@ class ExchangeEnd:
                 f"the services are on different hosts or containers, but NCCL is kept to loopback "
                 f"on rank {kept[0]}: start them with NCCL_SOCKET_IFNAME=<interface of their "
                 "network>"
+            )
+        if self.way == "NCCL" and len(given := {one.cumem for one in members}) > 1:
+            raise TransportUnavailableError(
+                f"NCCL_CUMEM_ENABLE is {' and '.join(repr(one) for one in sorted(given))} on "
+                "different ranks: start both services with the same value, or without it"
             )
 
     def send(self, weights: Mapping[str, torch.Tensor], *, policy_version: int) -> None:

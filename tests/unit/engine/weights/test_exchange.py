@@ -285,6 +285,18 @@ def test_two_networks_need_an_interface_between_them(monkeypatch: pytest.MonkeyP
         run_threads(2, lambda rank: ends[rank].connect(offers, timeout_s=20))
 
 
+def test_ranks_that_take_memory_in_different_ways_are_refused() -> None:
+    plan = plan_of(*PAIR)
+    with ends_of(plan, "nccl") as ends:
+        offers = [ends[0].offer, changed(ends[1].offer, cumem="0")]
+        whys = refused(ends, offers, TransportUnavailableError)
+        assert all("NCCL_CUMEM_ENABLE is '' and '0'" in why for why in whys)
+    with ends_of(plan, "shm") as ends:
+        # No matter where there is no GPU.
+        offers = [ends[0].offer, changed(ends[1].offer, cumem="0")]
+        run_threads(2, lambda rank: ends[rank].connect(offers, timeout_s=20))
+
+
 def test_another_version_of_nccl_is_refused() -> None:
     plan, fabric = plan_of(*PAIR), FakeFabric()
     ends = [
