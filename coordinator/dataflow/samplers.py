@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from rolemesh.coordinator.dataflow.connection import OnPhase, RoleConnection
 from rolemesh.coordinator.dataflow.errors import RunError
+from rolemesh.coordinator.dataflow.exchanges import OnEvent, Pairing, WeightExchanges
 from rolemesh.coordinator.dataflow.futures import CallFuture, ExperienceFuture, NodeKind
 from rolemesh.coordinator.dataflow.graph import OnBlock
 from rolemesh.coordinator.dataflow.role_calls import PromptBatch, Sampler, ServiceNodes, StepContext
@@ -28,8 +29,9 @@ from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.engine.specs import SamplingSpec
 from rolemesh.engine.specs.columns import ENVIRONMENT_REWARDS, ROLLOUT_COLUMNS
 from rolemesh.rpc.result_call import ProgressCallback
+from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
-from rolemesh.v1 import experience_pb2, operation_pb2, rollout_pb2, weights_pb2
+from rolemesh.v1 import exchange_pb2, experience_pb2, operation_pb2, rollout_pb2, weights_pb2
 
 
 class _Calls:
@@ -202,6 +204,7 @@ class RolloutSampler:
         dtype: str,
         sampling: SamplingSpec | None,
         columns: tuple[str, ...] = ROLLOUT_COLUMNS,
+        exchanges: WeightExchanges | None = None,
     ) -> None:
         """Prepares.
 
@@ -211,8 +214,10 @@ class RolloutSampler:
             dtype: Type in which weights travel.
             sampling: Of training, for what is sampled ahead.
             columns: Columns of a trajectory.
+            exchanges: By which weights go where they can; None: all weights are fetched.
         """
         self._spec = spec
+        self._exchanges = exchanges
         self._calls = _Calls(spec, columns)
         self._services = tuple(services)
         self._dtype = dtype
@@ -315,13 +320,16 @@ class RolloutSampler:
             publication = self._publication = self._publish(context, (), version)
         if publication is not self._taken:
             before = (publication.part, *after)
+            pairing = None if self._exchanges is None else Pairing(self._services)
             self._taken, self._takes = (
                 publication,
                 tuple(
-                    self._take(context, service, publication, before, is_leased)
+                    self._take(context, service, publication, before, is_leased, pairing)
                     for service in self._services
                 ),
             )
+            if self._exchanges is not None and pairing is not None:
+                self._send(context, self._exchanges, pairing, before)
         return self._takes
 
     def _publish(
@@ -350,8 +358,10 @@ class RolloutSampler:
         publication: _Publication,
         after: Sequence[CallFuture],
         is_leased: bool,
+        pairing: Pairing | None,
     ) -> CallFuture:
         calls = ServiceNodes(context, service)
+        chosen: dict[ServiceClient, str] = {}
 
         async def take(
             key: operation_pb2.OperationKey,
@@ -359,23 +369,65 @@ class RolloutSampler:
             on_progress: ProgressCallback,
         ) -> rollout_pb2.UpdateWeightsResult:
             self._keys[service] = key
+            client = calls.client
+            if client not in chosen:
+                # Once: a repeat of the call has to be the same.
+                chosen[client] = "" if pairing is None else await pairing.exchange_for(service)
             # The publication has its weights only when the node runs.
-            return await calls.client.update_weights(key, publication.refs[0]).result(on_progress)
+            result = await client.update_weights(
+                key, publication.refs[0], exchange=chosen[client]
+            ).result(on_progress)
+            if self._exchanges is not None and result.exchange_failure:
+                self._exchanges.taken(service, client, result.exchange_failure)
+            return result
 
         return calls.node(NodeKind.UPDATE, "update_weights", take, after=after, is_leased=is_leased)
 
+    def _send(
+        self,
+        context: StepContext,
+        exchanges: WeightExchanges,
+        pairing: Pairing,
+        after: Sequence[CallFuture],
+    ) -> None:
+        """Has the actor send, to those who are there, what the services take by other nodes."""
+        actor = ServiceNodes(context, "actor")
+        names: list[str] | None = None
 
-def make_sampler(recipe: Recipe) -> Sampler:
-    """The sampler of a recipe's schedule."""
+        async def send(
+            key: operation_pb2.OperationKey,
+            _: experience_pb2.ExperienceRef,
+            on_progress: ProgressCallback,
+        ) -> exchange_pb2.SendWeightsResult:
+            nonlocal names
+            if names is None:
+                names = await exchanges.pair(context, pairing)
+            if not names:
+                return exchange_pb2.SendWeightsResult()
+            result = await actor.client.send_weights(key, names).result(on_progress)
+            exchanges.sent(result.failures)
+            return result
+
+        actor.node(NodeKind.UPDATE, "send_weights", send, after=after)
+
+
+def _quiet(text: str) -> None:
+    return
+
+
+def make_sampler(recipe: Recipe, on_event: OnEvent = _quiet) -> Sampler:
+    """The sampler of a recipe's schedule; `on_event` is told how weights go to services."""
     actor, rollout = recipe.actor, recipe.rollout
     has_environment = actor is not None and actor.environment is not None
     columns = (*ROLLOUT_COLUMNS, *((ENVIRONMENT_REWARDS,) if has_environment else ()))
     if rollout is None:
         return ActorSampler(recipe.schedule.sampler, columns)
+    spec, dtype = recipe.schedule.sampler, rollout.rollout.dtype
     return RolloutSampler(
-        recipe.schedule.sampler,
+        spec,
         recipe.services_of("rollout"),
-        rollout.rollout.dtype,
+        dtype,
         recipe.sampling,
         columns,
+        WeightExchanges(recipe, dtype, on_event) if spec.weights == "nccl" else None,
     )

@@ -67,7 +67,9 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
             "policy_version/min": "Version of the oldest weights that sampled a token. Each "
             "optimizer step adds 1.",
             "policy_version/max": "Version of the newest weights that sampled a token.",
-            "weight_sync_bytes": "Bytes of new weights that a rollout service fetched.",
+            "weight_sync_bytes": "Bytes of new weights that a rollout service took.",
+            "weights_sent_bytes": "Of these, bytes that the actor sent straight to its ranks "
+            "(`schedule.sampler.weights: nccl`).",
             "selection/groups": "Groups of completions that were judged (`dapo`).",
             "selection/wanted": "Groups whose rewards have a standard deviation above `min_std`.",
             "selection/kept": "Groups that the step trains on.",

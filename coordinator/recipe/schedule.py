@@ -20,6 +20,11 @@ class _SamplerSpec(Spec):
     finished, while the others still decode; a multiple of sampling.samples_per_prompt. 0: all go
     on together. It decides which rows are computed together, so keep it when placements are
     compared bit for bit."""
+    weights: Literal["grpc", "nccl"] = "grpc"
+    """How weights go from the actor to rollout services. "grpc": services fetch them, on one host
+    through shared memory. "nccl": straight from GPU to GPU, where all ranks of both services can;
+    otherwise they are fetched, and an event says why. The bits are the same. No GPU has shown the
+    second way yet."""
 
 
 class SyncSamplerSpec(_SamplerSpec):

@@ -254,6 +254,8 @@ class Recipe(Spec):
                     f"{self.algorithm.type!r} cannot be run with: set the type to 'sync'"
                 )
         self._check_sampler()
+        if sampler.weights == "nccl":
+            self._check_exchanges()
         if self.sampling is not None and self.actor and self.sampler is None:
             raise ValueError(
                 f"algorithm {self.algorithm.type!r} samples, but the recipe names no sampler: give "
@@ -305,6 +307,32 @@ class Recipe(Spec):
                 f"rollout role shares its pool with "
                 f"{', '.join(role for role in pool.roles if role != 'rollout')}: give it a pool of "
                 "its own"
+            )
+
+    def _check_exchanges(self) -> None:
+        """Weights can go by exchanges where the actor and rollout services work side by side."""
+        given = "schedule.sampler.weights is 'nccl'"
+        if self.rollout is None or self.actor is None:
+            raise ValueError(
+                f"{given}, but there is no rollout section: the actor samples with its own "
+                "weights; add one, or leave weights out"
+            )
+        if self.sampling is None:
+            raise ValueError(
+                f"{given}, but algorithm {self.algorithm.type!r} samples nothing by itself: leave "
+                "weights out"
+            )
+        if any({"actor", "rollout"} <= set(pool.roles) for pool in self.pools.values()):
+            raise ValueError(
+                f"{given}, but the actor and the rollout role share a pool, so that they never "
+                "work at the same time: give the rollout role a pool of its own"
+            )
+        sampler, num_ranks = self.schedule.sampler, self.layout("rollout").world_size
+        if isinstance(sampler, AsyncSamplerSpec) and sampler.partial_rollouts and num_ranks > 1:
+            raise ValueError(
+                f"{given}, but rollout.layout has {num_ranks} ranks, which exchange activations by "
+                "NCCL while new weights come: set schedule.sampler.partial_rollouts to false, "
+                "give each rollout service one rank, or leave weights out"
             )
 
     def _check_same(self, field: str, rollout: object, actor: object) -> None:

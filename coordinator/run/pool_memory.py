@@ -175,7 +175,10 @@ def _moments(
         )
     budget = _budget(recipe, role, gpu_bytes)
     if budget:
-        held = {role.role: PROCESS_BYTES + role.rest, "sampler": budget, **others}
+        # Weights that come by an exchange lie beside those that they replace.
+        comes = role.role == "rollout" and recipe.schedule.sampler.weights == "nccl"
+        arriving = role.sampler.get("weights", 0) if comes else 0
+        held = {role.role: PROCESS_BYTES + role.rest + arriving, "sampler": budget, **others}
         yield Moment(what=f"{role.role} samples", role=role.role, held=held)
 
 

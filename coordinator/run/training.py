@@ -108,7 +108,7 @@ class TrainingLoop(RunLoop):
         self._samples = samples
         replicas = {role: recipe.services_of(role) for role in recipe.roles}
         self._pools = Pools(recipe.pools, mesh, replicas)
-        self._sampler = make_sampler(recipe)
+        self._sampler = make_sampler(recipe, observer.on_event)
         self._ahead = StepsAhead(recipe.run, self._sampler, self.progress, self._context)
         self._traffic_before = MethodTraffic()
         """Of the coordinator, when the newest step began."""

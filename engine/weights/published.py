@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rolemesh.engine.layout.boxes import train_layout, whole_layout
-from rolemesh.engine.layout.families import DecoderShape
+from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
+from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import (
     ITEM_BYTES,
     Box,
@@ -31,7 +31,7 @@ from rolemesh.engine.layout.manifest import (
     num_elements,
 )
 from rolemesh.engine.layout.payload import aligned
-from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
 from rolemesh.engine.pinned_memory import pin
 from rolemesh.engine.transport.shm import Segment
 from rolemesh.engine.weights.assembly import Assembly
@@ -231,6 +231,31 @@ def source_layout(
         )
     check_manifest(manifest, shape.manifest(dtype))
     return train_layout(shape, train, dtype)
+
+
+def target_layout(
+    manifest: Manifest, layout: HybridLayout, dtype: DtypeName, shape: DecoderShape | None
+) -> WeightLayout:
+    """What each rank of a sampling service takes: its slices, or the whole model.
+
+    Args:
+        manifest: Of the publication.
+        layout: Ranks of the service.
+        dtype: Element type of the publication.
+        shape: Of the model, if its family has a plan.
+
+    Raises:
+        UnsupportedFamilyError: The ranks have slices of a model whose family has no plan.
+        LayoutError: The model cannot be cut so.
+    """
+    if layout.generate.tp * layout.generate.pp == 1:
+        return whole_layout(manifest, layout.world_size).in_dtype(dtype)
+    if shape is None:
+        raise UnsupportedFamilyError(
+            f"the sampler has {layout.generate.tp * layout.generate.pp} slices, but this model's "
+            "family has no plan: give each rank the whole model (layout.tp 1)"
+        )
+    return generate_layout(shape, layout, dtype)
 
 
 def check_manifest(found: Mapping[str, Parameter], expected: Mapping[str, Parameter]) -> None:

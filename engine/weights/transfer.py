@@ -150,7 +150,7 @@ class WeightTransfer:
         is_sound = False
         try:
             self._check_sources(tensors)
-            self._greet(policy_version)
+            self.greet(policy_version)
             yield from self._move(tensors)
             is_sound = True
         except TransferMismatchError:
@@ -205,8 +205,15 @@ class WeightTransfer:
                     yield from arriving.whole()
             under_way = following
 
-    def _greet(self, policy_version: int) -> None:
-        """Holds the others' plan and version to this rank's, before anything moves."""
+    def greet(self, policy_version: int) -> None:
+        """Holds the others' plan and version to this rank's, before anything moves.
+
+        `run` begins with it. All ranks call it together.
+
+        Raises:
+            TransferMismatchError: Ranks have different plans or policy versions.
+            TransferFailedError: A rank vanished or was late.
+        """
         own = _HEADER.pack(_MAGIC, policy_version, self._digest, self._checks_bytes)
         peers = [peer for peer in range(self._plan.world_size) if peer != self._rank]
         if self._rank >= self._plan.world_size:

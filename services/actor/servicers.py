@@ -8,6 +8,8 @@ from torch.utils.hooks import RemovableHandle
 from rolemesh.engine.data.prompts import Split
 from rolemesh.engine.data.trajectories import Kind, read_trajectories
 from rolemesh.engine.experience import Experience
+from rolemesh.engine.layout.manifest import DtypeName, Parameter
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.models.causal_lm import CausalLm
 from rolemesh.engine.models.rank_model import RankModel
 from rolemesh.engine.own_functions import OwnFunctions
@@ -16,6 +18,8 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.hf import HfBackend
 from rolemesh.engine.specs import ActorSpec, Numerics, RolloutSpec
+from rolemesh.engine.weights.exchange import exchange_plan
+from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.resharding import Resharder
 from rolemesh.engine.weights.reuse import LentWeights, before_each_pass
 from rolemesh.rpc.errors import PreconditionError
@@ -24,6 +28,8 @@ from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
 from rolemesh.services.runtime.servicers.cuts import CutServicer
 from rolemesh.services.runtime.servicers.data import DataServicer
+from rolemesh.services.runtime.servicers.exchange import GivingExchangeServicer
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.model_role import ModelRole
 from rolemesh.services.runtime.servicers.models import (
     LogprobServicer,
@@ -38,6 +44,7 @@ from rolemesh.services.runtime.servicers.weights import WeightsServicer
 from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2_grpc,
+    exchange_pb2_grpc,
     logprob_pb2_grpc,
     rollout_pb2_grpc,
     trainer_pb2_grpc,
@@ -64,6 +71,8 @@ class ActorRole(ModelRole, SamplingRole):
         self._rest: RemovableHandle | None = None
         self._source: PromptSource | None = None
         self._is_sampler_stale = False
+        self.exchanges = Exchanges()
+        """Of this rank, with rollout services."""
 
     def initialize(
         self, spec: ActorSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
@@ -128,11 +137,14 @@ class ActorRole(ModelRole, SamplingRole):
             LogprobServicer(self, runtime), server
         )
         ActorWeightsServicer(self, runtime).add_to(server)
+        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(
+            GivingExchangeServicer(self, runtime), server
+        )
         cuts_pb2_grpc.add_CutServiceServicer_to_server(CutServicer(self, runtime), server)
         data_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self, runtime), server)
         return [
             f"rolemesh.v1.{family}Service"
-            for family in ("Rollout", "Trainer", "Logprob", "Weights", "Data", "Cut")
+            for family in ("Rollout", "Trainer", "Logprob", "Weights", "Exchange", "Data", "Cut")
         ]
 
     @property
@@ -193,12 +205,30 @@ class ActorRole(ModelRole, SamplingRole):
         """The sampler must take the loaded weights even when their version is the one it has."""
         self._is_sampler_stale = True
 
+    def plan_exchange(self, peer: TrainLayout, dtype: DtypeName) -> Plan:
+        """What travels to a rollout service of a layout."""
+        trainer = self.trainer
+        train, shape = trainer.mesh.layout.train, trainer.model.shape
+        manifest = (
+            {name: Parameter(tuple(one.shape), "float32") for name, one in trainer.named_weights()}
+            if train.world_size == 1 or shape is None
+            else shape.manifest("float32")
+        )
+        return exchange_plan(manifest, shape, train, peer, dtype)
+
+    def start_over(self) -> None:
+        """Drops gradients, published weights and exchanges."""
+        self.exchanges.close()
+        super().start_over()
+
     def sleep(self) -> int:
         """Moves trainer and sampler to host memory. The sampler wakes with its next weights."""
+        self.exchanges.close()
         return super().sleep() + (0 if self._backend is None else self._backend.sleep())
 
     def close(self) -> None:
         """Ends the sampler and drops the weights."""
+        self.exchanges.close()
         if self._rest is not None:
             self._rest.remove()
             self._rest = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -32,11 +32,15 @@ class Delivery:
 
     policy_version: int
     taking: Taking | None = None
-    """What was fetched, and what becomes of it; None where the fetch failed."""
+    """What was fetched, and what becomes of it; None where nothing was."""
     fetched: dict[int, FetchedBoxes] = field(default_factory=dict)
     """By publishing rank. The compute thread's, which lets go of them once they are loaded."""
     fetched_bytes: Mapping[str, int] = field(default_factory=dict)
     """By transport."""
+    received: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """The rank's tensors, where an exchange brought them; in the place of `fetched`."""
+    exchange_failure: str = ""
+    """Why this rank is no longer in the exchange that was to bring them."""
     error: Exception | None = None
     """What went wrong with the fetch on this rank."""
     loaded: concurrent.futures.Future[float] = field(default_factory=concurrent.futures.Future)
@@ -186,6 +190,7 @@ class Deliveries:
                 delivery.loaded.set_result(time.monotonic() - started)
         finally:
             delivery.fetched.clear()
+            delivery.received.clear()
 
     def _load(self, delivery: Delivery, group: RankGroup) -> None:
         _check_all(delivery.failure, group, "could not take its weights, so the update has failed")
@@ -203,14 +208,27 @@ class Deliveries:
             raise
 
     def _update(self, delivery: Delivery) -> None:
-        if delivery.taking is None:
+        tensors: Iterable[tuple[str, torch.Tensor]] = _handed_over(delivery.received)
+        if delivery.taking is not None:
+            boxes = {source: found.boxes for source, found in delivery.fetched.items()}
+            tensors = delivery.taking.tensors(boxes)
+        elif not delivery.received:
             raise RuntimeError("a delivery without an error has weights")
-        boxes = {source: found.boxes for source, found in delivery.fetched.items()}
-        tensors = delivery.taking.tensors(boxes)
         if self._are_shards:
             self._backend.update_shard(tensors, delivery.policy_version)
         else:
             self._backend.update_weights(tensors, delivery.policy_version)
+
+
+def _handed_over(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in their order, each let go before the next one is given."""
+    tensors.reverse()
+    while tensors:
+        name, tensor = tensors.pop()
+        if tensor.is_cuda:
+            # Made by another thread, whose stream would have its memory again at once.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        yield name, tensor
 
 
 def _check_all(failure: BaseException | None, group: RankGroup, what: str) -> None:

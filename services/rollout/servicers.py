@@ -8,7 +8,6 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from rolemesh.engine.layout.boxes import generate_layout, whole_layout
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, Parameter
 from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
@@ -17,11 +16,14 @@ from rolemesh.engine.rollout.base import RolloutBackend
 from rolemesh.engine.rollout.factory import make_backend
 from rolemesh.engine.rollout.model_folder import expected_weights, read_model_folder
 from rolemesh.engine.specs import RolloutRoleSpec
+from rolemesh.engine.weights.exchange import exchange_plan
+from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.published import (
     Taking,
     check_manifest,
     plan_taking,
     source_layout,
+    target_layout,
 )
 from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
 from rolemesh.rpc.tensors import data_type_of
@@ -30,13 +32,21 @@ from rolemesh.services.rollout.updates import WeightUpdates
 from rolemesh.services.runtime.calls.role import InitializeResult, ProgressCallback, Role
 from rolemesh.services.runtime.calls.runtime import Context, Runtime
 from rolemesh.services.runtime.ranks.device import rank_device
+from rolemesh.services.runtime.servicers.exchange import ExchangeServicer
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.services.runtime.servicers.rollout import (
     PromptSource,
     RolloutServicer,
     SamplingRole,
 )
 from rolemesh.services.runtime.servicers.weights import CHECKSUMS_METHOD
-from rolemesh.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
+from rolemesh.v1 import (
+    exchange_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    weights_pb2,
+    weights_pb2_grpc,
+)
 
 T = TypeVar("T")
 
@@ -59,6 +69,8 @@ class RolloutRole(Role, SamplingRole):
         self._shape: DecoderShape | None = None
         self._dtype: DtypeName = "float32"
         self._deliveries: Deliveries | None = None
+        self.exchanges = Exchanges()
+        """Of this rank, with the actor."""
 
     def initialize(
         self, spec: RolloutRoleSpec, run_seed: int, progress: ProgressCallback, mesh: RankMesh
@@ -106,7 +118,10 @@ class RolloutRole(Role, SamplingRole):
         weights_pb2_grpc.add_WeightsServiceServicer_to_server(
             SamplerWeightsServicer(self, runtime), server
         )
-        return ["rolemesh.v1.RolloutService", "rolemesh.v1.WeightsService"]
+        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(
+            ExchangeServicer(self, runtime), server
+        )
+        return [f"rolemesh.v1.{family}Service" for family in ("Rollout", "Weights", "Exchange")]
 
     @property
     def backend(self) -> RolloutBackend:
@@ -154,11 +169,12 @@ class RolloutRole(Role, SamplingRole):
         """
         check_manifest(manifest, self.manifest)
         source = source_layout(manifest, train, dtype, self._shape)
-        if self._takes_shards and self._shape is not None:
-            target = generate_layout(self._shape, self._layout, dtype)
-        else:
-            target = whole_layout(manifest, self._mesh.world.size).in_dtype(dtype)
+        target = target_layout(manifest, self._layout, dtype, self._shape)
         return plan_taking(source, target, self._mesh.rank)
+
+    def plan_exchange(self, peer: TrainLayout, dtype: DtypeName) -> Plan:
+        """What travels from an actor of a layout."""
+        return exchange_plan(self.manifest, self._shape, peer, self._layout.train, dtype)
 
     @property
     def _takes_shards(self) -> bool:
@@ -167,6 +183,7 @@ class RolloutRole(Role, SamplingRole):
 
     def sleep(self) -> int:
         """Frees the sampler's device memory. On a GPU its weights are gone then."""
+        self.exchanges.close()
         return self.backend.sleep()
 
     def wake(self) -> int:
@@ -175,10 +192,12 @@ class RolloutRole(Role, SamplingRole):
 
     def start_over(self) -> None:
         """Refuses to sample until weights come anew: a version may come again with others."""
+        self.exchanges.close()
         self.deliveries.outdate()
 
     def close(self) -> None:
         """Ends the sampler."""
+        self.exchanges.close()
         if self._backend is not None:
             self._backend.close()
             self._backend = None

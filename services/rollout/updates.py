@@ -9,12 +9,16 @@ generate nothing load, since no other call can come between on some of them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, ManifestError
 from rolemesh.engine.layout.ranks import TrainLayout
+from rolemesh.engine.transport.base import TransferFailedError
 from rolemesh.engine.weights.published import Taking
+from rolemesh.engine.weights.transfer import TransferMismatchError
 from rolemesh.rpc.errors import InvalidRequestError
 from rolemesh.rpc.together import together
 from rolemesh.services.rollout.deliveries import Deliveries, Delivery
@@ -28,7 +32,10 @@ from rolemesh.services.runtime.experience.published_weights import (
 )
 from rolemesh.services.runtime.ranks.face import Face, join_answers
 from rolemesh.services.runtime.server.operations import Identity, identity_of
+from rolemesh.services.runtime.servicers.exchange_ends import Exchanges
 from rolemesh.v1 import rollout_pb2, weights_pb2
+
+logger = logging.getLogger(__name__)
 
 _AHEAD = ".ahead"
 """Ends the operation of an update that a rank is told of beside its generation."""
@@ -43,6 +50,9 @@ class TakingRole(Protocol):
     @property
     def deliveries(self) -> Deliveries:
         """Where weights go; raises NOT_INITIALIZED before Initialize."""
+
+    exchanges: Exchanges
+    """Of this rank, with the actor."""
 
     def plan(self, manifest: Manifest, train: TrainLayout, dtype: DtypeName) -> Taking:
         """What this rank takes of published weights."""
@@ -120,7 +130,7 @@ class WeightUpdates:
         self, request: rollout_pb2.UpdateWeightsRequest, call: Call
     ) -> rollout_pb2.UpdateWeightsResult:
         """Of one rank, where the turn of an update is its place on the compute thread."""
-        delivery = await self._fetch(request.weights, call)
+        delivery = await self._bring(request, call)
         _count_bytes(delivery, call)
         deliveries = self._role.deliveries
         with call.phase("load"):
@@ -179,6 +189,8 @@ class WeightUpdates:
         message.key.operation += _AHEAD
         own, others = await asyncio.gather(self._ahead(request, call), face.beside(message))
         joined: rollout_pb2.UpdateWeightsResult = join_answers([own, *others])
+        failures = (answer.exchange_failure for answer in (own, *others))
+        joined.exchange_failure = next(filter(None, failures), "")
         return joined
 
     async def _ahead(
@@ -207,7 +219,7 @@ class WeightUpdates:
         """What this rank fetches for an update, once, whichever message of the face is first."""
         identity = _identity(request)
         if self._arriving is None or self._arriving[0] != identity:
-            task = asyncio.create_task(self._fetch(request.weights, call))
+            task = asyncio.create_task(self._bring(request, call))
             self._arriving = (identity, task)
         return await asyncio.shield(self._arriving[1])
 
@@ -215,6 +227,33 @@ class WeightUpdates:
         """Has a repeat of an update that failed fetch anew."""
         if self._arriving is not None and self._arriving[0] == _identity(request):
             self._arriving = None
+
+    async def _bring(self, request: rollout_pb2.UpdateWeightsRequest, call: Call) -> Delivery:
+        """Brings this rank's weights here: over the exchange that is named, or by fetching.
+
+        Each rank decides for itself: both ways bring the same bits.
+        """
+        version, failure = request.weights.policy_version, ""
+        if request.exchange:
+            try:
+                with call.phase("fetch"):
+                    return await self._receive(request.exchange, version, call)
+            except TransferMismatchError as error:
+                logger.warning("exchange %s: nothing was received: %s", request.exchange, error)
+            except TransferFailedError as error:
+                failure = f"rank {self._runtime.config.rank} of the rollout service: {error}"
+                logger.warning("exchange %s has ended: %s", request.exchange, error)
+            except Exception as error:
+                return Delivery(version, error=error)
+        return replace(await self._fetch(request.weights, call), exchange_failure=failure)
+
+    async def _receive(self, exchange: str, version: int, call: Call) -> Delivery:
+        exchanges = self._role.exchanges
+        end = exchanges.get(exchange)
+        before = 0 if end is None else end.received_bytes
+        end, tensors = await exchanges.receive(exchange, version, call)
+        num_bytes: dict[str, int] = {end.way: end.received_bytes - before}
+        return Delivery(version, received=tensors, fetched_bytes=num_bytes)
 
     async def _fetch(self, ref: weights_pb2.WeightsRef, call: Call) -> Delivery:
         """Brings this rank's boxes here, while the compute thread goes on.
@@ -283,5 +322,7 @@ def _count_bytes(delivery: Delivery, call: Call) -> None:
 
 def _result(delivery: Delivery, call: Call) -> rollout_pb2.UpdateWeightsResult:
     return rollout_pb2.UpdateWeightsResult(
-        policy_version=delivery.policy_version, report=call.report({}, 0)
+        policy_version=delivery.policy_version,
+        report=call.report({}, 0),
+        exchange_failure=delivery.exchange_failure,
     )

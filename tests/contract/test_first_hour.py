@@ -58,12 +58,15 @@ def test_every_part_that_has_a_limit_exists(first_hour: ModuleType) -> None:
 
 def test_functions_of_ranks_are_found_in_the_processes_of_the_ranks() -> None:
     said = beside_the_parts(
-        "from first_hour_ranks import exchanged_weights\n"
+        "from first_hour_ranks import exchanged_weights, given_weights\n"
         "from support import rank_processes\n"
         "rank_processes.PRELOADED.clear()\n"
-        "print(rank_processes.run_ranks(exchanged_weights, 2, timeout_s=100.0))"
+        "print(rank_processes.run_ranks(exchanged_weights, 2, timeout_s=100.0))\n"
+        "print(rank_processes.run_ranks(given_weights, 3, 1, timeout_s=100.0))"
     )
-    assert said.splitlines()[-1] == "['process memory', 'process memory']"
+    between_ranks, between_services = said.splitlines()[-2:]
+    assert between_ranks == "['process memory', 'process memory']"
+    assert between_services.count("'transport': 'shared memory'") == 3
 
 
 @pytest.mark.usefixtures("capfd")

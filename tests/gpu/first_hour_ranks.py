@@ -32,6 +32,11 @@ def nccl(found: Found) -> None:
         found["weights_between_ranks"] = f"failed: {error}"
         raise
     found["weights_between_ranks"] = names[0]
+    try:
+        found["weights_between_services"] = run_ranks(given_weights, world, timeout_s=200.0)[-1]
+    except AssertionError as error:
+        found["weights_between_services"] = f"failed: {error}"
+        raise
 
 
 def _rank_device(at: Any) -> torch.device:
@@ -88,6 +93,70 @@ def exchanged_weights(at: Any) -> str:
         for peer in peers:
             assert bool((theirs[peer] == peer).all()), f"rank {peer} sent other bytes"
         return transport.name
+
+
+def given_weights(at: Any, layers: int = 16) -> dict[str, Any]:
+    """The first half of the ranks sends weights to the others, as an actor to a rollout service.
+
+    GB/s are those that this rank takes, 0 for one that gives. The decoder has 64 MiB a layer, in
+    bfloat16; half of the givers' time is the cast from float32.
+    """
+    from rolemesh.engine.layout.families import DecoderShape
+    from rolemesh.engine.layout.ranks import TrainLayout
+    from rolemesh.engine.weights.exchange import ExchangeEnd, exchange_plan
+
+    device = _rank_device(at)
+    if at.world_size > torch.cuda.device_count():
+        # NCCL takes them for two hosts then, and the ranks do not object to one device.
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    givers = at.world_size // 2
+    takers = at.world_size - givers
+    shape = DecoderShape.from_config(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": layers,
+            "hidden_size": 1024,
+            "intermediate_size": 9600,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 64,
+            "vocab_size": 1024,
+            "tie_word_embeddings": True,
+        }
+    )
+    plan = exchange_plan(
+        shape.manifest("float32"),
+        shape,
+        TrainLayout(dp=givers, fsdp=givers),
+        TrainLayout(dp=takers),
+        "bfloat16",
+    )
+    held = {
+        name: torch.full(sizes, 0.5 + at.rank, device=device)
+        for name, sizes in plan.source.shard(at.rank).shapes.items()
+    }
+    with ExchangeEnd(plan, at.rank, device) as end:
+        end.connect(at.tell(end.offer, "services"))
+        seconds = []
+        for version in range(4):
+            started = time.perf_counter()
+            if at.rank < givers:
+                end.send(held, policy_version=version)
+                continue
+            tensors = end.receive(policy_version=version)
+            seconds.append(time.perf_counter() - started)
+            for name, tensor in tensors:
+                assert bool((tensor % 1 == 0.5).all()), f"{name} holds what was not sent"
+        num_bytes = plan.received_bytes(at.rank)
+        assert end.received_bytes == len(seconds) * num_bytes
+        return {
+            "transport": end.way,
+            "givers": givers,
+            "takers": takers,
+            "gb_a_taker": num_bytes / 1e9,
+            # The first one connects the ranks.
+            "gb_per_s": num_bytes / min(seconds[1:]) / 1e9 if seconds else 0.0,
+        }
 
 
 def fsdp(found: Found) -> None:

@@ -129,6 +129,35 @@ async def test_evaluation_leaves_training_as_it_is(services: LastingServices) ->
         assert differing(ours, trained) == {}
 
 
+@pytest.mark.parametrize(
+    "schedule", ["sync", pytest.param("one_step_ahead", marks=pytest.mark.slow)]
+)
+async def test_weights_that_go_by_exchanges_make_the_same_run(
+    services: LastingServices, schedule: str
+) -> None:
+    """Over shared memory here, which takes the place of NCCL where there is no GPU."""
+    runs = [
+        await services.train(
+            recipe_of(
+                services,
+                PLACEMENTS["a rollout service"],
+                schedule__sampler={"type": schedule, "block_rows": 4, "weights": weights},
+            )
+        )
+        for weights in ("grpc", "nccl", "nccl")
+    ]
+    for run in runs[1:]:
+        assert_same(runs[0], run)
+        taken = sum(
+            node["num_bytes"]
+            for graph in run.graphs
+            for node in graph
+            if node["method"] == "update_weights"
+        )
+        assert taken == sum(step.get("weights_sent_bytes", 0) for step in run.records) > 0
+    assert all("weights_sent_bytes" not in step for step in runs[0].records)
+
+
 async def test_one_step_ahead_is_the_same_twice_and_one_step_old(
     services: LastingServices,
 ) -> None:

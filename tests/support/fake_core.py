@@ -18,6 +18,7 @@ from rolemesh.rpc.limits import HIGHEST_EPOCH
 from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2_grpc,
+    exchange_pb2_grpc,
     experience_pb2,
     experience_pb2_grpc,
     logprob_pb2_grpc,
@@ -51,6 +52,7 @@ class FakeCore(
     value_pb2_grpc.ValueServiceServicer,
     reward_pb2_grpc.RewardServiceServicer,
     data_pb2_grpc.DataServiceServicer,
+    exchange_pb2_grpc.ExchangeServiceServicer,
     weights_pb2_grpc.WeightsServiceServicer,
     cuts_pb2_grpc.CutServiceServicer,
 ):

@@ -132,6 +132,16 @@ class _NoFiles:
         self.nodes += nodes
 
 
+class _Events(QuietObserver):
+    """Keeps what is worth a line."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_event(self, text: str) -> None:
+        self.events.append(text)
+
+
 class InProcessRun:
     """The training loop of a recipe, its fakes, and what it wrote."""
 
@@ -150,6 +160,7 @@ class InProcessRun:
         self.written = _NoFiles()
         events = EventLog(self.store, RUN_ID)
         self.wishes = Wishes(self.store, RUN_ID, events, QuietObserver())
+        self.observer = _Events()
         self.loop = TrainingLoop(
             recipe,
             algorithm_of(recipe),
@@ -157,7 +168,7 @@ class InProcessRun:
             self.journal,
             self.store,
             cast(MetricsWriter, self.written),
-            QuietObserver(),
+            self.observer,
             directory,
             wishes=self.wishes,
             events=events,

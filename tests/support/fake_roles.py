@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_status import rpc_status
 from support.fake_core import FakeCore
+from support.fake_exchanges import FakeExchange
 from support.fake_models import completion, expected_weight, reward_of
 from support.fake_recipes import fake_recipe
 from support.fake_recovery import FakeRecovery
@@ -32,6 +33,7 @@ from rolemesh.rpc.errors import NotFoundError, to_status
 from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2_grpc,
+    exchange_pb2_grpc,
     experience_pb2,
     experience_pb2_grpc,
     logprob_pb2_grpc,
@@ -111,6 +113,7 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
         data_pb2_grpc.add_DataServiceServicer_to_server(self, server)
         weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, server)
+        exchange_pb2_grpc.add_ExchangeServiceServicer_to_server(self, server)
         cuts_pb2_grpc.add_CutServiceServicer_to_server(self, server)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
@@ -118,6 +121,9 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
 
     async def stop(self) -> None:
         """Ends at once: calls in flight break off, as when the process is killed."""
+        for exchange in self.mesh.exchanges.values():
+            if self.service in exchange.joined:
+                await exchange.barrier.abort()
         if self._server is not None:
             await self._server.stop(None)
         for held in [one for one in self.mesh.columns if one[0] == self.address]:
@@ -130,7 +136,11 @@ class FakeRole(FakeSampling, FakeTraining, FakeRecovery, FakeCore):
             role=self.role,
             services=[
                 f"rolemesh.v1.{family}Service"
-                for family in (*FAMILIES, *(["Cut"] if self.mesh.has_cuts else []))
+                for family in (
+                    *FAMILIES,
+                    *(["Cut"] if self.mesh.has_cuts else []),
+                    *(["Exchange"] if self.mesh.has_exchanges else []),
+                )
             ],
             world_size=1,
             accepts_references=True,
@@ -221,6 +231,14 @@ class FakeMesh:
     """By address of the service, experience id and name of the column: one value a row."""
     published: tuple[int, float] | None = None
     """Version and weight that the actor has published last."""
+    has_exchanges: bool = False
+    """Whether services can be in exchanges."""
+    exchanges: dict[str, FakeExchange] = field(default_factory=dict)
+    """By name."""
+    unable: frozenset[str] = frozenset()
+    """Services that refuse to offer one."""
+    breaking: set[str] = field(default_factory=set)
+    """Names of exchanges whose transfers fail."""
     calls: list[CallRecord] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     """"actor.Generate begins", "actor.Generate sends block 0", "actor.Generate ends",

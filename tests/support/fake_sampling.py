@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
-from support.fake_core import FakeCore
+from support.fake_exchanges import FakeExchanges
 from support.fake_models import completion
 
 from rolemesh.engine.specs.columns import DATA_COLUMNS, PAIR_COLUMNS, ROLLOUT_COLUMNS
@@ -16,7 +16,7 @@ from rolemesh.rpc.errors import PreconditionError
 from rolemesh.v1 import data_pb2, experience_pb2, rollout_pb2, weights_pb2
 
 
-class FakeSampling(FakeCore):
+class FakeSampling(FakeExchanges):
     """RolloutService, publication of weights, and DataService."""
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -75,19 +75,26 @@ class FakeSampling(FakeCore):
         yield result
 
     async def UpdateWeights(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        def work() -> Message:
-            wanted = request.weights.policy_version
+        async def events() -> AsyncIterator[Message]:
+            wanted, name = request.weights.policy_version, request.exchange
+            if name and await self.taken(name, wanted):
+                report = self.report(0)
+                report.fetched_bytes["NCCL"] = 1
+                yield rollout_pb2.UpdateWeightsResult(policy_version=wanted, report=report)
+                return
             if self.mesh.published is None or self.mesh.published[0] != wanted:
                 raise PreconditionError(
                     f"version {wanted} is not published any more", reason="WEIGHTS_GONE"
                 )
             self.policy_version, self.weight = self.mesh.published
-            return rollout_pb2.UpdateWeightsResult(
-                policy_version=self.policy_version, report=self.report(0)
+            yield rollout_pb2.UpdateWeightsResult(
+                policy_version=self.policy_version,
+                report=self.report(0),
+                exchange_failure="rank 1 vanished" if name in self.mesh.breaking else "",
             )
 
         async for response in self.keyed(
-            "UpdateWeights", request, context, rollout_pb2.UpdateWeightsResponse, work
+            "UpdateWeights", request, context, rollout_pb2.UpdateWeightsResponse, events=events
         ):
             yield response
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.service_client import ServiceClient
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.runtime.experience.fetch import fetch_rows
-from rolemesh.v1 import experience_pb2, rollout_pb2, trainer_pb2, weights_pb2, worker_pb2
+from rolemesh.v1 import (
+    exchange_pb2,
+    experience_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    weights_pb2,
+    worker_pb2,
+)
 
 DATA = {"type": "reasoning_gym", "task": "chain_sum", "train_size": 16, "held_out_size": 4}
 SEED = 5
@@ -80,8 +87,27 @@ class Caller:
     async def publish(self, dtype: str = "float32") -> weights_pb2.PublishWeightsResult:
         return await self._client.publish_weights(self._key("publish", 0), data_type_of(dtype))
 
-    async def take(self, weights: weights_pb2.WeightsRef) -> rollout_pb2.UpdateWeightsResult:
-        return await self._client.update_weights(self._key("update_weights", 0), weights)
+    async def take(
+        self, weights: weights_pb2.WeightsRef, exchange: str = ""
+    ) -> rollout_pb2.UpdateWeightsResult:
+        key = self._key("update_weights", 0)
+        return await self._client.update_weights(key, weights, exchange=exchange)
+
+    async def offer(
+        self, exchange: str, peer: Mapping[str, int], dtype: str = "float32", plan: bytes = b""
+    ) -> exchange_pb2.OfferExchangeResponse:
+        layout = {name: str(size) for name, size in peer.items()}
+        return await self._client.offer_exchange(
+            self._key("offer", 0), exchange, layout, data_type_of(dtype), plan
+        )
+
+    async def join(
+        self, exchange: str, offers: Sequence[bytes]
+    ) -> exchange_pb2.JoinExchangeResponse:
+        return await self._client.join_exchange(self._key("join", 0), exchange, offers)
+
+    async def send(self, *exchanges: str) -> exchange_pb2.SendWeightsResult:
+        return await self._client.send_weights(self._key("send", 0), exchanges)
 
     async def checksums(self, holder: str = "SAMPLER") -> weights_pb2.GetChecksumsResponse:
         return await self._client.get_checksums(

@@ -1,7 +1,8 @@
 """Settings that keep what libraries listen on to this host.
 
-The ranks of a service are on one host, and roles exchange nothing over process groups, so that no
-other interface is needed. What still listens is named in docs/architecture.md.
+The ranks of a service are on one host, and roles exchange nothing over process groups. Only
+weights that go by NCCL to another host need another interface, which the user names. What still
+listens is named in docs/security.md.
 """
 
 from __future__ import annotations

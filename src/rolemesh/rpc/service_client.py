@@ -24,6 +24,8 @@ from rolemesh.v1 import (
     cuts_pb2_grpc,
     data_pb2,
     data_pb2_grpc,
+    exchange_pb2,
+    exchange_pb2_grpc,
     experience_pb2,
     experience_pb2_grpc,
     logprob_pb2,
@@ -80,6 +82,7 @@ class ServiceClient:
         self._reward = reward_pb2_grpc.RewardServiceStub(channel)
         self._trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         self._weights = weights_pb2_grpc.WeightsServiceStub(channel)
+        self._exchange = exchange_pb2_grpc.ExchangeServiceStub(channel)
         self._cuts = cuts_pb2_grpc.CutServiceStub(channel)
 
     def within(self, timeout_s: float) -> ServiceClient:
@@ -201,10 +204,10 @@ class ServiceClient:
         return self._followed(self._rollout.Generate, request)
 
     def update_weights(
-        self, key: _Key, weights: weights_pb2.WeightsRef
+        self, key: _Key, weights: weights_pb2.WeightsRef, *, exchange: str = ""
     ) -> ResultCall[rollout_pb2.UpdateWeightsResult]:
-        """Brings published weights to the sampler."""
-        request = rollout_pb2.UpdateWeightsRequest(key=key, weights=weights)
+        """Brings published weights to the sampler, over an exchange if one is named."""
+        request = rollout_pb2.UpdateWeightsRequest(key=key, weights=weights, exchange=exchange)
         return self._followed(self._rollout.UpdateWeights, request)
 
     def read_batch(
@@ -408,6 +411,44 @@ class ServiceClient:
         """Writes a Hugging Face folder on the service's host."""
         request = weights_pb2.ExportRequest(key=key, directory=directory)
         return self._followed(self._weights.Export, request)
+
+    # --- ExchangeService ---
+
+    async def offer_exchange(
+        self,
+        key: _Key,
+        exchange: str,
+        peer_layout: Mapping[str, str],
+        dtype: tensor_pb2.DataType.ValueType,
+        plan: bytes = b"",
+    ) -> exchange_pb2.OfferExchangeResponse:
+        """Asks how the ranks can be reached, to move weights in `dtype` to or from a service.
+
+        Args:
+            key: Of the call.
+            exchange: Name of the exchange, new with each meeting.
+            peer_layout: Of the other service.
+            dtype: Element type in which weights travel.
+            plan: What the other service has answered, if it was asked before.
+        """
+        request = exchange_pb2.OfferExchangeRequest(
+            key=key, exchange=exchange, peer_layout=peer_layout, dtype=dtype, plan=plan
+        )
+        return await self._exchange.OfferExchange(request, timeout=self._timeout_s)
+
+    async def join_exchange(
+        self, key: _Key, exchange: str, offers: Sequence[bytes]
+    ) -> exchange_pb2.JoinExchangeResponse:
+        """Connects the ranks with those of the other service; without offers, has them leave."""
+        request = exchange_pb2.JoinExchangeRequest(key=key, exchange=exchange, offers=offers)
+        return await self._exchange.JoinExchange(request, timeout=self._timeout_s)
+
+    def send_weights(
+        self, key: _Key, exchanges: Sequence[str]
+    ) -> ResultCall[exchange_pb2.SendWeightsResult]:
+        """Has the service send its trained weights as they are, while others take them."""
+        request = exchange_pb2.SendWeightsRequest(key=key, exchanges=exchanges)
+        return self._followed(self._exchange.SendWeights, request)
 
     # --- CutService ---
 

@@ -27,7 +27,7 @@ from rolemesh.v1 import operation_pb2 as rolemesh_dot_v1_dot_operation__pb2
 from rolemesh.v1 import weights_pb2 as rolemesh_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/rollout.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x19rolemesh/v1/weights.proto\"\xd8\x01\n\x0fGenerateRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12+\n\x07prompts\x18\x02 \x01(\x0b\x32\x18.rolemesh.v1.PromptSliceH\x00\x12*\n\x05given\x18\x05 \x01(\x0b\x32\x19.rolemesh.v1.GivenPromptsH\x00\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rolemesh.v1.Sampling\x12\x12\n\nblock_rows\x18\x04 \x01(\x03\x42\x07\n\x05input\"\xa5\x01\n\x10GenerateResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x12,\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x1b.rolemesh.v1.GeneratedBlockH\x00\x42\x07\n\x05\x65vent\"O\n\x0eGeneratedBlock\x12\r\n\x05index\x18\x01 \x01(\x03\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"w\n\x14UpdateWeightsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12(\n\x07weights\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.WeightsRef\x12\r\n\x05\x61head\x18\x03 \x01(\x08\"\x7f\n\x15UpdateWeightsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x32\n\x06result\x18\x02 \x01(\x0b\x32 .rolemesh.v1.UpdateWeightsResultH\x00\x42\x07\n\x05\x65vent\"V\n\x13UpdateWeightsResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\"x\n\x0bPromptSlice\x12!\n\x05split\x18\x01 \x01(\x0e\x32\x12.rolemesh.v1.Split\x12\r\n\x05start\x18\x02 \x01(\x03\x12\r\n\x05\x63ount\x18\x03 \x01(\x03\x12\x18\n\x0b\x62\x61tch_start\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_batch_start\"9\n\x0cGivenPrompts\x12)\n\x07prompts\x18\x01 \x03(\x0b\x32\x18.rolemesh.v1.GivenPrompt\"e\n\x0bGivenPrompt\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12\x0e\n\x06tokens\x18\x02 \x03(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\"\x81\x01\n\x08Sampling\x12\x1a\n\x12samples_per_prompt\x18\x01 \x01(\x05\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\x05\x12\x0e\n\x06greedy\x18\x06 \x01(\x08*Z\n\x05Split\x12\x15\n\x11SPLIT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSPLIT_TRAIN\x10\x01\x12\x12\n\x0eSPLIT_HELD_OUT\x10\x02\x12\x15\n\x11SPLIT_PRETRAINING\x10\x03\x32\xe5\x01\n\x0eRolloutService\x12\x61\n\x08Generate\x12\x1c.rolemesh.v1.GenerateRequest\x1a\x1d.rolemesh.v1.GenerateResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x12p\n\rUpdateWeights\x12!.rolemesh.v1.UpdateWeightsRequest\x1a\".rolemesh.v1.UpdateWeightsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/rollout.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/experience.proto\x1a\x1brolemesh/v1/operation.proto\x1a\x19rolemesh/v1/weights.proto\"\xd8\x01\n\x0fGenerateRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12+\n\x07prompts\x18\x02 \x01(\x0b\x32\x18.rolemesh.v1.PromptSliceH\x00\x12*\n\x05given\x18\x05 \x01(\x0b\x32\x19.rolemesh.v1.GivenPromptsH\x00\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rolemesh.v1.Sampling\x12\x12\n\nblock_rows\x18\x04 \x01(\x03\x42\x07\n\x05input\"\xa5\x01\n\x10GenerateResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12/\n\x06result\x18\x02 \x01(\x0b\x32\x1d.rolemesh.v1.ExperienceResultH\x00\x12,\n\x05\x62lock\x18\x03 \x01(\x0b\x32\x1b.rolemesh.v1.GeneratedBlockH\x00\x42\x07\n\x05\x65vent\"O\n\x0eGeneratedBlock\x12\r\n\x05index\x18\x01 \x01(\x03\x12.\n\nexperience\x18\x02 \x01(\x0b\x32\x1a.rolemesh.v1.ExperienceRef\"\x89\x01\n\x14UpdateWeightsRequest\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.rolemesh.v1.OperationKey\x12(\n\x07weights\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.WeightsRef\x12\r\n\x05\x61head\x18\x03 \x01(\x08\x12\x10\n\x08\x65xchange\x18\x04 \x01(\t\"\x7f\n\x15UpdateWeightsResponse\x12)\n\x08progress\x18\x01 \x01(\x0b\x32\x15.rolemesh.v1.ProgressH\x00\x12\x32\n\x06result\x18\x02 \x01(\x0b\x32 .rolemesh.v1.UpdateWeightsResultH\x00\x42\x07\n\x05\x65vent\"p\n\x13UpdateWeightsResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\'\n\x06report\x18\x02 \x01(\x0b\x32\x17.rolemesh.v1.CallReport\x12\x18\n\x10\x65xchange_failure\x18\x03 \x01(\t\"x\n\x0bPromptSlice\x12!\n\x05split\x18\x01 \x01(\x0e\x32\x12.rolemesh.v1.Split\x12\r\n\x05start\x18\x02 \x01(\x03\x12\r\n\x05\x63ount\x18\x03 \x01(\x03\x12\x18\n\x0b\x62\x61tch_start\x18\x04 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_batch_start\"9\n\x0cGivenPrompts\x12)\n\x07prompts\x18\x01 \x03(\x0b\x32\x18.rolemesh.v1.GivenPrompt\"e\n\x0bGivenPrompt\x12\x11\n\tprompt_id\x18\x01 \x01(\x03\x12\x0e\n\x06tokens\x18\x02 \x03(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x04 \x01(\t\x12\x15\n\rmetadata_json\x18\x05 \x01(\t\"\x81\x01\n\x08Sampling\x12\x1a\n\x12samples_per_prompt\x18\x01 \x01(\x05\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x05 \x01(\x05\x12\x0e\n\x06greedy\x18\x06 \x01(\x08*Z\n\x05Split\x12\x15\n\x11SPLIT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSPLIT_TRAIN\x10\x01\x12\x12\n\x0eSPLIT_HELD_OUT\x10\x02\x12\x15\n\x11SPLIT_PRETRAINING\x10\x03\x32\xe5\x01\n\x0eRolloutService\x12\x61\n\x08Generate\x12\x1c.rolemesh.v1.GenerateRequest\x1a\x1d.rolemesh.v1.GenerateResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\x88\x0e\"\x03\x01\x03\x05\x30\x01\x12p\n\rUpdateWeights\x12!.rolemesh.v1.UpdateWeightsRequest\x1a\".rolemesh.v1.UpdateWeightsResponse\"\x16\x9a\xdb\x18\x12\n\x04\x08\x80\xa3\x05\x10\x02\x1a\x03\x08\xd8\x04\"\x03\x01\x03\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +38,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUTSERVICE'].methods_by_name['Generate']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\210\016\"\003\001\003\005'
   _globals['_ROLLOUTSERVICE'].methods_by_name['UpdateWeights']._loaded_options = None
   _globals['_ROLLOUTSERVICE'].methods_by_name['UpdateWeights']._serialized_options = b'\232\333\030\022\n\004\010\200\243\005\020\002\032\003\010\330\004\"\003\001\003\005'
-  _globals['_SPLIT']._serialized_start=1350
-  _globals['_SPLIT']._serialized_end=1440
+  _globals['_SPLIT']._serialized_start=1395
+  _globals['_SPLIT']._serialized_end=1485
   _globals['_GENERATEREQUEST']._serialized_start=129
   _globals['_GENERATEREQUEST']._serialized_end=345
   _globals['_GENERATERESPONSE']._serialized_start=348
   _globals['_GENERATERESPONSE']._serialized_end=513
   _globals['_GENERATEDBLOCK']._serialized_start=515
   _globals['_GENERATEDBLOCK']._serialized_end=594
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=596
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=715
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=717
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=844
-  _globals['_UPDATEWEIGHTSRESULT']._serialized_start=846
-  _globals['_UPDATEWEIGHTSRESULT']._serialized_end=932
-  _globals['_PROMPTSLICE']._serialized_start=934
-  _globals['_PROMPTSLICE']._serialized_end=1054
-  _globals['_GIVENPROMPTS']._serialized_start=1056
-  _globals['_GIVENPROMPTS']._serialized_end=1113
-  _globals['_GIVENPROMPT']._serialized_start=1115
-  _globals['_GIVENPROMPT']._serialized_end=1216
-  _globals['_SAMPLING']._serialized_start=1219
-  _globals['_SAMPLING']._serialized_end=1348
-  _globals['_ROLLOUTSERVICE']._serialized_start=1443
-  _globals['_ROLLOUTSERVICE']._serialized_end=1672
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=597
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=734
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=736
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=863
+  _globals['_UPDATEWEIGHTSRESULT']._serialized_start=865
+  _globals['_UPDATEWEIGHTSRESULT']._serialized_end=977
+  _globals['_PROMPTSLICE']._serialized_start=979
+  _globals['_PROMPTSLICE']._serialized_end=1099
+  _globals['_GIVENPROMPTS']._serialized_start=1101
+  _globals['_GIVENPROMPTS']._serialized_end=1158
+  _globals['_GIVENPROMPT']._serialized_start=1160
+  _globals['_GIVENPROMPT']._serialized_end=1261
+  _globals['_SAMPLING']._serialized_start=1264
+  _globals['_SAMPLING']._serialized_end=1393
+  _globals['_ROLLOUTSERVICE']._serialized_start=1488
+  _globals['_ROLLOUTSERVICE']._serialized_end=1717
 # @@protoc_insertion_point(module_scope)

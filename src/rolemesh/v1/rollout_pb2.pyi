@@ -175,10 +175,16 @@ class UpdateWeightsRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
     ahead: _builtins.bool
     """Set by rank 0 of a service alone, to the others: fetch now, and take the
     weights within the generation that runs. A service refuses it of others
     (INVALID_ARGUMENT, REQUEST_INVALID).
+    """
+    exchange: _builtins.str
+    """Name of an exchange that the service is in (see ExchangeService), over which
+    the actor sends the weights at the same time; empty: fetch them. What does
+    not arrive is fetched.
     """
     @_builtins.property
     def key(self) -> _operation_pb2.OperationKey:
@@ -194,10 +200,11 @@ class UpdateWeightsRequest(_message.Message):
         key: _operation_pb2.OperationKey | None = ...,
         weights: _weights_pb2.WeightsRef | None = ...,
         ahead: _builtins.bool = ...,
+        exchange: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "key", b"key", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "exchange", b"exchange", "key", b"key", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,8 +250,13 @@ class UpdateWeightsResult(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FAILURE_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version that the sampler has now."""
+    exchange_failure: _builtins.str
+    """Why a rank is no longer in the exchange that was named, and has fetched the
+    weights; empty when all are.
+    """
     @_builtins.property
     def report(self) -> _experience_pb2.CallReport:
         """Time, and bytes as the metric "weight_sync_bytes"."""
@@ -254,10 +266,11 @@ class UpdateWeightsResult(_message.Message):
         *,
         policy_version: _builtins.int = ...,
         report: _experience_pb2.CallReport | None = ...,
+        exchange_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exchange_failure", b"exchange_failure", "policy_version", b"policy_version", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

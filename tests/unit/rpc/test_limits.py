@@ -61,7 +61,8 @@ def too_much(root: Message, path: tuple[FieldDescriptor, ...]) -> bool:
         if field.message_type is not None:
             getattr(message, name).extend([GetMessageClass(field.message_type)()] * number)
         else:
-            item: Any = "x" if field.type == FieldDescriptor.TYPE_STRING else 1
+            kinds = {FieldDescriptor.TYPE_STRING: "x", FieldDescriptor.TYPE_BYTES: b"x"}
+            item: Any = kinds.get(field.type, 1)
             getattr(message, name).extend([item] * number)
     elif field.type == FieldDescriptor.TYPE_STRING:
         number = limits._CHARACTERS.get(known, limits.MAX_NAME_CHARACTERS) + 1

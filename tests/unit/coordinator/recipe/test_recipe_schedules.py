@@ -36,6 +36,19 @@ APART = {"roles": ROLES, "pools": split_pools(ROLES)}
             r"batch_size is given, but algorithm 'sft' samples nothing",
         ),
         ({"sampler": {"type": "async"}}, "but there is no rollout section: add one"),
+        (
+            {"sampler": {"type": "sync", "weights": "nccl"}},
+            r"weights is 'nccl', but there is no rollout section",
+        ),
+        (
+            {"roles": ("actor", "rollout"), "pools": split_pools(("actor", "rollout")),
+             "algorithm": {"type": "sft"}, "sampler": {"type": "sync", "weights": "nccl"}},
+            r"weights is 'nccl', but algorithm 'sft' samples nothing by itself",
+        ),
+        (
+            {"roles": ROLES, "sampler": {"type": "sync", "weights": "nccl"}},
+            r"weights is 'nccl', but the actor and the rollout role share a pool",
+        ),
         ({"sampler": {"type": "one_step_ahead"}}, "but there is no rollout section: add one"),
         (
             {"roles": ROLES, "sampler": {"type": "async"}},
@@ -101,6 +114,28 @@ def test_what_cannot_work_is_refused_with_field_value_and_remedy(
 def test_what_works_is_taken(values: dict[str, Any]) -> None:
     recipe = fake_recipe(**values)
     assert recipe.roles == values.get("roles", PPO_ROLES)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "is_refused"),
+    [
+        ({"type": "async", "weights": "nccl"}, True),
+        ({"type": "async", "weights": "nccl", "partial_rollouts": False}, False),
+        ({"type": "one_step_ahead", "weights": "nccl"}, False),
+        ({"type": "async"}, False),
+    ],
+)
+def test_slices_that_sample_take_no_weights_by_nccl_meanwhile(
+    sampler: dict[str, Any], is_refused: bool
+) -> None:
+    sections = fake_recipe(**APART).model_dump(mode="json")  # type: ignore[arg-type]
+    sections["rollout"]["layout"]["tp"] = 2
+    sections["schedule"]["sampler"] = sampler
+    if not is_refused:
+        assert Recipe.model_validate(sections).layout("rollout").tp == 2
+        return
+    with pytest.raises(ValidationError, match=r"rollout\.layout has 2 ranks, which exchange"):
+        Recipe.model_validate(sections)
 
 
 def test_the_budget_of_a_pass_is_a_setting_of_the_model() -> None:

@@ -74,6 +74,22 @@ def test_roles_that_never_sleep_stay_with_sampler_and_all() -> None:
     assert totals["actor trains"] == (24 + 4) * GIB + 2 * PROCESS_BYTES
 
 
+def test_weights_that_come_by_an_exchange_lie_beside_the_old_ones() -> None:
+    apart = (
+        "rollout.model.path=.models/none",
+        "rollout.rollout={type: vllm, gpu_memory_utilization: 0.5}",
+        "rollout.data={type: jsonl, path: data.jsonl}",
+        "pools.samplers={devices: ['cuda:1'], roles: [rollout]}",
+    )
+    sampler = RoleFound(role="rollout", sampler={"least": 5 * GIB, "weights": 3 * GIB})
+    totals = []
+    for weights in ("grpc", "nccl"):
+        given = recipe(*apart, f"schedule.sampler={{type: sync, weights: {weights}}}")
+        (moment,) = pool_memory(given, "samplers", {"rollout": sampler}, 40 * GIB).moments
+        totals.append(moment.total)
+    assert totals == [20 * GIB + PROCESS_BYTES, 23 * GIB + PROCESS_BYTES]
+
+
 def test_what_fits_gets_no_advice() -> None:
     whole = found(recipe("actor.rollout.gpu_memory_utilization=0.3"), 40)
     assert whole.worst.what == "actor samples" or whole.worst.what == "actor trains"

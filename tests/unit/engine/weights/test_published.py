@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from support.fake_streams import FakeStreams
+from support.published_layouts import GENERATE, TRAIN, shape_of
 from support.weight_shards import PADDING, numbered, shards
 
 from rolemesh.engine.layout.boxes import generate_layout, train_layout, whole_layout
-from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import ManifestError, WeightLayout, num_elements
-from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import TrainLayout
 from rolemesh.engine.transport.shm import SHM_DIRECTORY, open_segment
 from rolemesh.engine.weights import published
 from rolemesh.engine.weights.published import (
@@ -22,37 +22,6 @@ from rolemesh.engine.weights.published import (
     plan_taking,
     source_layout,
 )
-
-
-def shape_of(**changes: object) -> DecoderShape:
-    sizes = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "intermediate_size": 10,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "vocab_size": 21,
-        "tie_word_embeddings": True,
-    }
-    return DecoderShape.from_config({**sizes, **changes})
-
-
-TRAIN = {
-    "one": TrainLayout(),
-    "tp2": TrainLayout(tp=2),
-    "fsdp2": TrainLayout(dp=2, fsdp=2),
-    "pp2-tp2-dp2": TrainLayout(pp=2, tp=2, dp=2, fsdp=1),
-    "fsdp3": TrainLayout(dp=3, fsdp=3),
-    "tp2-fsdp2": TrainLayout(tp=2, dp=2, fsdp=2),
-}
-GENERATE = {
-    "one": HybridLayout(TrainLayout()),
-    "tp2": HybridLayout(TrainLayout(tp=2), GenerateLayout(tp=2)),
-    "tp2-dp2": HybridLayout(TrainLayout(tp=2, dp=2, fsdp=2), GenerateLayout(tp=2)),
-    "pp2": HybridLayout(TrainLayout(pp=2), GenerateLayout(pp=2)),
-}
 
 
 def publications(layout: WeightLayout, *, shares_memory: bool = False) -> list[Publication]:
