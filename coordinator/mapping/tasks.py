@@ -195,6 +195,18 @@ class Timeline:
             ends.append(start + duration)
         return ends
 
+    def critical(self, seconds: Sequence[float]) -> list[int]:
+        """The tasks that decide when the step ends, the first one first."""
+        ends = self.ends(seconds)
+        own = [index for index in range(len(ends)) if index not in self._ahead]
+        rest = max((ends[index] for index in own), default=0.0)
+        if self._ahead and sum(seconds[index] for index in self._ahead) > rest:
+            return list(self._ahead)
+        path = [max(own, key=lambda index: ends[index])]
+        while before := self._before[path[-1]]:
+            path.append(max(before, key=lambda index: ends[index]))
+        return path[::-1]
+
     def period(self, seconds: Sequence[float]) -> float:
         """Seconds of a step in a long run.
 
