@@ -117,7 +117,8 @@ class RoleCosts:
                 scoring = scoring_seconds(model, layout, work, group, system).total
                 return coming + scoring * task.share
             case TaskKind.GENERATE:
-                if role.only_samples or task.share < 1:
+                first = next(one for one in self.tasks if one.kind is TaskKind.GENERATE)
+                if role.only_samples or task != first:
                     # A second generation of a step finds the weights where they are.
                     return group.coefficients.call_s
                 moved = reshard_seconds(model, layout, group, system)

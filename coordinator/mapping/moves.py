@@ -45,10 +45,6 @@ def reshard_seconds(model: Model, layout: Layout, group: DeviceGroup, system: Sy
         return group.gather_s(whole, layout.world_size, 1)
     if system.reshard == "vanilla":
         return group.gather_s(whole, ranks, 1)
-    if system.reshard == "copy":
-        # Gathered at the trainer, then broadcast to the other copy, layer by layer.
-        bandwidth = group.network_bandwidth * group.coefficients.network
-        return group.gather_s(whole, layout.world_size, 1) + whole / bandwidth
     lacks = received_bytes(model, layout, item)
     slices = layout.tp // layout.generate_tp
     stages = layout.pp // layout.generate_pp
@@ -66,13 +62,25 @@ def _reach(layout: Layout) -> int:
 
 
 def publish_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
-    """Each rank of the actor copies its shard to host memory, where samplers fetch it."""
+    """Each rank of the actor copies its shard to host memory, where samplers fetch it.
+
+    A system with a second copy gathers the whole and broadcasts it, parameter by parameter.
+    """
+    if system.reshard == "copy":
+        whole = model.num_parameters * system.sampled_bytes
+        ranks = layout.tp * layout.pp
+        gathered = group.gather_s(whole / ranks, layout.fsdp, ranks)
+        network = group.network_bandwidth * group.coefficients.network
+        return gathered + whole / network + group.coefficients.call_s
     own = model.num_parameters / (layout.tp * layout.pp * layout.fsdp)
     return group.host_s(own * system.sampled_bytes) + group.coefficients.call_s
 
 
 def take_seconds(model: Model, layout: Layout, group: DeviceGroup, system: System) -> float:
     """Each rank of a rollout service fetches its boxes over gRPC, and loads them."""
+    if system.reshard == "copy":
+        # It has received them with the broadcast.
+        return group.coefficients.call_s
     box = model.num_parameters * system.sampled_bytes / (layout.tp * layout.pp)
     machine = group.network_bandwidth * group.coefficients.network / group.per_machine
     stream = min(group.coefficients.stream_bandwidth, machine)

@@ -15,10 +15,8 @@ import json
 import os
 import platform
 import time
-from dataclasses import replace
 from typing import Any
 
-import numpy
 from support.mapping_jobs import LLAMAS, job, paper_group
 
 from rolemesh.coordinator.mapping.cluster import group_of
@@ -35,8 +33,6 @@ def measured(system: str, algorithm: str, model: str, gpus: int) -> dict[str, An
     else:
         wanted = job(algorithm, model, system=ROLEMESH_FAST, freedom=Freedom())
         group = group_of(device_of("h100"), gpus)
-        # Where optimizer steps have 128 rows, more replicas than these would have none.
-        wanted = replace(wanted, work=replace(wanted.work, prompts=max(1024, gpus)))
     started = time.process_time()
     found = Search(wanted, [group]).run()
     seconds = time.process_time() - started
@@ -72,7 +68,7 @@ def main() -> None:
     result = {
         "benchmark": "mapping_search",
         "searches": searches,
-        "versions": {"python": platform.python_version(), "numpy": numpy.__version__},
+        "versions": {"python": platform.python_version()},
         "machine": {
             "cpus": os.cpu_count(),
             "arch": platform.machine(),

@@ -141,9 +141,7 @@ def test_shorter_completions_make_a_shorter_step(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["async-grpo", "dapo", "online-dpo", "safe-rlhf", "remax"])
-def test_recipes_of_the_repository_can_be_planned(
-    name: str, tmp_path: Path
-) -> None:
+def test_recipes_of_the_repository_can_be_planned(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMAS["tiny"]))
     loaded = load_recipe([REPOSITORY / "recipes" / f"{name}.yaml"])
     models = [
@@ -173,9 +171,7 @@ reference: {{model: {{path: {model}}}}}
     path = recipe_of(tmp_path, LLAMAS["tiny"], text)
     shown = plan(path, "--gpus", "2", "--gpu", "h100", code=2)
     assert "give --prompt-tokens and --completion-tokens" in shown
-    told = planned(
-        path, "--gpus=2", "--gpu=h100", "--prompt-tokens=64", "--completion-tokens=64"
-    )
+    told = planned(path, "--gpus=2", "--gpu=h100", "--prompt-tokens=64", "--completion-tokens=64")
     assert told["period"] > 0
 
 
