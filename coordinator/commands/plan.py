@@ -206,6 +206,7 @@ def _written(
         f"Planned by: rolemesh plan {' '.join(str(file) for file in files)}",
         f"Predicted: {result.period:.3g} s a step; {result.basis}.",
         "`rolemesh fit` counts what each GPU will hold.",
+        *(f"Note: {note}." for note in result.notes),
     ]
     return "".join(f"# {line}\n" for line in header) + dump_recipe(planned)
 
@@ -245,6 +246,8 @@ def _show(
     for line in text_timeline(result):
         say(line)
     say(f"predicted: {result.basis}")
+    for note in result.notes:
+        say(f"note: {note}")
     if explain:
         say(f"{result.partitions} placements were looked at; the next best:")
         for other in result.runners_up:

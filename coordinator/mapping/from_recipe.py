@@ -54,17 +54,17 @@ def work_of(
     Raises:
         RecipeError: The recipe does not say how long rows are, or they cannot be so.
     """
-    section: Any = recipe.algorithm
+    section, kind = recipe.algorithm, recipe.algorithm.type
     if not isinstance(section, AlgorithmSection):
         raise RecipeError(
-            f"algorithm.type is {section.type!r}: a client makes its steps, so that there is no "
+            f"algorithm.type is {kind!r}: a client makes its steps, so that there is no "
             "step to plan"
         )
     sampler, sampling = recipe.sampler, recipe.sampling
     if sampler is None or sampling is None:
         if prompt_tokens is None or completion_tokens is None:
             raise RecipeError(
-                f"algorithm {section.type!r} trains on rows that are given, and the recipe does "
+                f"algorithm {kind!r} trains on rows that are given, and the recipe does "
                 "not say how long they are: give --prompt-tokens and --completion-tokens"
             )
         samples, completions = section.rows_per_prompt or 1, Lengths.fixed(completion_tokens)

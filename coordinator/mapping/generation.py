@@ -127,7 +127,9 @@ def generation_seconds(
     fits = math.floor(room / (sizes.token * mean_row)) if sizes.token else most_rows
     together = max(1, min(rows, most_rows, fits))
     steps, decoded = _slots(work.completions, rows, together)
-    return _seconds(model, layout, work, group, system, rows, together, steps, decoded)
+    return _seconds(
+        model, layout, work, group, system, sizes.token, rows, together, steps, decoded
+    )
 
 
 def _seconds(
@@ -136,6 +138,7 @@ def _seconds(
     work: Work,
     group: DeviceGroup,
     system: System,
+    token_bytes: float,
     rows: int,
     together: int,
     steps: int,
@@ -151,7 +154,7 @@ def _seconds(
     if system.has_kv_cache:
         computed = batch
         read = sampler_weights(model, system) / ranks
-        read += batch * context * model.kv_bytes(system.sampled_bytes) / ranks
+        read += batch * context * token_bytes
     else:
         # Without keys and values a step computes every row from its first token.
         computed = batch * context

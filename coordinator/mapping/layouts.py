@@ -62,7 +62,7 @@ class Freedom:
     generate_slices: bool = True
     """Whether sampling may have slices; plain transformers has none."""
     same_generation: bool = False
-    """Sampling has the cut of training, as NeMo-Aligner has it."""
+    """Sampling has the cut of training: of a role that only samples, or as NeMo-Aligner has it."""
     micro_batch_tokens: tuple[int, ...] = (4096, 8192, 16384)
     recompute: tuple[Recompute, ...] = ("none", "full")
     offload: tuple[bool, ...] = (False, True)
@@ -132,7 +132,8 @@ def _generate_sizes(pp: int, tp: int, freedom: Freedom, samples: bool) -> Iterat
     if not samples:
         yield 1, 1
     elif freedom.same_generation:
-        yield pp, tp
+        if (pp == 1 or freedom.generate_stages) and (tp == 1 or freedom.generate_slices):
+            yield pp, tp
     else:
         for generate_pp in _divisors(pp) if freedom.generate_stages else (1,):
             for generate_tp in _divisors(tp) if freedom.generate_slices else (1,):

@@ -74,10 +74,9 @@ def trained_bytes(model: Model, layout: Layout, system: System) -> RankBytes:
     under_way = layout.pp
     hidden = tokens * shape.hidden_size * system.activation_bytes
     one_layer = _layer_activations(model, layout, system)
-    if layout.recompute == "full":
-        kept, working = layers * hidden * under_way, one_layer
-    else:
-        kept, working = layers * one_layer * under_way, 0.0
+    keeps_inputs = layout.recompute == "full"
+    kept = layers * under_way * (hidden if keeps_inputs else one_layer)
+    working = one_layer if keeps_inputs else 0.0
     gathered = 0.0
     if layout.fsdp > 1:
         # What is outside the layers is whole while the stage runs, and two layers are.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,6 +92,8 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     partitions: int
     """Ways to put the roles into pools that were looked at."""
+    notes: tuple[str, ...] = ()
+    """What stands in the way of starting it."""
     basis: str = UNMEASURED
     """What the seconds stand on."""
 
@@ -156,7 +158,24 @@ def plan_of(search: Search, found: Found) -> Plan:
             for other in found.placements[1:]
         ),
         partitions=len(found.placements) + len(found.bounds),
+        notes=tuple(_notes(search, best)),
     )
+
+
+def _notes(search: Search, best: Placement) -> Iterator[str]:
+    for roles, kind, options in zip(best.sets, best.kinds, best.options, strict=True):
+        group = search.groups[kind]
+        wide = [
+            role
+            for role, option in zip(roles, options, strict=True)
+            if group.device.kind == "gpu" and option.world_size > group.per_machine
+        ]
+        if wide:
+            yield (
+                f"{' and '.join(wide)}: more ranks than the {group.per_machine} devices of a "
+                "machine, and the ranks of a service run on one host today: --at-most "
+                f"{wide[0]}={group.per_machine} plans for that"
+            )
 
 
 def _pool(

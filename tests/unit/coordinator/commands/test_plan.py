@@ -94,6 +94,14 @@ def test_explain_says_why_others_lose_and_what_is_assumed(recipe: Path) -> None:
     assert "% slower" not in bare
 
 
+def test_a_role_on_several_machines_is_said_not_to_start_yet(recipe: Path) -> None:
+    arguments = (recipe, "--gpus=16", "--gpu=h100", "--together=actor,critic,reference")
+    (note,) = planned(*arguments)["notes"]
+    assert "ranks of a service run on one host today" in note
+    assert "on one host today" in plan(*arguments)
+    assert not planned(*arguments, "--at-most=actor=8")["notes"]
+
+
 @pytest.mark.parametrize("gpus", [4, 8, 16])
 def test_the_written_recipe_loads_with_the_plan_in_it(recipe: Path, gpus: int) -> None:
     path = recipe.parent / "planned.yaml"

@@ -374,6 +374,28 @@ def test_layouts_are_those_that_the_engine_cuts() -> None:
         )
 
 
+def test_a_role_that_only_samples_has_slices_and_no_stages() -> None:
+    free = Freedom(same_generation=True, micro_batch_tokens=(64,))
+    found = list(layouts(TINY, 8, free, trains=False, samples=True))
+    assert {(one.pp, one.generate_pp) for one in found} == {(1, 1)}
+    assert {one.tp for one in found} == {1, 2, 4}
+    assert all(one.tp == one.generate_tp for one in found)
+
+
+def test_a_head_that_slices_share_is_kept_and_read_by_each() -> None:
+    few = Model.from_config(llama(64, 128, 4, 8, 2, 512))
+    room = 10 * GB
+    four, eight = (
+        generation_seconds(
+            few, Layout(tp=tp, generate_tp=tp), WORK, perfect(), HYBRIDFLOW, room, 256
+        ).reads
+        for tp in (4, 8)
+    )
+    keys = 32 * 64 * (96 + 16) * few.kv_bytes() / 2 / 2.039e12
+    assert four > keys
+    assert eight > keys
+
+
 def test_sizes_of_a_data_axis_are_close_to_any_other() -> None:
     for most in (1, 16, 100, 128, 1000):
         sizes = list(data_sizes(most))
