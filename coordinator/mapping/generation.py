@@ -127,9 +127,7 @@ def generation_seconds(
     fits = math.floor(room / (sizes.token * mean_row)) if sizes.token else most_rows
     together = max(1, min(rows, most_rows, fits))
     steps, decoded = _slots(work.completions, rows, together)
-    return _seconds(
-        model, layout, work, group, system, sizes.token, rows, together, steps, decoded
-    )
+    return _seconds(model, layout, work, group, system, sizes.token, rows, together, steps, decoded)
 
 
 def _seconds(

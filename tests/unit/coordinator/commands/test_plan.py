@@ -14,7 +14,9 @@ import typer.testing
 from support.mapping_jobs import LLAMAS
 
 from rolemesh.coordinator.commands.plan import app
+from rolemesh.coordinator.mapping import from_recipe
 from rolemesh.coordinator.mapping.devices import DEVICES
+from rolemesh.coordinator.mapping.layouts import Freedom
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.run.planning import plan_step
 
@@ -129,6 +131,22 @@ def test_the_written_recipe_loads_with_the_plan_in_it(recipe: Path, gpus: int) -
     assert again["period"] == pytest.approx(told["period"], rel=0.05)
 
 
+def test_parameters_that_are_not_cut_are_written_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replicated(**changes: Any) -> Freedom:
+        return Freedom(**{**changes, "cuts_over_data": (False,)})
+
+    monkeypatch.setattr(from_recipe, "Freedom", replicated)
+    path = tmp_path / "planned.yaml"
+    tiny = recipe_of(tmp_path, LLAMAS["tiny"])
+    told = planned(tiny, "--gpus=2", "--gpu=h100", "--together=actor,critic", "--write", path)
+    cuts = {role["role"]: role["cut"] for pool in told["pools"] for role in pool["roles"]}
+    assert any(cut["dp"] > 1 and cut["fsdp"] == 1 for cut in cuts.values())
+    for role, cut in cuts.items():
+        assert load_recipe([path]).layout(role).fsdp == cut["fsdp"]
+
+
 def test_the_drawing_is_an_svg_with_every_long_task(recipe: Path) -> None:
     path = recipe.parent / "step.svg"
     plan(recipe, "--gpus", "8", "--gpu", "h100", "--svg", path)
@@ -167,6 +185,8 @@ def test_recipes_of_the_repository_can_be_planned(name: str, tmp_path: Path) -> 
         # Sampling for later steps needs devices of its own.
         pool = next(p for p in told["pools"] if any(r["role"] == "rollout" for r in p["roles"]))
         assert len(pool["roles"]) == 1
+        shown = plan(file, *models, "--gpus", "1", "--gpu", "h100", code=1)
+        assert "needs 2 devices, and there are 1" in " ".join(shown.split())
 
 
 def test_rows_that_are_given_need_lengths(tmp_path: Path) -> None:

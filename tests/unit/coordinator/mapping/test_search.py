@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mapping_jobs import LLAMAS, job, step
 
+from rolemesh.coordinator.mapping import costs as costs_module
 from rolemesh.coordinator.mapping.cluster import DeviceGroup, group_of
 from rolemesh.coordinator.mapping.costs import Option, RoleCosts, _undominated
 from rolemesh.coordinator.mapping.devices import DEVICES
+from rolemesh.coordinator.mapping.generation import sampler_bytes
 from rolemesh.coordinator.mapping.job import ConstraintError, Job, Role, Wishes
 from rolemesh.coordinator.mapping.layouts import Freedom, Layout, layouts
 from rolemesh.coordinator.mapping.memory import RankBytes
@@ -355,6 +357,17 @@ def test_the_plan_is_the_optimum_where_memory_is_short(memory: int) -> None:
     small = replace(BARE, process_bytes=1 << 16)
     wanted = job("grpo", "tiny", system=small, freedom=freedom, work=WORK)
     agree(wanted, cluster(3, memory=(1 << 30) + 60 * (memory >> 1)))
+
+
+@pytest.mark.parametrize("spare_mb", range(5, 17, 2))
+def test_what_other_roles_hold_decides_how_many_rows_a_sampler_runs(
+    monkeypatch: pytest.MonkeyPatch, spare_mb: int
+) -> None:
+    monkeypatch.setattr(costs_module, "_BUDGET_STEP", 1 << 12)
+    small = replace(BARE, process_bytes=1 << 16)
+    wanted = job("ppo", "tiny", system=small, freedom=PLAIN, work=WORK)
+    fixed = sampler_bytes(wanted.role("actor").model, Layout(), small, 1024).fixed
+    agree(wanted, cluster(2, memory=int((fixed + spare_mb * 10**6) / 0.9)))
 
 
 def test_pools_of_several_kinds_are_used_for_what_suits_them() -> None:
