@@ -25,6 +25,7 @@ from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
 from rolemesh.coordinator.mapping.search import Search
 from rolemesh.coordinator.mapping.settings import settings_of
 from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
+from rolemesh.coordinator.mapping.templates import templates
 from rolemesh.coordinator.recipe.errors import RecipeError
 from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
@@ -76,6 +77,9 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Shows why the next best placements lose.")
     ] = False,
+    schedules: Annotated[
+        bool, typer.Option("--schedules", help="Compares who could sample, and when.")
+    ] = False,
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draws the predicted step there.")
     ] = None,
@@ -118,6 +122,12 @@ def plan(
         fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
     result = plan_of(search, found)
     settings = settings_of(loaded, result)
+    compared: dict[str, float | None] = {}
+    if schedules:
+        for name, variant in templates(loaded):
+            other = _job(variant, groups, Wishes(), prompt_tokens, completion_tokens, offload)
+            plans = Search(other, groups).run(kept=1).placements
+            compared[name] = plans[0].period if plans else None
     try:
         if write is not None:
             text = _written(recipe, overrides or (), settings, result)
@@ -131,9 +141,13 @@ def plan(
         text = f"{error.filename} cannot be written ({error.strerror}): name a file elsewhere"
         fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
     if as_json:
-        print(json.dumps({**result.to_dict(), "settings": settings}))
+        print(json.dumps({**result.to_dict(), "settings": settings, "schedules": compared}))
         return
     _show(Console(), search, result, settings, explain=explain)
+    for name, seconds in compared.items():
+        print(f"{name}: " + ("does not fit" if seconds is None else f"{seconds:.3g} s a step"))
+    if compared:
+        print("Ahead and async train on older weights, which changes what is learnt.")
     for path in (write, svg):
         if path is not None:
             print(f"written: {path}")

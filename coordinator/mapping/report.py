@@ -231,22 +231,25 @@ def _pool(
 
 
 def _reason(search: Search, best: Placement, other: Placement) -> str:
-    """Why another placement loses: the task of its critical path that grew most, and idle pools."""
+    """Why another placement loses: what grew most on its critical path, and idle pools."""
     step = search.job.step
-    pools = {role: number for number, roles in enumerate(other.sets) for role in roles}
-    path = Timeline(step, pools).critical(other.seconds)
+    pools, path = _path(search, other)
+    _, best_path = _path(search, best)
     grown = max(path, key=lambda task: other.seconds[task] - best.seconds[task])
     more = other.seconds[grown] - best.seconds[grown]
-    task = step.tasks[grown]
+    added = [task for task in path if task not in best_path]
+    waited = sum(other.seconds[task] for task in added)
     text = f"{100 * (other.period / best.period - 1):.1f} % slower"
-    if more > 0:
+    if waited > max(more, 0.0):
+        names = " and ".join(step.tasks[task].name for task in added)
+        text += f": the step waits for {names}, {waited:.3g} s"
+    elif more > 0:
+        task = step.tasks[grown]
         text += (
             f": {task.name} takes {other.seconds[grown]:.3g} s on "
             f"{_devices(other, task.role)} instead of {best.seconds[grown]:.3g} s on "
             f"{_devices(best, task.role)}"
         )
-    else:
-        text += ": its tasks wait for each other longer"
     busy = [0.0] * len(other.sets)
     for one, seconds in zip(step.tasks, other.seconds, strict=True):
         if one.role in pools:
@@ -256,6 +259,12 @@ def _reason(search: Search, best: Placement, other: Placement) -> str:
     if len(busy) > 1 and share > 0.05:
         text += f"; {'+'.join(other.sets[idlest])} idle for {100 * share:.0f} % of the step"
     return text
+
+
+def _path(search: Search, placement: Placement) -> tuple[dict[str, int], list[int]]:
+    """Pools by role, and the critical path."""
+    pools = {role: number for number, roles in enumerate(placement.sets) for role in roles}
+    return pools, Timeline(search.job.step, pools).critical(placement.seconds)
 
 
 def _devices(placement: Placement, role: str) -> str:

@@ -189,6 +189,23 @@ def test_recipes_of_the_repository_can_be_planned(name: str, tmp_path: Path) -> 
         assert "needs 2 devices, and there are 1" in " ".join(shown.split())
 
 
+def test_schedules_are_compared_and_none_is_chosen(recipe: Path) -> None:
+    arguments = (recipe, "--gpus=8", "--gpu=h100", "--completion-tokens=300")
+    told = planned(*arguments, "--schedules")
+    found = told["schedules"]
+    assert list(found) == [
+        "the actor samples",
+        "rollout services, sync",
+        "rollout services, one step ahead",
+        "rollout services, async",
+    ]
+    # The recipe's own is planned; sampling ahead hides the shorter of sampling and training.
+    assert told["period"] == pytest.approx(found["the actor samples"])
+    assert found["rollout services, one step ahead"] < found["rollout services, sync"]
+    assert "changes what is learnt" in plan(*arguments, "--schedules")
+    assert planned(*arguments)["schedules"] == {}
+
+
 def test_rows_that_are_given_need_lengths(tmp_path: Path) -> None:
     text = """
 run: {{name: dpo, steps: 1, prompts_per_step: 8}}
