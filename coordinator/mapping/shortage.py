@@ -70,7 +70,7 @@ def _role_lacks(search: Search, role: Role) -> str | None:
             continue
         most = min(group.count, job.wishes.devices.get(role.name, group.count))
         # Beside others that sleep, a role has the memory of their processes less.
-        others = job.system.process_bytes * _mates(search)
+        others = job.system.process_bytes * _mates(job, role)
         if _least(job, role, group, most, others) is not None:
             return None
         answers.append((group, most, others))
@@ -94,9 +94,16 @@ def _role_lacks(search: Search, role: Role) -> str | None:
     return f"{role.name} needs {number} more {name} GPU{'s' if number > 1 else ''}{offload}"
 
 
-def _mates(search: Search) -> int:
-    """Fewest roles that any role has to share with, as the wishes have it."""
-    return 0 if not search.job.wishes.together else 1
+def _mates(job: Job, role: Role) -> int:
+    """Fewest roles that a role has to share a pool with, as the wishes have it."""
+    names = tuple(one.name for one in job.roles)
+    return min(
+        len(pool) - 1
+        for sets in set_partitions(names)
+        if job.wishes.allows(sets)
+        for pool in sets
+        if role.name in pool
+    )
 
 
 def _least(job: Job, role: Role, group: DeviceGroup, most: int, others: float) -> int | None:

@@ -13,6 +13,7 @@ import yaml
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.public_models import config_folder
 
+from rolemesh.coordinator.commands.ending import EXIT_NOT_WHOLE
 from rolemesh.coordinator.commands.plan import app
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,6 +42,15 @@ def test_a_planned_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
     assert "seconds are assumptions" in text
     planned = yaml.safe_load(text)
     assert {tuple(pool["devices"]) for pool in planned["pools"].values()} == {("cpu",)}
+    checked = subprocess.run(
+        [sys.executable, "-m", "rolemesh", "check", written],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    # EXIT_NOT_WHOLE: nothing is wrong, but not everything could be looked at.
+    assert checked.returncode in (0, EXIT_NOT_WHOLE), checked.stdout + checked.stderr
     (tmp_path / "run").mkdir()
     run = CliRun(planned, tmp_path / "run")
     try:
