@@ -219,6 +219,7 @@ def _written(
     header = [
         f"Planned by: rolemesh plan {' '.join(str(file) for file in files)}",
         f"Predicted: {result.period:.3g} s a step; {result.basis}.",
+        f"For {result.rows}.",
         "`rolemesh fit` counts what each GPU will hold.",
         *(f"Note: {note}." for note in result.notes),
     ]
@@ -259,6 +260,7 @@ def _show(
         say(f"{result.idle_devices} devices would change nothing")
     for line in text_timeline(result):
         say(line)
+    say(f"for {result.rows}")
     say(f"predicted: {result.basis}")
     for note in result.notes:
         say(f"note: {note}")

@@ -94,6 +94,8 @@ class Plan:
     """Ways to put the roles into pools that were looked at."""
     notes: tuple[str, ...] = ()
     """What stands in the way of starting it."""
+    rows: str
+    """What a step was taken to compute: rows, and tokens of prompts and completions."""
     basis: str = UNMEASURED
     """What the seconds stand on."""
 
@@ -159,6 +161,12 @@ def plan_of(search: Search, found: Found) -> Plan:
         ),
         partitions=len(found.placements) + len(found.bounds),
         notes=tuple(_notes(search, best)),
+        rows=(
+            f"{job.work.rows} rows of {job.work.prompt_tokens:g} tokens of prompt and "
+            f"{job.work.completions.mean:.4g} of completion in the mean "
+            f"(at most {job.work.completions.longest:.4g}), optimizer steps of "
+            f"{job.work.mini_batch_rows} rows"
+        ),
     )
 
 

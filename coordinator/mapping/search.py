@@ -107,12 +107,13 @@ class Search:
 
         Args:
             kept: How many are followed to the end.
+
+        Returns:
+            Them; no placement where nothing fits (`shortage` says why).
         """
         found = Found()
         wishes = self.job.wishes
         partitions = [sets for sets in set_partitions(self._names) if wishes.allows(sets)]
-        if not partitions:
-            raise ConstraintError("no placement has all wished roles together and apart")
         # Those with a low bound first: what they find drops others. Coarse ones first, of equals.
         waiting = [(self._root_bound(sets), number, sets) for number, sets in enumerate(partitions)]
         for bound, _, sets in sorted(waiting):

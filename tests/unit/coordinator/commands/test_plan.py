@@ -89,6 +89,7 @@ def test_a_plan_says_where_each_role_is_and_what_the_step_takes(recipe: Path) ->
 def test_explain_says_why_others_lose_and_what_is_assumed(recipe: Path) -> None:
     shown = plan(recipe, "--gpus", "8", "--gpu", "h100", "--explain")
     assert "% slower" in shown
+    assert "for 128 rows of 1024 tokens of prompt and 1024 of completion in the mean" in shown
     assert "seconds are assumptions" in shown
     assert "--set" in shown
     assert "actor.generate" in shown
