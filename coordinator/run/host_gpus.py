@@ -9,18 +9,12 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rolemesh.coordinator.mapping.devices import DEVICES
+
 GPU_BYTES: Mapping[str, int] = {
-    "a100-40": 40 * 10**9,
-    "a100-80": 80 * 10**9,
-    "h100": 80 * 10**9,
-    "h200": 141 * 10**9,
-    "b200": 180 * 10**9,
-    "l40s": 48 * 10**9,
-    "rtx4090": 24 * 10**9,
+    name: device.memory_bytes for name, device in DEVICES.items() if device.kind == "gpu"
 }
-"""Memory of a GPU as NVIDIA's data sheets give it, in units of 10^9 bytes; nvidia-smi shows up to 7
-percent more. a100-40, a100-80: A100 Tensor Core GPU; h100: H100 SXM; h200: H200 SXM; b200: one of
-the eight of a DGX B200, which has 1,440 GB; l40s: L40S; rtx4090: GeForce RTX 4090."""
+"""Memory of a GPU as its data sheet gives it, in bytes; nvidia-smi shows up to 7 percent more."""
 
 _TIMEOUT_S = 20.0
 

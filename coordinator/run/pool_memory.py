@@ -11,19 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rolemesh.coordinator.mapping.memory import PROCESS_BYTES, TIGHT
 from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.placement import PoolSpec
 from rolemesh.coordinator.recipe.schema import Recipe, role_of
 from rolemesh.coordinator.run.cautions import Caution
 from rolemesh.coordinator.run.footprint import SAVED_BYTES, TRAINED_BYTES, footprint_of, gib
 from rolemesh.engine.specs import VllmSpec
-
-PROCESS_BYTES = 1 << 30
-"""What a process holds on its GPU whatever it computes, asleep too: CUDA's context and kernels
-(about 0.5 GiB on an H100), workspaces of cuBLAS, buffers of NCCL. Not measured here."""
-
-TIGHT = 0.1
-"""Share of a GPU that should be left: allocators lose some to fragments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rolemesh.coordinator.mapping.memory import PROCESS_BYTES
 from rolemesh.coordinator.recipe.loading import read_recipe
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.run.pool_memory import (
-    PROCESS_BYTES,
     PoolFound,
     RoleFound,
     gpu_cautions,

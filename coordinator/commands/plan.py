@@ -1,0 +1,310 @@
+"""`rolemesh plan`: the best placement of a recipe's roles on devices, before there are any."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rolemesh.coordinator.commands.ending import EXIT_BAD_INPUT, EXIT_FAILED, fail
+from rolemesh.coordinator.commands.options import Json, Overrides, Recipes
+from rolemesh.coordinator.mapping.cluster import ClusterError, DeviceGroup, group_of
+from rolemesh.coordinator.mapping.devices import DEVICES, GBIT, UnknownDeviceError, device_of
+from rolemesh.coordinator.mapping.drawing import svg_timeline, text_timeline
+from rolemesh.coordinator.mapping.from_recipe import job_of, one_call_a_role, work_of
+from rolemesh.coordinator.mapping.job import ConstraintError, Job, Wishes
+from rolemesh.coordinator.mapping.models import UnknownFamilyError
+from rolemesh.coordinator.mapping.report import Plan, phases, plan_of
+from rolemesh.coordinator.mapping.search import Search
+from rolemesh.coordinator.mapping.settings import settings_of
+from rolemesh.coordinator.mapping.shortage import ShortageError, shortage
+from rolemesh.coordinator.mapping.templates import templates
+from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.loading import dump_recipe, load_recipe
+from rolemesh.coordinator.recipe.schema import Recipe
+from rolemesh.coordinator.run.planning import plan_step
+from rolemesh.coordinator.state.files import write_atomically
+
+app = typer.Typer(add_completion=False)
+
+_MOST_DEVICES = 4096
+
+
+@app.command()
+def plan(
+    recipe: Recipes,
+    gpus: Annotated[
+        list[int], typer.Option("--gpus", metavar="N", help="Devices; once for each --gpu.")
+    ],
+    gpu: Annotated[
+        list[str], typer.Option("--gpu", metavar="NAME", help=f"Kind: {', '.join(DEVICES)}.")
+    ],
+    per_machine: Annotated[
+        int | None, typer.Option(metavar="N", help="Devices of a machine; as is usual for a kind.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(metavar="GBIT", help="Gbit/s that a machine sends to others.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of a prompt, in the mean; all there is room for."),
+    ] = None,
+    completion_tokens: Annotated[
+        float | None, typer.Option(help="Of a completion, in the mean; all of max_new_tokens.")
+    ] = None,
+    together: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="Roles that are to share a pool.")
+    ] = None,
+    apart: Annotated[
+        list[str] | None, typer.Option(metavar="A,B", help="Roles that are not to share one.")
+    ] = None,
+    at_most: Annotated[
+        list[str] | None, typer.Option(metavar="ROLE=N", help="Most devices of a role's pool.")
+    ] = None,
+    on: Annotated[
+        list[str] | None, typer.Option(metavar="ROLE=GPU", help="Kind of device of a role.")
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option(help="Whether moments may lie in host memory between steps.")
+    ] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Shows why the next best placements lose.")
+    ] = False,
+    schedules: Annotated[
+        bool, typer.Option("--schedules", help="Compares who could sample, and when.")
+    ] = False,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draws the predicted step there.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Writes the planned recipe.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Finds the placement and the layouts with the shortest step, by a cost model.
+
+    It needs the config.json of each model, no device and no weights, and takes seconds. No machine
+    has been measured for it: `rolemesh fit` has the last word on memory, a run on seconds. Exit
+    code 0: there is a plan; 1: nothing fits; 2: bad input.
+
+    Example: rolemesh plan recipes/gpu/ppo-1500m-4-gpus.yaml --gpus 4 --gpu a100-40 --write my.yaml
+    """
+    try:
+        groups = _groups(gpus, gpu, per_machine, network)
+        loaded = load_recipe(recipe, overrides=overrides or (), environment=os.environ)
+        wishes = Wishes(
+            together=_pairs("--together", together),
+            apart=_pairs("--apart", apart),
+            devices=_numbers(at_most),
+            on=dict(_equations("--on", on)),
+        )
+        job = _job(loaded, groups, wishes, prompt_tokens, completion_tokens, offload)
+        search = Search(job, groups)
+        found = search.run()
+    except (
+        RecipeError,
+        ClusterError,
+        ConstraintError,
+        UnknownDeviceError,
+        UnknownFamilyError,
+    ) as error:
+        fail(str(error), EXIT_BAD_INPUT, error, as_json=as_json)
+    if not found.placements:
+        missing: ShortageError = shortage(search)
+        fail(str(missing), EXIT_FAILED, missing, as_json=as_json)
+    result = plan_of(search, found)
+    settings = settings_of(loaded, result)
+    compared: dict[str, float | None] = {}
+    if schedules:
+        for name, variant in templates(loaded):
+            other = _job(variant, groups, Wishes(), prompt_tokens, completion_tokens, offload)
+            plans = Search(other, groups).run(kept=1).placements
+            compared[name] = plans[0].period if plans else None
+    try:
+        if write is not None:
+            text = _written(recipe, overrides or (), settings, result)
+            write_atomically(write, text)
+        if svg is not None:
+            write_atomically(svg, svg_timeline(result, f"{loaded.run.name}: predicted step"))
+    except RecipeError as error:
+        # The plan's own keys do not fit the recipe: ours to mend, so all that is known is said.
+        fail(f"the planned recipe is refused: {error}", EXIT_FAILED, error, as_json=as_json)
+    except OSError as error:
+        text = f"{error.filename} cannot be written ({error.strerror}): name a file elsewhere"
+        fail(text, EXIT_BAD_INPUT, error, as_json=as_json)
+    if as_json:
+        print(json.dumps({**result.to_dict(), "settings": settings, "schedules": compared}))
+        return
+    _show(Console(), search, result, settings, explain=explain)
+    for name, seconds in compared.items():
+        print(f"{name}: " + ("does not fit" if seconds is None else f"{seconds:.3g} s a step"))
+    if compared:
+        print("Ahead and async train on older weights, which changes what is learnt.")
+    for path in (write, svg):
+        if path is not None:
+            print(f"written: {path}")
+
+
+def _groups(
+    gpus: list[int], kinds: list[str], per_machine: int | None, network: float | None
+) -> list[DeviceGroup]:
+    if len(gpus) != len(kinds):
+        raise ClusterError(
+            f"--gpus is given {len(gpus)} times and --gpu {len(kinds)} times: give both for each "
+            "kind"
+        )
+    groups = []
+    for count, kind in zip(gpus, kinds, strict=True):
+        if not 0 < count <= _MOST_DEVICES:
+            raise ClusterError(f"--gpus is {count}: give 1 to {_MOST_DEVICES}")
+        groups.append(
+            group_of(
+                device_of(kind),
+                count,
+                per_machine=per_machine,
+                network_bandwidth=None if network is None else network * GBIT,
+            )
+        )
+    if len({kind == "cpu" for kind in kinds}) > 1:
+        raise ClusterError("--gpu names cpu and GPUs: a plan is for one or the other")
+    return groups
+
+
+def _job(
+    recipe: Recipe,
+    groups: list[DeviceGroup],
+    wishes: Wishes,
+    prompt_tokens: int | None,
+    completion_tokens: float | None,
+    offload: bool,
+) -> Job:
+    planned = one_call_a_role(recipe)
+    work = work_of(planned, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+    try:
+        nodes = asyncio.run(plan_step(planned))
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    on_gpus = any(group.device.kind == "gpu" for group in groups)
+    job = job_of(planned, nodes, work, on_gpus=on_gpus, wishes=wishes)
+    most_slices = max(group.per_machine for group in groups)
+    return replace(
+        job,
+        roles=tuple(
+            replace(
+                role,
+                freedom=replace(
+                    role.freedom,
+                    most_slices=most_slices,
+                    offload=role.freedom.offload if offload else (False,),
+                ),
+            )
+            for role in job.roles
+        ),
+    )
+
+
+def _written(
+    files: list[Path], overrides: list[str] | tuple[str, ...], settings: list[str], result: Plan
+) -> str:
+    """The recipe with the plan's settings. It has been validated."""
+    planned = load_recipe(files, overrides=[*overrides, *settings], environment=os.environ)
+    header = [
+        f"Planned by: rolemesh plan {' '.join(str(file) for file in files)}",
+        f"Predicted: {result.period:.3g} s a step; {result.basis}.",
+        f"For {result.rows}.",
+        "`rolemesh fit` counts what each GPU will hold.",
+        *(f"Note: {note}." for note in result.notes),
+    ]
+    return "".join(f"# {line}\n" for line in header) + dump_recipe(planned)
+
+
+def _show(
+    console: Console, search: Search, result: Plan, settings: list[str], *, explain: bool
+) -> None:
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    table = Table(title=f"{result.period:.3g} s a step, {result.tokens_per_s:,.0f} tokens/s")
+    for heading in ("pool", "devices", "role", "layout p-t-d", "samples", "GiB", "busy"):
+        table.add_column(heading, justify="right" if heading in ("GiB", "busy") else "left")
+    for pool in result.pools:
+        for number, role in enumerate(pool.roles):
+            layout = role.option.layout
+            sampled = f"tp {layout.generate_tp}, {role.rows_together} rows"
+            table.add_row(
+                pool.name if not number else "",
+                f"{pool.size} {pool.device}" if not number else "",
+                role.role,
+                role.layout,
+                sampled if role.sampler_bytes else "-",
+                f"{role.peak_bytes / 2**30:.1f}",
+                f"{pool.busy:.0%}" if not number else "",
+            )
+    console.print(table)
+    for pool in result.pools:
+        say(
+            f"{pool.name}: at most {pool.most_bytes / 2**30:.1f} of "
+            f"{pool.device_bytes / 2**30:.1f} GiB on a device"
+        )
+    parts = ", ".join(f"{name} {s:.3g} s" for name, s in phases(result, search).items())
+    say(f"by phase, overlapping or not: {parts}; devices at work {result.utilisation:.0%}")
+    if result.idle_devices:
+        say(f"{result.idle_devices} devices would change nothing")
+    for line in text_timeline(result):
+        say(line)
+    say(f"for {result.rows}")
+    say(f"predicted: {result.basis}")
+    for note in result.notes:
+        say(f"note: {note}")
+    if explain:
+        say(f"{result.partitions} placements were looked at; the next best:")
+        for other in result.runners_up:
+            pools = ", ".join(
+                f"{'+'.join(roles)} on {size}"
+                for roles, size in zip(other.sets, other.sizes, strict=True)
+            )
+            say(f"  {other.period:.3g} s  {pools}: {other.reason}")
+        say("settings:")
+        for setting in settings:
+            say(f"  --set {json.dumps(setting)}")
+
+
+def _pairs(option: str, texts: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for text in texts or ():
+        names = [name.strip() for name in text.split(",")]
+        if len(names) < 2 or not all(names):
+            raise RecipeError(f"{option} is {text!r}: give roles, e.g. {option} actor,critic")
+        first, *others = names
+        if option == "--together":
+            pairs += [(first, other) for other in others]
+        else:
+            pairs += [(a, b) for index, a in enumerate(names) for b in names[index + 1 :]]
+    return tuple(pairs)
+
+
+def _equations(option: str, texts: list[str] | None) -> list[tuple[str, str]]:
+    found = []
+    for text in texts or ():
+        role, sign, value = text.partition("=")
+        if not sign or not role or not value:
+            raise RecipeError(f"{option} is {text!r}: give ROLE=VALUE, e.g. {option} actor=h100")
+        found.append((role, value))
+    return found
+
+
+def _numbers(texts: list[str] | None) -> dict[str, int]:
+    found = {}
+    for role, value in _equations("--at-most", texts):
+        if not value.isdecimal():
+            raise RecipeError(f"--at-most is {role}={value!r}: give a whole number")
+        found[role] = int(value)
+    return found

@@ -1,0 +1,76 @@
+"""Coefficients of the cost model: which share of its peaks a machine reaches, and fixed times.
+
+Everything that a measurement can correct stands here, in one flat record of numbers. The defaults
+are public figures or assumptions, and say which; none was fitted to a result that they predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coefficients:
+    """What the simulators multiply peaks with, and what they add."""
+
+    matmul: float = 0.55
+    """Share of `Device.flops` in the layers of a pass. Megatron-LM reports 0.44 to 0.52 of an A100
+    with all communication (arXiv 2104.04473, table 1), which is counted apart here."""
+    memory: float = 0.8
+    """Share of `Device.memory_bandwidth` when weights, keys and values are read. Assumed."""
+    link: float = 0.78
+    """Share of `Device.link_bandwidth` in a collective operation: about 235 of 300 GB/s that
+    nccl-tests show as bus bandwidth on 8 A100."""
+    network: float = 0.85
+    """Share of the network's bandwidth in a collective operation. Assumed."""
+    host: float = 0.8
+    """Share of `Device.host_bandwidth` in copies to and from locked host memory. Assumed."""
+    link_latency_s: float = 20e-6
+    """A collective operation within a machine, without its bytes. Assumed."""
+    network_latency_s: float = 60e-6
+    """The same between machines. Assumed."""
+    hidden: float = 0.7
+    """Share of a pass's computation behind which gathers of weights may hide. Assumed."""
+    decode_step_s: float = 2e-3
+    """What the sampler's host program takes for a decoding step. Assumed."""
+    decode_row_s: float = 10e-6
+    """The same for each sequence that is decoded. Assumed."""
+    call_s: float = 0.01
+    """A call of a service, without its work. Assumed."""
+    stream_bandwidth: float = 1e9
+    """Bytes a second of a gRPC stream between two processes (docs/decisions.md)."""
+    judge_row_s: float = 1e-4
+    """A row that a rule judges, without a model. Assumed."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not value >= 0 or (one.name in _SHARES and not 0 < value <= 1):
+                bound = "above 0 and at most 1" if one.name in _SHARES else "0 or more"
+                raise ValueError(f"coefficient {one.name} is {value}: give a number {bound}")
+        if not self.stream_bandwidth:
+            raise ValueError("coefficient stream_bandwidth is 0: give a number above 0")
+
+    def to_dict(self) -> dict[str, float]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, float]) -> Self:
+        """The record of `to_dict`; what is left out keeps its default.
+
+        Raises:
+            ValueError: There is no such coefficient, or a number cannot be.
+        """
+        known = {one.name for one in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ValueError(
+                    f"{name!r} is no coefficient: give some of {', '.join(sorted(known))}"
+                )
+        return cls(**values)
+
+
+_SHARES = frozenset({"matmul", "memory", "link", "network", "host", "hidden"})

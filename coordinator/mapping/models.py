@@ -1,0 +1,227 @@
+"""Sizes of decoders from config.json: parameters, products and bytes of keys and values.
+
+Families that ranks can share (`engine/layout/families.py`) and mixtures of experts that run on one
+rank today. Embeddings are looked up, so that they have parameters and no products.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from rolemesh.engine.layout.families import DecoderShape, Head, cut_of, parameter_shape
+
+_EXPERT_FAMILIES = {"mixtral": "llama", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
+"""Mixtures of experts, and the dense family whose attention they have."""
+
+
+class UnknownFamilyError(ValueError):
+    """A model whose config.json cannot be read here: says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The mixture in each layer."""
+
+    number: int
+    chosen: int
+    """Experts that a token goes through."""
+    inner_size: int
+    """Inner width of an expert."""
+    shared_size: int = 0
+    """Inner width of what every token goes through; 0: there is no such."""
+    is_gated: bool = False
+    """The shared part is weighed by a gate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder, as far as seconds and bytes follow from it."""
+
+    shape: DecoderShape
+    """Its sizes; of a mixture, those of a dense model with the same attention."""
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
+    """Layers of a mixture that have a plain MLP."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        head: Head = "lm_head",
+        num_layers: int | None = None,
+    ) -> Self:
+        """Reads the sizes of a model.
+
+        Args:
+            config: config.json as a dict.
+            head: What stands on top: the projection to the vocabulary, or one to a score.
+            num_layers: Layers that are kept; None for all.
+
+        Raises:
+            UnknownFamilyError: No such family is known here, or a size is missing.
+        """
+        family = str(config.get("model_type"))
+        sizes = dict(config)
+        if num_layers is not None:
+            sizes["num_hidden_layers"] = num_layers
+        try:
+            if family not in _EXPERT_FAMILIES:
+                return cls(shape=DecoderShape.from_config(sizes, head=head))
+            experts = _experts(family, config)
+            sizes["model_type"] = _EXPERT_FAMILIES[family]
+            sizes.setdefault("intermediate_size", experts.inner_size)
+            shape = DecoderShape.from_config(sizes, head=head)
+        except (ValueError, KeyError) as error:
+            known = ("llama", "mistral", "qwen2", "qwen3", *_EXPERT_FAMILIES)
+            raise UnknownFamilyError(
+                f"config.json of model_type {family!r} cannot be planned with ({error}): families "
+                f"are {', '.join(known)}"
+            ) from error
+        every = int(config.get("decoder_sparse_step") or 1)
+        given = tuple(config.get("mlp_only_layers") or ())
+        dense = [
+            layer for layer in range(shape.num_layers) if layer in given or (layer + 1) % every != 0
+        ]
+        return cls(shape=shape, experts=experts, dense_layers=tuple(dense))
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, head: Head = "lm_head", num_layers: int | None) -> Self:
+        """Reads config.json of a Hugging Face folder; no weights.
+
+        Raises:
+            UnknownFamilyError: There is no config.json, or as from_config.
+        """
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UnknownFamilyError(
+                f"{folder} has no config.json that can be read ({error}): a plan needs it, and no "
+                "weights"
+            ) from error
+        return cls.from_config(config.get("text_config", config), head=head, num_layers=num_layers)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether ranks can share it: a mixture of experts runs on one rank."""
+        return self.experts is None
+
+    @cached_property
+    def layer_parameters(self) -> float:
+        """Of one layer; of a mixture, the mean over layers."""
+        return sum(self._layer(layer)[0] for layer in range(self.shape.num_layers)) / (
+            self.shape.num_layers
+        )
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """All parameters, a tied embedding once."""
+        layers = sum(self._layer(layer)[0] for layer in range(self.shape.num_layers))
+        return layers + self.outer_parameters
+
+    @cached_property
+    def outer_parameters(self) -> int:
+        """Those outside the layers: embedding, last norm, head."""
+        shape = self.shape
+        inside = "model.layers."
+        manifest = replace(shape, num_layers=1).manifest("float32")
+        return sum(
+            math.prod(parameter.shape)
+            for name, parameter in manifest.items()
+            if not name.startswith(inside)
+        )
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters of matrices that a token is multiplied with: no embedding, chosen experts."""
+        layers = sum(self._layer(layer)[1] for layer in range(self.shape.num_layers))
+        return layers + self.head_parameters
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Parameters of the head's matrix, whether it is tied or not."""
+        rows = self.shape.vocab_size if self.shape.head == "lm_head" else self.shape.num_labels
+        return rows * self.shape.hidden_size
+
+    def forward_flops(self, tokens: float, context: float) -> float:
+        """Floating-point operations of a forward pass.
+
+        Two for each matrix parameter and token, and for the scores of attention and their sums 4 x
+        layers x query width x context (arXiv 2205.05198, appendix A, without the half that a
+        causal kernel leaves out).
+
+        Args:
+            tokens: Tokens that are computed.
+            context: Positions that a token attends to, in the mean over tokens.
+        """
+        width = self.shape.num_heads * self.shape.head_dim
+        return tokens * (2 * self.active_parameters + 4 * self.shape.num_layers * width * context)
+
+    def kv_bytes(self, item_bytes: int = 2) -> int:
+        """Bytes of keys and values of one token, on all ranks of a replica together."""
+        shape = self.shape
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
+
+    def _layer(self, layer: int) -> tuple[int, int]:
+        """Parameters of a layer: all, and those of matrices that a token is multiplied with."""
+        shape = self.shape
+        total = active = 0
+        for name, parameter in _first_layer(shape):
+            if self.experts is not None and layer not in self.dense_layers and ".mlp." in name:
+                continue
+            total += math.prod(parameter)
+            active += math.prod(parameter) if len(parameter) == 2 else 0
+        if self.experts is None or layer in self.dense_layers:
+            return total, active
+        experts, hidden = self.experts, shape.hidden_size
+        one = 3 * hidden * experts.inner_size
+        beside = 3 * hidden * experts.shared_size + hidden * experts.number
+        beside += hidden if experts.is_gated else 0
+        return total + experts.number * one + beside, active + experts.chosen * one + beside
+
+
+def _first_layer(shape: DecoderShape) -> list[tuple[str, tuple[int, ...]]]:
+    one = replace(shape, num_layers=1)
+    return [
+        (name, parameter_shape(one, name))
+        for name in one.manifest("float32")
+        if name.startswith("model.layers.")
+    ]
+
+
+def whole_parameters(shape: DecoderShape) -> tuple[int, int]:
+    """Parameters that every tensor slice holds all of: of a layer, and outside the layers."""
+    one = replace(shape, num_layers=1)
+    inside = outside = 0
+    for name in one.manifest("float32"):
+        if cut_of(name) != "whole":
+            continue
+        number = math.prod(parameter_shape(one, name))
+        if name.startswith("model.layers."):
+            inside += number
+        else:
+            outside += number
+    return inside, outside
+
+
+def _experts(family: str, config: Mapping[str, Any]) -> Experts:
+    if family == "mixtral":
+        return Experts(
+            number=config["num_local_experts"],
+            chosen=config["num_experts_per_tok"],
+            inner_size=config["intermediate_size"],
+        )
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    return Experts(
+        number=config["num_experts"],
+        chosen=config["num_experts_per_tok"],
+        inner_size=config["moe_intermediate_size"],
+        shared_size=shared if family == "qwen2_moe" else 0,
+        is_gated=family == "qwen2_moe" and shared > 0,
+    )

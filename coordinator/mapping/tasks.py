@@ -1,0 +1,247 @@
+"""Tasks of a step: what the recorded graph says is called, of whom, and after what.
+
+A task is one node of the dataflow's graph. Roles that share devices make their calls one after
+another, in the order in which the algorithm makes them; all else that can run side by side does.
+Since that order does not depend on durations, no task that gets shorter makes a step longer, which
+the search's bounds stand on. The dataflow itself is freer: of calls that wait for a pool it takes
+one of the role that is awake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+
+class TaskKind(StrEnum):
+    """What a task does, as far as its seconds are concerned."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    """A forward pass of a model over the rows, or a rule that judges them."""
+    UPDATE = "update"
+    PUBLISH = "publish"
+    """The actor lays out its weights for samplers that stand apart."""
+    TAKE = "take"
+    """Such a sampler fetches them."""
+    SMALL = "small"
+    """Numbers of rows alone: advantages, reading data."""
+
+
+class RecordedNode(Protocol):
+    """What is read of a node of the dataflow's graph."""
+
+    node_id: int
+    method: str
+    sequence: int
+    inputs: tuple[int, ...]
+
+    @property
+    def role(self) -> str:
+        """Who is called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One call of a step."""
+
+    index: int
+    """Its place in the order of calls."""
+    role: str
+    kind: TaskKind
+    method: str
+    after: tuple[int, ...] = ()
+    """Tasks that must have ended before."""
+    share: float = 1.0
+    """Its rows, as a share of those that the step trains on."""
+
+    @property
+    def name(self) -> str:
+        """E.g. "actor.update"."""
+        return f"{self.role}.{self.method}"
+
+
+_KINDS: Mapping[str, TaskKind] = {
+    "generate": TaskKind.GENERATE,
+    "update": TaskKind.UPDATE,
+    "publish_weights": TaskKind.PUBLISH,
+    "update_weights": TaskKind.TAKE,
+    "compute_values": TaskKind.SCORE,
+    "compute_logprobs": TaskKind.SCORE,
+    "compute_reward": TaskKind.SCORE,
+    "compute_cost": TaskKind.SCORE,
+    "compute_loss": TaskKind.SCORE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """All tasks of a step, in the order of calls.
+
+    Example: in PPO with all roles in one pool a step takes the sum of its tasks; with the critic
+    apart, the larger one of both updates counts.
+    """
+
+    tasks: tuple[Task, ...]
+    ahead: frozenset[str] = frozenset()
+    """Roles whose tasks belong to later steps and run beside this one: a sampler that is ahead."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that are called, in the order of their first call."""
+        return tuple(dict.fromkeys(task.role for task in self.tasks))
+
+    def of(self, role: str) -> tuple[Task, ...]:
+        """The tasks of a role."""
+        return tuple(task for task in self.tasks if task.role == role)
+
+
+def step_of(
+    nodes: Sequence[RecordedNode], *, samples: int = 1, ahead: Collection[str] = ()
+) -> Step:
+    """The tasks of a recorded or planned graph.
+
+    Args:
+        nodes: The graph's nodes, in the order in which they were made, one a call.
+        samples: Completions of a prompt. A second generation of a step is a baseline of one
+            completion a prompt.
+        ahead: Roles that sample for later steps.
+    """
+    tasks: list[Task] = []
+    places: dict[int, int] = {}
+    for node in nodes:
+        kind = _KINDS.get(node.method, TaskKind.SMALL)
+        after = tuple(sorted({places[one] for one in node.inputs if one in places}))
+        share = 1.0
+        if kind is TaskKind.GENERATE and node.sequence:
+            share = 1 / samples
+        elif after:
+            # What reads the baseline alone has its rows.
+            share = max(tasks[one].share for one in after)
+        places[node.node_id] = len(tasks)
+        tasks.append(
+            Task(
+                index=len(tasks),
+                role=node.role,
+                kind=kind,
+                method=node.method,
+                after=after,
+                share=share,
+            )
+        )
+    return Step(tuple(tasks), frozenset(ahead))
+
+
+def sampled_step(step: Step, *, has_reference: bool) -> Step:
+    """The step of an algorithm that samples until it has enough groups, with one round.
+
+    Its planned graph ends where the first answer decides what is asked next: generation, judging
+    and the reference's log-probs stand before what it has.
+    """
+    first = [("actor", "generate"), ("reward", "compute_reward")]
+    first += [("reference", "compute_logprobs")] if has_reference else []
+    tasks = [
+        Task(
+            index=index, role=role, kind=_KINDS[method], method=method, after=(0,) if index else ()
+        )
+        for index, (role, method) in enumerate(first)
+    ]
+    ends = tuple(range(len(tasks)))
+    for task in step.tasks:
+        moved = tuple(one + len(ends) for one in task.after)
+        tasks.append(replace(task, index=len(tasks), after=tuple(sorted({*ends, *moved}))))
+    return Step(tuple(tasks), step.ahead)
+
+
+class Timeline:
+    """When the tasks of a step start and end, for one placement.
+
+    Example: for the pools {actor} and {critic, reward}, critic and reward queue up; the actor's
+    tasks wait for what they read alone.
+    """
+
+    def __init__(self, step: Step, pools: Mapping[str, int]) -> None:
+        """Fixes what waits for what.
+
+        Args:
+            step: The tasks.
+            pools: Number of its pool, by role. A role that is not named shares with none.
+        """
+        self.step = step
+        self._ahead = [task.index for task in step.tasks if task.role in step.ahead]
+        last: dict[object, int] = {}
+        self._before: list[tuple[int, ...]] = []
+        for task in step.tasks:
+            pool = pools.get(task.role, task.role)
+            before = set(task.after)
+            if pool in last:
+                before.add(last[pool])
+            last[pool] = task.index
+            if task.role not in step.ahead:
+                # Its rows are there when the step begins.
+                before -= set(self._ahead)
+            self._before.append(tuple(sorted(before)))
+
+    def ends(self, seconds: Sequence[float]) -> list[float]:
+        """When each task ends, the step's begin being 0."""
+        ends: list[float] = []
+        for duration, before in zip(seconds, self._before, strict=True):
+            start = 0.0
+            for one in before:
+                if ends[one] > start:
+                    start = ends[one]
+            ends.append(start + duration)
+        return ends
+
+    def critical(self, seconds: Sequence[float]) -> list[int]:
+        """The tasks that decide when the step ends, the first one first."""
+        ends = self.ends(seconds)
+        own = [index for index in range(len(ends)) if index not in self._ahead]
+        rest = max((ends[index] for index in own), default=0.0)
+        if self._ahead and sum(seconds[index] for index in self._ahead) > rest:
+            return list(self._ahead)
+        path = [max(own, key=lambda index: ends[index])]
+        while before := self._before[path[-1]]:
+            path.append(max(before, key=lambda index: ends[index]))
+        return path[::-1]
+
+    def period(self, seconds: Sequence[float]) -> float:
+        """Seconds of a step in a long run.
+
+        Where a sampler is ahead, the slower one of sampling and the rest: its queue of finished
+        trajectories is either empty or full.
+        """
+        ends = self.ends(seconds)
+        if not self._ahead:
+            return max(ends, default=0.0)
+        own = sum(seconds[index] for index in self._ahead)
+        rest = [end for index, end in enumerate(ends) if index not in self._ahead]
+        return max(own, max(rest, default=0.0))
+
+
+class StageCosts:
+    """The paper's cost of a placement: d_cost of Algorithm 1 (arXiv 2409.19256).
+
+    Stages come one after another: generation, preparation, training. In a stage the tasks of one
+    pool add up, and the slowest pool counts. It knows nothing of what waits for what.
+    """
+
+    def __init__(self, step: Step, pools: Mapping[str, int]) -> None:
+        """As `Timeline`."""
+        self._places = [(_stage(task), pools.get(task.role, task.role)) for task in step.tasks]
+
+    def period(self, seconds: Sequence[float]) -> float:
+        """Seconds of a step."""
+        sums: dict[int, dict[object, float]] = {}
+        for (stage, pool), duration in zip(self._places, seconds, strict=True):
+            of_stage = sums.setdefault(stage, {})
+            of_stage[pool] = of_stage.get(pool, 0.0) + duration
+        return sum(max(of_stage.values()) for of_stage in sums.values())
+
+
+def _stage(task: Task) -> int:
+    if task.kind is TaskKind.UPDATE:
+        return 2
+    return 0 if task.kind in (TaskKind.GENERATE, TaskKind.PUBLISH, TaskKind.TAKE) else 1

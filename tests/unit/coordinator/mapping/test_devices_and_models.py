@@ -1,0 +1,175 @@
+"""Devices have a source for each number; models have the parameters that the world knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from rolemesh.coordinator.mapping.devices import DEVICES, UnknownDeviceError, device_of
+from rolemesh.coordinator.mapping.models import Model, UnknownFamilyError, whole_parameters
+from rolemesh.coordinator.run.host_gpus import GPU_BYTES
+
+
+def llama(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 32_000
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+
+
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+QWEN15_MOE = {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 151936,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        pytest.param(
+            {**llama(576, 1536, 30, 9, 3, 49152), "tie_word_embeddings": True},
+            134_515_008,
+            id="SmolLM2-135M",
+        ),
+        pytest.param(llama(4096, 11008, 32, 32, 32), 6_738_415_616, id="Llama-2-7b"),
+        pytest.param(llama(5120, 13824, 40, 40, 40), 13_015_864_320, id="Llama-2-13b"),
+        pytest.param(llama(8192, 28672, 80, 64, 8), 68_976_648_192, id="Llama-2-70b"),
+        pytest.param(QWEN_7B, 7_615_616_512, id="Qwen2.5-7B"),
+        pytest.param(MIXTRAL, 46_702_792_704, id="Mixtral-8x7B"),
+        pytest.param(QWEN3_30B, 30_532_122_624, id="Qwen3-30B-A3B"),
+        pytest.param(QWEN15_MOE, 14_315_784_192, id="Qwen1.5-MoE-A2.7B"),
+    ],
+)
+def test_a_model_has_the_parameters_of_its_published_weights(
+    config: dict[str, Any], parameters: int
+) -> None:
+    assert Model.from_config(config).num_parameters == parameters
+
+
+def test_a_mixture_computes_with_the_chosen_experts() -> None:
+    # Mixtral's paper (arXiv 2401.04088) says 13B active parameters, the embedding included.
+    active = Model.from_config(MIXTRAL).active_parameters + 32_000 * 4096
+    assert active == pytest.approx(12.9e9, rel=0.01)
+    qwen = Model.from_config(QWEN3_30B)
+    assert qwen.active_parameters + 151_936 * 2048 == pytest.approx(3.35e9, rel=0.01)
+
+
+def test_layers_of_a_mixture_may_be_dense() -> None:
+    mixed = Model.from_config({**QWEN3_30B, "mlp_only_layers": [0, 1]})
+    one_expert_layer = 128 * 3 * 2048 * 768 + 2048 * 128
+    one_dense_layer = 3 * 2048 * 6144
+    assert mixed.num_parameters == 30_532_122_624 - 2 * (one_expert_layer - one_dense_layer)
+
+
+def test_flops_are_two_for_each_weight_and_four_for_each_score() -> None:
+    model = Model.from_config(llama(64, 128, 2, 4, 2, 100))
+    layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
+    assert model.active_parameters == 2 * layer + 100 * 64
+    expected = 10 * (2 * (2 * layer + 6400) + 4 * 2 * 64 * 5)
+    assert model.forward_flops(10, 5) == expected
+
+
+def test_keys_and_values_of_a_token() -> None:
+    # The paper's Llama-7B has 524,288 bytes (reference/hybridflow.md).
+    assert Model.from_config(llama(4096, 11008, 32, 32, 32)).kv_bytes() == 524_288
+    assert Model.from_config(llama(8192, 28672, 80, 64, 8)).kv_bytes() == 2 * 80 * 8 * 128 * 2
+
+
+def test_a_critic_has_a_score_head_and_fewer_layers() -> None:
+    config = llama(64, 128, 4, 4, 2, 100)
+    whole = Model.from_config(config)
+    critic = Model.from_config(config, head="score", num_layers=1)
+    layers = (whole.num_parameters - 2 * 6400 - 64) // 4
+    assert critic.num_parameters == layers + 6400 + 64 + 64
+
+
+def test_what_slices_do_not_cut_is_counted() -> None:
+    shape = Model.from_config(llama(64, 128, 4, 4, 2, 100)).shape
+    assert whole_parameters(shape) == (2 * 64, 64)
+
+
+def test_an_unknown_family_is_named() -> None:
+    with pytest.raises(UnknownFamilyError, match=r"model_type 'mamba'.*llama.*qwen3_moe"):
+        Model.from_config({"model_type": "mamba"})
+    with pytest.raises(UnknownFamilyError, match="num_experts"):
+        Model.from_config({k: v for k, v in QWEN3_30B.items() if k != "num_experts"})
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_each_number_of_a_device_has_a_source(name: str) -> None:
+    device = DEVICES[name]
+    numbers = {
+        field.name
+        for field in dataclasses.fields(device)
+        if field.name not in ("name", "kind", "per_machine", "sources")
+    }
+    assert set(device.sources) == numbers
+    assert all(getattr(device, number) > 0 for number in numbers)
+    # A link is not faster than memory, and a network of a machine not than its links together.
+    assert device.link_bandwidth <= device.memory_bandwidth
+    assert device.network_bandwidth <= device.per_machine * device.link_bandwidth
+    assert math.isfinite(device.flops)
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UnknownDeviceError, match=r"'h1000' is no device.*a100-80, h100"):
+        device_of("h1000")
+
+
+def test_fit_knows_the_memory_of_every_gpu() -> None:
+    assert set(DEVICES) - set(GPU_BYTES) == {"cpu"}
+    assert GPU_BYTES["h100"] == 80 * 10**9
