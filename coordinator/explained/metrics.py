@@ -67,6 +67,7 @@ METRICS: Mapping[str, tuple[Metric, ...]] = {
             "policy_version/min": "Version of the oldest weights that sampled a token. Each "
             "optimizer step adds 1.",
             "policy_version/max": "Version of the newest weights that sampled a token.",
+            "published_bytes": "Bytes of weights that the actor published for rollout services.",
             "weight_sync_bytes": "Bytes of new weights that a rollout service took.",
             "weights_sent_bytes": "Of these, bytes that the actor sent straight to its ranks "
             "(`schedule.sampler.weights: nccl`).",

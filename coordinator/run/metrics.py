@@ -84,7 +84,8 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     A name with a slash ("kl/mean") belongs to the experience: it is kept, and the value of the
     latest node counts. A bare name ("grad_norm") belongs to its role: if several roles of the step
     report it, it becomes "<role>/name"; otherwise it is kept. Blocks of one call, and calls to
-    several services of one role, count as one.
+    several services of one role, count as one. Counts with a bare name are summed over a role's
+    methods: new weights travel in UpdateWeights, or within Generate.
     """
     calls: dict[tuple[str, str], list[Node]] = {}
     for node in nodes:
@@ -96,8 +97,10 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     merged = {}
     for (role, _), parts in calls.items():
         for name, value in combined_metrics(parts).items():
-            is_shared = "/" not in name and len(roles_by_name[name]) > 1
-            merged[f"{role}/{name}" if is_shared else name] = value
+            is_bare = "/" not in name
+            told = f"{role}/{name}" if is_bare and len(roles_by_name[name]) > 1 else name
+            before = merged.get(told, 0.0) if is_bare and name.endswith(COUNTS) else 0.0
+            merged[told] = before + value
     return merged
 
 

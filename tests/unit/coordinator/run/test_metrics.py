@@ -33,6 +33,15 @@ def node(name: str, seconds: float = 1.0, **fields: object) -> Node:
     )
 
 
+def test_bytes_of_weights_count_in_whichever_call_they_travelled() -> None:
+    taken = node("rollout.update_weights", metrics={"weight_sync_bytes": 700.0})
+    sampled = node("rollout.generate", metrics={"weight_sync_bytes": 0.0, "kl/mean": 0.5})
+    judged = node("rollout.generate", metrics={"kl/mean": 0.25})
+    merged = merged_metrics([taken, sampled, judged])
+    assert merged["weight_sync_bytes"] == 700.0
+    assert merged["kl/mean"] == 0.375
+
+
 def test_weight_sync_is_shown_beside_generate_not_in_it() -> None:
     nodes = [
         node("actor.generate", 3.0, phases={"weight_sync": 0.5, "compute": 2.0}),
