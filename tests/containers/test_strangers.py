@@ -17,17 +17,18 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]
 PLANTED = "/dev/shm/rolemesh-planted"
 OTHERS = tuple(role for role in ROLES if role != "reward")
 
-# Three tries a role: in clear, with certificates of an authority of the stranger's own, and the
-# same without asking who serves. The last one says what the server sent when it had heard a
-# request: gRPC's servers begin with their settings.
+# Tries a role in clear and with a certificate: a member's own, or one of an authority that the
+# stranger made. Then it does not ask who serves, and counts what the server says to the beginning
+# of a connection: gRPC's servers answer with their settings.
 _STRANGER = """
-import json, pathlib, socket, ssl, sys, tempfile
+import json, os, pathlib, socket, ssl, sys, tempfile
 import grpc
 from rolemesh.rpc.authority import Authority
-from rolemesh.rpc.identity import CHANNEL_OPTIONS
+from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
 from rolemesh.v1 import worker_pb2, worker_pb2_grpc
 
-forged = Authority.make().issue("coordinator")
+own = os.environ.get("ROLEMESH_SERVICE__IDENTITY")
+shown = Authority.make().issue("coordinator") if own is None else Identity.read(pathlib.Path(own))
 
 def status(channel):
     with channel:
@@ -44,7 +45,7 @@ def answered(role, with_certificate):
     context.set_alpn_protocols(["h2"])
     if with_certificate:
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-            pathlib.Path(file.name).write_bytes(forged.key + forged.certificate)
+            pathlib.Path(file.name).write_bytes(shown.key + shown.certificate)
             context.load_cert_chain(file.name)
     with socket.create_connection((role, 50051), 20) as plain:
         try:
@@ -65,13 +66,11 @@ found = {"store": reaches("store", 6379)}
 for role in sys.argv[1:]:
     found[role] = {
         "in clear": status(grpc.insecure_channel(f"{role}:50051")),
-        "forged": status(
-            grpc.secure_channel(
-                f"{role}:50051", forged.channel_credentials(), CHANNEL_OPTIONS
-            )
+        "with a certificate": status(
+            grpc.secure_channel(f"{role}:50051", shown.channel_credentials(), CHANNEL_OPTIONS)
         ),
-        "bytes without certificate": answered(role, False),
-        "bytes with a forged one": answered(role, True),
+        "bytes without one": answered(role, False),
+        "bytes with it": answered(role, True),
     }
 print(json.dumps(found))
 """
@@ -188,13 +187,19 @@ def test_a_stranger_in_the_mesh_s_network_gets_nothing(mesh: ContainerMesh, stra
     assert not found.pop("store")
     refused = {
         "in clear": "UNAVAILABLE",
-        "forged": "UNAVAILABLE",
-        "bytes without certificate": 0,
-        "bytes with a forged one": 0,
+        "with a certificate": "UNAVAILABLE",
+        "bytes without one": 0,
+        "bytes with it": 0,
     }
     assert found == dict.fromkeys(ROLES, refused)
     for role in ROLES:
         assert mesh.answer_of_health(role) == "SERVING"
+    # A member is heard, by the same program.
+    heard = asked(mesh, "reward", _STRANGER, "actor")["actor"]
+    assert heard["in clear"] == "UNAVAILABLE"
+    assert heard["with a certificate"] in ("OK", "PERMISSION_DENIED")
+    assert heard["bytes without one"] == 0
+    assert heard["bytes with it"] > 0
 
 
 def test_the_reward_reaches_nothing_of_the_other_roles(
@@ -234,8 +239,8 @@ def test_certificates_are_renewed_beside_a_run_that_a_stranger_calls(
         assert {role: mesh.answer_of_health(role) for role in ROLES} == dict.fromkeys(
             ROLES, "SERVING"
         )
-        found = asked(mesh, stranger, _STRANGER, "actor")
-        assert found["actor"]["in clear"] == found["actor"]["forged"] == "UNAVAILABLE"
+        found = asked(mesh, stranger, _STRANGER, "actor")["actor"]
+        assert found["in clear"] == found["with a certificate"] == "UNAVAILABLE"
         ended = mesh.finish("renewed")
     finally:
         mesh.end("renewed")
