@@ -227,9 +227,10 @@ class ContainerMesh:
         return execute(command, timeout_s=timeout_s, environment=self._environment, check=check)
 
     def start(self) -> None:
-        """Starts all roles and waits until each is healthy."""
+        """Starts the store and all roles, and waits until each is healthy."""
+        started = ("store", *ROLES)
         try:
-            self.compose("up", "--detach", "--wait", *ROLES, timeout_s=HEALTHY_TIMEOUT_S)
+            self.compose("up", "--detach", "--wait", *started, timeout_s=HEALTHY_TIMEOUT_S)
         except (ContainersError, subprocess.TimeoutExpired) as error:
             logs = self.compose("logs", "--tail", "20", check=False)
             states = self.compose("ps", "--all", check=False)
