@@ -6,11 +6,19 @@ The reward runs functions of users, so what its container cannot do, they cannot
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.container_mesh import ROLES, SMALL_STEPS, ContainerMesh
+from support.container_mesh import (
+    HEALTHY_TIMEOUT_S,
+    ROLES,
+    SMALL_STEPS,
+    ContainerMesh,
+    docker,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]
 
@@ -223,6 +231,26 @@ def test_the_reward_reads_runs_and_writes_none(reward: dict[str, Any]) -> None:
     assert reward["written"] == ["/tmp"]
     assert "where this process may not write" in reward["granted"]
     assert "let user 10002 write into /mesh/runs" in reward["granted"]
+
+
+def test_what_judges_answered_outlives_the_reward_s_container(mesh: ContainerMesh) -> None:
+    mesh.python("reward", _PLANT.format(PLANTED))
+    try:
+        mesh.signal("reward", signal.SIGKILL)
+        wait_until(
+            lambda: (
+                docker(
+                    "inspect", "--format", "{{.RestartCount}}", mesh.container("reward")
+                ).stdout.strip()
+                != "0"
+            ),
+            "the reward is started again",
+            HEALTHY_TIMEOUT_S,
+        )
+        mesh.wait_healthy("reward")
+        assert mesh.python("reward", _READ.format(PLANTED)).stdout == "x\n"
+    finally:
+        mesh.python("reward", _REMOVE.format(PLANTED))
 
 
 def test_certificates_are_renewed_beside_a_run_that_a_stranger_calls(
