@@ -7,6 +7,7 @@ coordinator that takes recipes at CreateRun, both before anything that it names 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,8 @@ class Grant:
         for root in self.folders:
             own = root.resolve()
             if resolved.is_relative_to(own) and not (writes and resolved == own):
+                if writes:
+                    _check_writable(resolved, path, field)
                 return resolved
         found = "" if resolved == Path(path) else f", which is {str(resolved)!r}"
         raise _refused(field, path, found, f"start it with --folder {resolved.parent}")
@@ -151,6 +154,17 @@ class Grant:
             if not is_public(address):
                 found = f", which is {address}, an address that is not public"
                 raise _refused(named.field, named.value, found, remedy)
+
+
+def _check_writable(resolved: Path, path: str, field: str) -> None:
+    """Refuses a folder that could not be made, before work is done for it."""
+    nearest = next(parent for parent in resolved.parents if os.path.exists(parent))
+    if not os.access(nearest, os.W_OK):
+        remedy = (
+            f"let user {os.geteuid()} write into {nearest} (in containers a reward may write if "
+            "the file of `rolemesh render compose` says so, for a recipe that trains it)"
+        )
+        raise _refused(field, path, ", where this process may not write", remedy)
 
 
 def _place_of(address: str) -> tuple[str, int | None]:

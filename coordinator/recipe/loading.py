@@ -29,6 +29,9 @@ SERVICE_PREFIX = "ROLEMESH_SERVICE__"
 
 _SECTIONS = tuple(Recipe.model_fields)
 
+_FIELDS_AT_THE_TOP = ("certificates",)
+"""Fields of a recipe that are no section: ROLEMESH_CERTIFICATES."""
+
 # YAML 1.1, which PyYAML reads, takes 1e-5 for a string: it wants a dot and a sign.
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
@@ -224,8 +227,8 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(SERVICE_PREFIX):
             continue
         section, *rest = variable.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-        if not rest:
-            # A variable of a Makefile or a compose file: no field of a recipe lies at the top.
+        if not rest and section not in _FIELDS_AT_THE_TOP:
+            # A variable of a Makefile or a compose file.
             continue
         if section not in _SECTIONS:
             near = difflib.get_close_matches(section, _SECTIONS, n=1)

@@ -1,8 +1,8 @@
 """A file of Docker Compose to add to docker-compose.yml: one recipe on the GPUs of one host.
 
 It holds all that depends on the recipe: the GPUs of each role (a list with one for each rank), the
-layouts, the code and variables that it names, the shared memory, and the command of the
-coordinator.
+layouts, the code and variables that it names, the shared memory, the rights of a reward that is
+trained, and the command of the coordinator.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from rolemesh.coordinator.recipe.errors import RecipeError
+from rolemesh.coordinator.recipe.model_sizes import trained_models
 from rolemesh.coordinator.recipe.schema import Recipe
 from rolemesh.coordinator.render.memory import experience_bytes, shared_memory_bytes
 from rolemesh.engine.specs import named_in
@@ -40,6 +41,17 @@ _GPU_CONTAINER: dict[str, Any] = {
     # NCCL and CUDA lock host buffers, and compilers of kernels need deep stacks.
     "ulimits": {"memlock": -1, "stack": 64 << 20},
 }
+
+
+_TRAINED_REWARD: dict[str, Any] = {
+    # It judges by its own model and runs no function, and is one of the trained roles: it saves
+    # checkpoints and keeps cuts as they do, and has their user.
+    "user": "10001:10001",
+    "ipc": "service:common",
+    "depends_on": {"common": {"condition": "service_started", "restart": True}},
+    "volumes": ["runs:/mesh/runs"],
+}
+_OWNER_OF_ITS_IDENTITY = {"environment": {"REWARD_USER": "10001"}}
 
 
 class _Reset:
@@ -99,6 +111,10 @@ def compose_file(
         if ids:
             _add_gpus(service, ids)
         services[role] = service
+    if "reward" in trained_models(recipe):
+        services["certs"] = _OWNER_OF_ITS_IDENTITY
+        services["reward"] |= _TRAINED_REWARD
+        services["reward"]["environment"]["ROLEMESH_SERVICE__SHARED_MEMORY"] = "true"
     services["coordinator"] = {"command": list(command)}
     body = yaml.dump({"services": services}, Dumper=_Dumper, sort_keys=False, width=100)
     return "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines()) + "\n" + body

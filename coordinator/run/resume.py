@@ -38,6 +38,7 @@ _CHANGEABLE = (
     "services",
     "store",
     "api",
+    "certificates",
     "trackers",
     "tracing",
     "actor.train",

@@ -6,8 +6,9 @@ A producer in a process of its own holds one batch; this process pulls all of it
     memcpy         torch copies the same columns inside this process
     shm            fetch_rows, which maps the producer's segment and copies the rows out
     grpc_raw       fetch_rows as a stream of hand-made 1 MiB messages into one buffer
+    grpc_tls       the same between members with identities, as a judge in compose pulls rows
     grpc_protobuf  the generated stub and servicer with the same 1 MiB chunks into one buffer
-Repetitions are interleaved, so that a slow moment of the machine meets all four. The result of
+Repetitions are interleaved, so that a slow moment of the machine meets all five. The result of
 every transport is compared with the batch before anything is timed. Prints one JSON line.
 """
 
@@ -21,9 +22,11 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -37,7 +40,9 @@ from rolemesh.engine.experience import (
     payload_layout,
     read_payload,
 )
+from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import SERVER_OPTIONS, MeshChannel, open_channel
+from rolemesh.rpc.identity import Identity, server_credentials
 from rolemesh.rpc.payload import header_of, layout_of, payload_chunks
 from rolemesh.services.runtime.experience.fetch import (
     ExperienceServicer,
@@ -90,7 +95,7 @@ class GeneratedServicer(experience_pb2_grpc.ExperienceServiceServicer):
             yield experience_pb2.FetchResponse(chunk=b"".join(pieces))
 
 
-async def produce(mebibytes: int) -> None:
+async def produce(mebibytes: int, identity: Path) -> None:
     """The producer's process: one line with the addresses, then serves until its input closes."""
     batch = make_batch(mebibytes)
     shared = ExperienceStore(1 << 40, shared_memory=True, shared_memory_threshold_bytes=1)
@@ -101,6 +106,7 @@ async def produce(mebibytes: int) -> None:
         GeneratedServicer(held.experience), generated
     )
     ports = [server.add_insecure_port("127.0.0.1:0") for server in (ours, generated)]
+    ports.append(ours.add_secure_port("127.0.0.1:0", server_credentials(identity)))
     await ours.start()
     await generated.start()
     print(json.dumps({"ports": ports, "experience_id": held.experience_id}), flush=True)
@@ -153,10 +159,20 @@ def same(left: Experience, right: Experience) -> bool:
 
 
 @contextmanager
-def producer(mebibytes: int) -> Iterator[dict[str, Any]]:
+def producer(mebibytes: int, identity: Identity) -> Iterator[dict[str, Any]]:
     """The producer's process, for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "actor.pem")
+        place.touch(mode=0o600)
+        place.write_bytes(identity.pem())
+        with _process(mebibytes, place) as announced:
+            yield announced
+
+
+@contextmanager
+def _process(mebibytes: int, identity: Path) -> Iterator[dict[str, Any]]:
     process = subprocess.Popen(
-        [sys.executable, __file__, "--produce", "--mebibytes", str(mebibytes)],
+        [sys.executable, __file__, f"--produce={identity}", f"--mebibytes={mebibytes}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -169,16 +185,22 @@ def producer(mebibytes: int) -> Iterator[dict[str, Any]]:
         process.wait(30)
 
 
-async def measure(announced: dict[str, Any], mebibytes: int, repetitions: int) -> dict[str, Any]:
+async def measure(
+    announced: dict[str, Any], mebibytes: int, repetitions: int, identity: Identity
+) -> dict[str, Any]:
     batch = make_batch(mebibytes)
-    ours, generated = (f"127.0.0.1:{port}" for port in announced["ports"])
+    ours, generated, encrypted = (f"127.0.0.1:{port}" for port in announced["ports"])
     shard = experience_pb2.Shard(
         experience_id=announced["experience_id"],
         num_rows=batch.num_rows,
         address=ours,
         role="producer",
     )
-    async with open_channel(ours) as mesh, grpc.aio.insecure_channel(generated) as plain:
+    async with (
+        open_channel(ours) as mesh,
+        open_channel(encrypted, identity=identity) as members,
+        grpc.aio.insecure_channel(generated) as plain,
+    ):
 
         async def memcpy() -> Experience:
             return copy_columns(batch)
@@ -187,6 +209,7 @@ async def measure(announced: dict[str, Any], mebibytes: int, repetitions: int) -
             "memcpy": memcpy,
             "shm": lambda: pull_ours(mesh, shard, HOST_ID),
             "grpc_raw": lambda: pull_ours(mesh, shard, ""),
+            "grpc_tls": lambda: pull_ours(members, shard, ""),
             "grpc_protobuf": lambda: pull_generated(plain, batch.num_rows),
         }
         for name, pull in ways.items():
@@ -213,6 +236,7 @@ async def measure(announced: dict[str, Any], mebibytes: int, repetitions: int) -
         "ratio": {
             "shm_over_memcpy": round(medians["shm"] / medians["memcpy"], 3),
             "shm_over_grpc_protobuf": round(medians["shm"] / medians["grpc_protobuf"], 2),
+            "grpc_tls_over_grpc_raw": round(medians["grpc_tls"] / medians["grpc_raw"], 2),
             "grpc_raw_over_grpc_protobuf": round(medians["grpc_raw"] / medians["grpc_protobuf"], 2),
         },
         "versions": {
@@ -228,13 +252,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--produce", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--produce", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.produce:
-        asyncio.run(produce(arguments.mebibytes))
+    if arguments.produce is not None:
+        asyncio.run(produce(arguments.mebibytes, arguments.produce))
         return
-    with producer(arguments.mebibytes) as announced:
-        measured = measure(announced, arguments.mebibytes, arguments.repetitions)
+    authority = Authority.make()
+    with producer(arguments.mebibytes, authority.issue("actor")) as announced:
+        own = authority.issue("reward")
+        measured = measure(announced, arguments.mebibytes, arguments.repetitions, own)
         print(json.dumps(asyncio.run(measured)))
 
 

@@ -63,3 +63,11 @@ def resolve(
     assert "variable is not set" not in completed.stderr, completed.stderr
     config: dict[str, Any] = json.loads(completed.stdout)
     return config
+
+
+def mounts(service: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    """Target to (source, whether it can be written)."""
+    return {
+        volume["target"]: (volume.get("source", ""), not volume.get("read_only", False))
+        for volume in service.get("volumes", [])
+    }

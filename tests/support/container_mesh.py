@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -49,8 +50,8 @@ RUN_TIMEOUT_S = 600.0
 """A run of two steps takes 2 minutes on 2 free cores."""
 POLL_S = 0.5
 
-# Roles see one table of processes, which belongs to the store: a role is found by its module. A
-# signal from beside it is no manual stop, after which the engine would not start it again.
+# A role is found by its module. A signal from within its container is no manual stop, after which
+# the engine would not start it again.
 _SIGNAL = """
 import os, pathlib, sys
 module, number = sys.argv[1].encode(), int(sys.argv[2])
@@ -67,10 +68,12 @@ sys.exit(0 if found else f"there is no process of {sys.argv[1]}")
 """
 
 _ASK = """
-import sys
+import os, pathlib, sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-with grpc.insecure_channel(sys.argv[1]) as channel:
+from rolemesh.rpc.identity import CHANNEL_OPTIONS, Identity
+own = Identity.read(pathlib.Path(os.environ["ROLEMESH_SERVICE__IDENTITY"]))
+with grpc.secure_channel(sys.argv[1], own.channel_credentials(), CHANNEL_OPTIONS) as channel:
     try:
         answer = health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=30
@@ -224,9 +227,10 @@ class ContainerMesh:
         return execute(command, timeout_s=timeout_s, environment=self._environment, check=check)
 
     def start(self) -> None:
-        """Starts all roles and waits until each is healthy."""
+        """Starts the store and all roles, and waits until each is healthy."""
+        started = ("store", *ROLES)
         try:
-            self.compose("up", "--detach", "--wait", *ROLES, timeout_s=HEALTHY_TIMEOUT_S)
+            self.compose("up", "--detach", "--wait", *started, timeout_s=HEALTHY_TIMEOUT_S)
         except (ContainersError, subprocess.TimeoutExpired) as error:
             logs = self.compose("logs", "--tail", "20", check=False)
             states = self.compose("ps", "--all", check=False)
@@ -262,26 +266,27 @@ class ContainerMesh:
         )
 
     def signal(self, role: str, number: int) -> None:
-        """Sends a signal to a role's process, from the container of a neighbour."""
+        """Sends a signal to a role's process."""
         arguments = (f"rolemesh.services.{role}", str(int(number)))
         # A container that has just started may not have come to that process yet.
         said: list[str] = []
 
         def sent() -> bool:
-            completed = self.compose(
-                *("exec", "--no-TTY", _neighbour(role), "python", "-c", _SIGNAL, *arguments),
-                check=False,
-            )
+            completed = self.python(role, _SIGNAL, *arguments, check=False)
             said.append(completed.stderr)
-            return completed.returncode == 0
+            # What is killed may take its container, and so the sender, along.
+            return completed.returncode in (0, 128 + signal.SIGKILL)
 
         wait_until(sent, f"signal {number} reaches {role}", COMMAND_TIMEOUT_S, lambda: said[-1])
 
     def answer_of_health(self, role: str) -> str:
         """What a role says of its health to a neighbour, without the containers' own check."""
-        return self.compose(
-            *("exec", "--no-TTY", _neighbour(role), "python", "-c", _ASK, f"{role}:50051")
-        ).stdout.strip()
+        return self.python(_neighbour(role), _ASK, f"{role}:50051").stdout.strip()
+
+    def python(self, service: str, program: str, *arguments: str, check: bool = True) -> Completed:
+        """Runs a program of Python in a service's container, as its user."""
+        command = ("exec", "--no-TTY", service, "python", "-c", program, *arguments)
+        return self.compose(*command, check=check)
 
     def begin(self, run_id: str, *overrides: str) -> str:
         """Starts a run in a container of its own; returns the container's name."""

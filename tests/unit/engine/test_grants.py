@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import typing
 from collections.abc import Iterator
@@ -160,6 +161,17 @@ def test_a_path_is_granted_in_a_folder_alone(tmp_path: Path) -> None:
             grant.folder(str(folder / path), "directory")
     with pytest.raises(NotGrantedError, match="--folder"):
         grant.folder(str(folder), "directory", writes=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into every folder")
+def test_a_folder_that_cannot_be_made_is_refused_before_work_is_done_for_it(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir(mode=0o555)
+    grant = Grant(folders=(folder,))
+    with pytest.raises(NotGrantedError, match="may not write") as refused:
+        grant.folder(str(folder / "new" / "one"), "directory", writes=True)
+    assert f"let user {os.geteuid()} write into {folder}" in str(refused.value)
+    assert grant.folder(str(folder / "new"), "directory") == folder / "new"
 
 
 def test_a_variable_is_granted_by_its_name() -> None:

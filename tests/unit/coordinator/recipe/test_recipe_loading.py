@@ -102,6 +102,12 @@ def test_service_settings_in_the_environment_are_not_of_the_recipe(recipe_file: 
     assert load_recipe([recipe_file], environment=environment) == load_recipe([recipe_file])
 
 
+def test_certificates_can_be_set_from_the_environment(recipe_file: Path) -> None:
+    environment = {"ROLEMESH_CERTIFICATES": "/mesh/identity"}
+    found = load_recipe([recipe_file], environment=environment).certificates
+    assert found == Path("/mesh/identity")
+
+
 def test_dump_loads_to_an_equal_recipe(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe([recipe_file], overrides=["run.seed=7", "services.actor.threads=1"])
     dumped = tmp_path / "config.yaml"

@@ -106,6 +106,27 @@ def test_a_reward_gets_a_gpu_when_it_is_a_model() -> None:
     assert devices(rendered(PPO, "--gpus", "4", "--set", mixed), "reward") == ["3"]
 
 
+def test_a_reward_that_is_trained_is_one_of_the_trained_roles(tmp_path: Path) -> None:
+    file = tmp_path / "trained.yaml"
+    result = render("recipes/reward-model.yaml", "--out", str(file))
+    assert result.exit_code == 0, result.output
+    services = resolve(BASE_FILE, file)["services"]
+    reward, critic = services["reward"], services["critic"]
+    assert (reward["user"], reward["ipc"]) == ("10001:10001", critic["ipc"])
+    assert "common" in reward["depends_on"]
+
+    def runs(service: dict[str, Any]) -> dict[str, Any]:
+        (mounted,) = [one for one in service["volumes"] if one["target"] == "/mesh/runs"]
+        return dict(mounted)
+
+    assert runs(reward) == runs(critic)
+    assert not runs(reward).get("read_only", False)
+    assert reward["environment"]["ROLEMESH_SERVICE__SHARED_MEMORY"] == "true"
+    # Its identity is its user's, or it could not read it.
+    assert services["certs"]["environment"]["REWARD_USER"] == "10001"
+    assert "certs" not in rendered(PPO, "--gpus", "4")
+
+
 def test_devices_are_named_as_the_host_counts_them() -> None:
     services = rendered(PPO, "--gpus", "3", "--devices", "5, 7,GPU-8a1e")
     assert [devices(services, role) for role in ("actor", "critic", "reference")] == [

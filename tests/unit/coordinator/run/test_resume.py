@@ -58,6 +58,7 @@ def test_how_long_where_and_how_fast_a_run_goes_on_may_change() -> None:
         actor__optimizer__schedule={"type": "cosine"},
         critic__train={"dp": 2},
         services={"actor": {"address": "10.0.0.1:50051"}},
+        certificates="certs",
     )
     told = check_changes(fake_recipe(), wanted)
     assert "run.steps was 4, is 9" in told
