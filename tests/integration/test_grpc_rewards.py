@@ -20,6 +20,7 @@ from support.example_servers import (
 )
 from support.outside_rows import reward_row, reward_rows
 
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import GrpcRewardSpec, KServeRewardSpec
 from rolemesh.services.reward.outside.base import (
     OutsideReward,
@@ -34,6 +35,8 @@ from rolemesh.services.reward.outside.endpoints import EndpointReward
 from rolemesh.services.reward.outside.grpc_reward import GrpcRewardClient
 from rolemesh.services.reward.outside.make import make_outside_reward
 
+NO_SANDBOX = find_sandbox("off")
+"""For rewards that run no function."""
 NUM_SOAK_CALLS = 1000
 MOST_GROWTH_BYTES = 8 << 20
 """Noise of the allocator; a leak of 11 KiB a call would be more."""
@@ -57,7 +60,7 @@ def outsider(images: dict[str, Path], kind: str, fault: str = "") -> Iterator[st
 
 @contextlib.asynccontextmanager
 async def asking(spec: GrpcRewardSpec | KServeRewardSpec) -> AsyncIterator[OutsideReward]:
-    reward = make_outside_reward("it", spec)
+    reward = make_outside_reward("it", spec, NO_SANDBOX)
     try:
         yield reward
     finally:
@@ -186,13 +189,13 @@ async def test_a_cancelled_call_ends(images: dict[str, Path]) -> None:
 
 def test_a_url_without_a_port_is_refused() -> None:
     with pytest.raises(ValueError, match="give the port too"):
-        make_outside_reward("it", GrpcRewardSpec(urls=("grpc://host",)))
+        make_outside_reward("it", GrpcRewardSpec(urls=("grpc://host",)), NO_SANDBOX)
 
 
 @pytest.mark.parametrize("rest", ["/get_reward", "?model=a", "#a"])
 def test_a_path_which_would_not_be_sent_is_refused(rest: str) -> None:
     with pytest.raises(ValueError, match="gRPC knows no path, so give grpc://host:1"):
-        make_outside_reward("it", GrpcRewardSpec(urls=(f"grpc://host:1{rest}",)))
+        make_outside_reward("it", GrpcRewardSpec(urls=(f"grpc://host:1{rest}",)), NO_SANDBOX)
 
 
 def test_metrics_of_which_no_mean_can_be_taken_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.outside_rows import reward_rows
 
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import KServeRewardSpec
 from rolemesh.services.reward.outside.base import (
     Judgement,
@@ -63,6 +64,10 @@ class InferenceHandler(BaseHTTPRequestHandler):
         pass
 
 
+NO_SANDBOX = find_sandbox("off")
+"""For rewards that run no function."""
+
+
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), InferenceHandler) as server:
@@ -72,7 +77,9 @@ def url() -> Iterator[str]:
 
 
 async def judged(url: str, model: str, **spec: Any) -> Judgement:
-    reward = make_outside_reward("it", KServeRewardSpec(urls=(url,), model=model, **spec))
+    reward = make_outside_reward(
+        "it", KServeRewardSpec(urls=(url,), model=model, **spec), NO_SANDBOX
+    )
     try:
         return await reward.judge(reward_rows("a", "b\u00e4", "", answer="4"))
     finally:

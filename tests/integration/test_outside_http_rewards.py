@@ -7,6 +7,7 @@ import pytest
 from support.fake_rewards import row
 from support.reward_servers import GIBIBYTE, raw_server, reward_server, score
 
+from rolemesh.engine.sandbox.host import find_sandbox
 from rolemesh.engine.specs import RewardSpec
 from rolemesh.services.reward.outside.base import (
     OutsideRewardError,
@@ -18,6 +19,8 @@ from rolemesh.services.reward.outside.base import (
 from rolemesh.services.reward.outside.judge import score_in
 from rolemesh.services.reward.outside.make import make_outside_reward
 
+NO_SANDBOX = find_sandbox("off")
+"""For rewards that run no function."""
 ROWS = [row("abc", answer="3"), row("aab", answer=""), row("", prompt="q")]
 SCORES = [3.0, 2.0, 0.0]
 
@@ -38,7 +41,9 @@ async def no_wait(seconds):
 
 def made(urls, **given):
     source = {"type": "openrlhf", "urls": urls, **given}
-    reward = make_outside_reward("r", RewardSpec.model_validate({"source": source}).source)
+    reward = make_outside_reward(
+        "r", RewardSpec.model_validate({"source": source}).source, NO_SANDBOX
+    )
     reward._sleep = no_wait
     return reward
 
