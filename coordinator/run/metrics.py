@@ -94,7 +94,7 @@ def merged_metrics(nodes: Sequence[Node]) -> dict[str, float]:
     for (role, _), parts in calls.items():
         for name in combined_metrics(parts):
             roles_by_name.setdefault(name, set()).add(role)
-    merged = {}
+    merged: dict[str, float] = {}
     for (role, _), parts in calls.items():
         for name, value in combined_metrics(parts).items():
             is_bare = "/" not in name
