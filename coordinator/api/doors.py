@@ -108,7 +108,7 @@ async def open_doors(
     operations: StoreOperations,
     api: ApiSpec,
     *,
-    folder: Path,
+    folder: Path | None,
     certificates: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Doors]:
@@ -117,7 +117,7 @@ async def open_doors(
     Args:
         operations: The operations that all doors serve.
         api: Where, and to whom.
-        folder: Where a token is kept that is made here.
+        folder: Where a token is kept that is made here; None makes none.
         certificates: Folder of the mesh's certificates, if there is one.
         environment: Environment that may hold a token; None: that of this process.
 
@@ -126,6 +126,9 @@ async def open_doors(
             should be.
         OSError: The folder cannot be written.
     """
+    if api.host == "localhost":
+        # Where the name has two addresses, another user may hold the port at the other one.
+        api = api.model_copy(update={"host": "127.0.0.1"})
     environment = os.environ if environment is None else environment
     check_doors(api, certificates, environment)
     tokens = read_tokens(api, environment, folder=folder)

@@ -92,7 +92,8 @@ def known_door(address: str) -> KnownDoor | None:
     """
     try:
         with _place(address).open(encoding="utf-8") as file:
-            if not _is_held(file.fileno()):
+            is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
+            if not is_ours or not _is_held(file.fileno()):
                 return None
             facts = json.load(file)
     except (OSError, ValueError):

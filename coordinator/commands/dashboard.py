@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from rolemesh.coordinator.api.credentials import read_token
 from rolemesh.coordinator.api.doors import open_doors
 from rolemesh.coordinator.api.known_doors import private_folder
 from rolemesh.coordinator.api.store_operations import StoreOperations
@@ -68,9 +70,10 @@ async def _serve(runs: Path, api: ApiSpec) -> None:
     for reason in found.left_out:
         print(f"not shown: {reason}", file=sys.stderr)
     operations = StoreOperations(found.store)
+    needs_own = not api.open_to_every_local_user and read_token(api.token_file, os.environ) is None
     try:
         # Nothing is written into the folder of runs.
-        folder = private_folder()
+        folder = private_folder() if needs_own else None
     except OSError as error:
         raise ValueError(
             f"there is no folder for the token ({error}): name one of yours by XDG_STATE_HOME"

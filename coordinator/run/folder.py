@@ -173,8 +173,10 @@ def _read_status(directory: Path) -> RunStatus:
         recoveries, activity = len(told.get("recoveries", ())), told.get("early_stop", "")
     elif coordinator is not None:
         address, run_id = str(coordinator["address"]), str(coordinator["run_id"])
-        file = coordinator.get("token_file")
-        token = _token(directory, None if file is None else str(file))
+        # The folder may be another user's, who writes there what they want to have sent to them. A
+        # note is this user's, and of a coordinator that lives.
+        known = known_door(address)
+        token = None if known is None else _token(directory, known.token_file)
         run, services = asyncio.run(_ask(address, run_id, token))
         state = coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
         recoveries, activity = run.recoveries, run.activity
@@ -194,10 +196,10 @@ def _read_status(directory: Path) -> RunStatus:
     )
 
 
-def _token(directory: Path, token_file: str | None) -> str | None:
+def _token(directory: Path, token_file: Path | None) -> str | None:
     """The token of a run's coordinator: in its file, or as most likely here in its environment."""
     try:
-        return read_token(None if token_file is None else Path(token_file), os.environ)
+        return read_token(token_file, os.environ)
     except ValueError as error:
         raise NoRunError(f"the coordinator of {directory} cannot be asked: {error}") from error
 

@@ -64,11 +64,15 @@ class Connection:
             )
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call. A token of this host is looked for until there is one."""
-        if self._token is None and self._finds_token:
+        """What goes with each call. A token of this host is looked for each time.
+
+        The port of a coordinator that has ended may be another user's by now.
+        """
+        token = self._token
+        if self._finds_token:
             known = known_door(self.address)
-            self._token = None if known is None else known.token()
-        return () if self._token is None else (("authorization", f"Bearer {self._token}"),)
+            token = None if known is None else known.token()
+        return () if token is None else (("authorization", f"Bearer {token}"),)
 
 
 def _noted_as(address: str) -> str:

@@ -17,7 +17,11 @@ def write_atomically(path: Path, text: str, *, is_private: bool = False) -> None
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     mode = 0o600 if is_private else 0o666
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    if is_private:
+        # What another user has laid there keeps its owner and mode, or leads elsewhere.
+        draft.unlink(missing_ok=True)
+    flags = os.O_EXCL | os.O_NOFOLLOW if is_private else os.O_TRUNC
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | flags, mode)
     with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -21,9 +21,13 @@ _REFUSED = {
     # Ways around `socket`, and to files by a number instead of a path.
     "io_uring_setup": (425, 425),
     "open_by_handle_at": (304, 265),
-    # Permissions, owners, attributes and times of files, by path. Through an open file they may be
-    # changed: that was opened within the view.
+    # Permissions, owners, attributes and times of files. An owner may change them without a right
+    # to write, by path or through a file that was opened to read.
     "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchown": (93, 55),
+    "fsetxattr": (190, 7),
+    "fremovexattr": (199, 16),
     "fchmodat": (268, 53),
     "fchmodat2": (452, 452),
     "chown": (92, None),
@@ -60,11 +64,16 @@ _REFUSED = {
 }
 """Calls that are refused: their numbers on x86_64 and aarch64."""
 
-_SOCKET, _PRLIMIT = (41, 198), (302, 261)
+_SOCKET, _SOCKETPAIR, _PRLIMIT = (41, 198), (53, 199), (302, 261)
 _TRUNCATE, _OPEN, _OPENAT, _OPENAT2 = (76, 45), (2, None), (257, 56), (437, 437)
 
 _INTERNET = (2, 10, 16)
 """AF_INET, AF_INET6, and AF_NETLINK, by which a machine's own addresses are asked for."""
+
+_PAIRED = (1, 5)
+"""SOCK_STREAM and SOCK_SEQPACKET. One of a pair of datagram sockets can send to any path."""
+_SOCKET_TYPE = 0xF
+"""Bits of a socket's type that are no flags."""
 
 _LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 """Operations of the kernel's BPF, on 32 bits."""
@@ -126,6 +135,7 @@ def _instructions(*, network: bool, truncation: bool) -> Iterator[bytes]:
     refused = [numbers[place] for numbers in _REFUSED.values()]
     conditions = [
         Condition(_SOCKET[place], 0, _MOST, _INTERNET if network else (), refuses=False),
+        Condition(_SOCKETPAIR[place], 1, _SOCKET_TYPE, _PAIRED, refuses=False),
         # Limits of other processes; 0 is the caller itself.
         Condition(_PRLIMIT[place], 0, _MOST, (0,), refuses=False),
     ]

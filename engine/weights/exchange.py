@@ -18,7 +18,7 @@ import torch
 
 from rolemesh.engine.layout.families import DecoderShape
 from rolemesh.engine.layout.manifest import DtypeName, Manifest, RankShard
-from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import GenerateLayout, HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.transport.cuda_queue import CudaQueue
 from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.rendezvous import check_offers, decode_offer, encode_offer
@@ -46,6 +46,11 @@ _MEETING = -1
 _LOOPBACK = "lo"
 
 
+MAX_RANKS = 512
+"""Of both services together. A plan's size grows with them, and the other layout is told by a
+message."""
+
+
 def exchange_plan(
     manifest: Manifest,
     shape: DecoderShape | None,
@@ -64,9 +69,14 @@ def exchange_plan(
 
     Raises:
         ManifestError: Another model's parameters, or a model without a plan.
-        LayoutError: The model cannot be cut so.
+        LayoutError: The model cannot be cut so, or the ranks are more than MAX_RANKS.
         UnsupportedFamilyError: The takers hold slices that this family does not have.
     """
+    if train.world_size + generate.world_size > MAX_RANKS:
+        raise LayoutError(
+            f"the two services have {train.world_size} and {generate.world_size} ranks: at most "
+            f"{MAX_RANKS} exchange weights directly"
+        )
     # The order of parameters decides the order on the way, and each end has its own.
     ordered = {name: manifest[name] for name in sorted(manifest)}
     source = source_layout(ordered, train, "float32", shape)

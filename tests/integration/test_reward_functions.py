@@ -27,6 +27,7 @@ from rolemesh.services.reward.outside.base import (
     RewardTimeoutError,
     current_step,
 )
+from rolemesh.services.reward.outside.functions.process import _checked
 from rolemesh.services.reward.outside.functions.reward import FunctionReward
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -180,6 +181,11 @@ async def test_a_worker_that_writes_garbage_is_not_believed() -> None:
     async with hostile(timeout_s=30.0) as reward:
         text = str(await failure(reward, "liar"))
     assert "announces 4294967295 bytes" in text
+
+
+def test_a_number_that_no_float_holds_is_no_reward() -> None:
+    with pytest.raises(ValueError, match="beyond those of float64"):
+        _checked({"rewards": [10**400], "metrics": {}}, 1)
 
 
 async def test_a_reward_that_answers_no_call_is_not_taken_for_the_next_one() -> None:

@@ -129,9 +129,11 @@ def victim(folder: Path) -> Iterator[Victim]:
             "a moved file": ("move", str(folder / "moved")),
             "a removed file": ("remove", str(folder / "removed")),
             "a mode": ("change_mode", str(folder / "opened")),
+            "the mode of its own code": ("change_mode_of_an_open_file", str(function)),
             "a port": ("connect", _listener(stack)),
             "a datagram": ("send_datagram", _echo(stack)),
             "a socket in a folder": ("connect_to_file", _socket(stack, f"{folder}/store")),
+            "a log's socket": ("send_datagram_to_file", _log_socket(stack, f"{folder}/log")),
             "an abstract socket": ("connect_to_file", _socket(stack, f"\0{uuid.uuid4()}")),
             "the list of processes": ("list_processes", process.pid),
             "limits of a process": ("limit", process.pid),
@@ -171,6 +173,12 @@ def _socket(stack: ExitStack, path: str) -> str:
     server = stack.enter_context(socket.socket(socket.AF_UNIX))
     server.bind(path)
     server.listen()
+    return path
+
+
+def _log_socket(stack: ExitStack, path: str) -> str:
+    server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    server.bind(path)
     return path
 
 

@@ -81,6 +81,11 @@ def change_mode(path):
     Path(path).chmod(0o666)
 
 
+def change_mode_of_an_open_file(path):
+    with open(path) as file:
+        os.fchmod(file.fileno(), 0o666)
+
+
 def move(path):
     Path(path).rename(f"{path}.moved")
 
@@ -105,6 +110,12 @@ def send_datagram(port):
 def connect_to_file(path):
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
+
+
+def send_datagram_to_file(path):
+    sender, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with sender, other:
+        sender.sendto(b"x", path)
 
 
 def list_processes(pid):
@@ -132,5 +143,6 @@ ATTEMPTS = {
     for function in (
         *(read, read_in_a_child, write, empty, empty_while_reading, change_mode, move, remove),
         *(connect, send_datagram, connect_to_file, list_processes, stop, limit, attach_memory),
+        *(change_mode_of_an_open_file, send_datagram_to_file),
     )
 }

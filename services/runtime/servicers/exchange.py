@@ -120,10 +120,10 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
         if face is None:
             return [await own]
         mine, others = await asyncio.gather(own, face.beside(request), return_exceptions=True)
-        for answer in (mine, others):
-            if isinstance(answer, BaseException):
-                raise answer
-        assert not isinstance(others, BaseException)
+        if isinstance(mine, BaseException):
+            raise mine
+        if isinstance(others, BaseException):
+            raise others
         return [mine, *others]
 
 

@@ -355,7 +355,10 @@ def _checked(answer: Mapping[str, Any], num_rows: int) -> FunctionAnswer:
     numbers = [value for value in rewards if value is not None] + list(metrics.values())
     if not all(type(value) is float or type(value) is int for value in numbers):
         raise ValueError("what is no number")
-    return FunctionAnswer(
-        rewards=tuple(None if value is None else float(value) for value in rewards),
-        metrics={name: float(value) for name, value in metrics.items()},
-    )
+    try:
+        return FunctionAnswer(
+            rewards=tuple(None if value is None else float(value) for value in rewards),
+            metrics={name: float(value) for name, value in metrics.items()},
+        )
+    except OverflowError as error:
+        raise ValueError("a number beyond those of float64") from error

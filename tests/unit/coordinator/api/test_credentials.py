@@ -141,6 +141,20 @@ def test_a_token_that_another_user_may_know_is_replaced(
     assert place.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("kind", ["link", "readable"])
+def test_a_token_is_not_written_into_what_lies_there_already(kind: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    draft = tmp_path / f".{TOKEN_FILE}.{os.getpid()}"
+    if kind == "link":
+        draft.symlink_to(theirs)
+    else:
+        draft.touch(mode=0o666)
+        draft.chmod(0o666)
+    read_tokens(ApiSpec(), {}, folder=tmp_path)
+    assert not theirs.exists()
+    assert (tmp_path / TOKEN_FILE).stat().st_mode & 0o777 == 0o600
+
+
 def test_a_coordinator_is_open_where_its_owner_says_so_and_has_no_token(tmp_path: Path) -> None:
     is_open = api(open_to_every_local_user=True)
     tokens = read_tokens(is_open, {}, folder=tmp_path)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
 from rolemesh.coordinator.api.credentials import read_tokens
+from rolemesh.coordinator.api.known_doors import noted
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.recipe.api_section import ApiSpec
 from rolemesh.coordinator.run.folder import print_status, read_status
@@ -27,7 +28,10 @@ def printed(directory: Path) -> str:
     return stream.getvalue()
 
 
-async def test_a_run_that_recovers_says_what_from_and_how_often_before(tmp_path: Path) -> None:
+async def test_a_run_that_recovers_says_what_from_and_how_often_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = MemoryStateStore()
     record = RunRecord(
         run_id="r", name="n", num_steps=9, directory=str(tmp_path), created_at=1.0, updated_at=1.0,
@@ -36,16 +40,16 @@ async def test_a_run_that_recovers_says_what_from_and_how_often_before(tmp_path:
     await store.create_run(record)
     tokens = read_tokens(ApiSpec(), {}, folder=tmp_path)
     server, port = await serve_coordinator(StoreOperations(store), tokens=tokens)
-    facts = {"address": f"127.0.0.1:{port}", "pid": os.getpid(), "run_id": "r"}
+    address = f"127.0.0.1:{port}"
+    # Whoever may write into the folder may name any file, whose content they want to be sent.
+    facts = {"address": address, "pid": os.getpid(), "run_id": "r", "token_file": str(tokens.file)}
     (tmp_path / COORDINATOR_FILE).write_text(json.dumps(facts))
     try:
-        # It is in the run's folder, and nothing else leads to it here.
         refused = await asyncio.to_thread(read_status, tmp_path)
         assert "send the token" in refused.services["coordinator"]
-        facts["token_file"] = str(tokens.file)
-        (tmp_path / COORDINATOR_FILE).write_text(json.dumps(facts))
-        status = await asyncio.to_thread(read_status, tmp_path)
-        text = await asyncio.to_thread(printed, tmp_path)
+        with noted(address, token_file=tokens.file, certificate=None):
+            status = await asyncio.to_thread(read_status, tmp_path)
+            text = await asyncio.to_thread(printed, tmp_path)
     finally:
         await server.stop(None)
     assert (status.state, status.recoveries) == ("recovering", 2)

@@ -17,7 +17,7 @@ from support.weight_ranks import Weights, assert_equal, cut, random_weights
 
 from rolemesh.engine.layout.families import DecoderShape, UnsupportedFamilyError
 from rolemesh.engine.layout.manifest import DtypeName
-from rolemesh.engine.layout.ranks import HybridLayout, TrainLayout
+from rolemesh.engine.layout.ranks import HybridLayout, LayoutError, TrainLayout
 from rolemesh.engine.transport.base import TransferFailedError
 from rolemesh.engine.transport.nccl import NcclTransport
 from rolemesh.engine.transport.rendezvous import OfferInvalidError
@@ -157,6 +157,12 @@ def test_both_ends_plan_alike_whatever_the_order_of_their_parameters() -> None:
     assert plans[0] == plans[1]
     with pytest.raises(UnsupportedFamilyError, match="2 slices"):
         exchange_plan(manifest, None, one, TrainLayout(tp=2), "float32")
+
+
+def test_more_ranks_than_may_meet_are_refused_before_anything_is_planned() -> None:
+    manifest, most = shape_of().manifest("float32"), exchange.MAX_RANKS
+    with pytest.raises(LayoutError, match=f"1 and {most} ranks: at most {most}"):
+        exchange_plan(manifest, None, TrainLayout(), TrainLayout(dp=most), "float32")
 
 
 @pytest.mark.parametrize("kind", ["shm", "nccl"])
