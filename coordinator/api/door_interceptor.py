@@ -26,10 +26,10 @@ from rolemesh.rpc.policy import rolemesh_methods
 
 logger = logging.getLogger(__name__)
 
+# Methods without a token: they reveal nothing of a run, and their callers (health checks) know no
+# token. Health/Watch is not one of them, nor is it served: its calls never end.
 _CHECK = "/grpc.health.v1.Health/Check"
 _REFLECTION = "/grpc.reflection."
-# Methods without a token: they reveal nothing of a run, and their callers (health checks) know no
-# token. Calls of both end by themselves; those of Health/Watch would not.
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

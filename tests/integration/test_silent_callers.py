@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from rolemesh.v1 import coordinator_pb2
 SOON_S = 30.0
 """Far beyond what a busy machine takes, and far below the bounds that were not shortened."""
 
-BOUND_S = 0.5
+BOUND_S = 1.0
 FEW = 8
 GET_RUN = "/rolemesh.v1.CoordinatorService/GetRun"
 WATCH_RUN = "/rolemesh.v1.CoordinatorService/WatchRun"
@@ -54,6 +55,12 @@ async def opened(client: httpx.AsyncClient) -> tuple[asyncio.StreamReader, async
     return await asyncio.open_connection(client.base_url.host, client.base_url.port)
 
 
+async def closed(reader: asyncio.StreamReader) -> None:
+    """Returns when the server has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+
+
 @pytest.mark.parametrize("sent", HALF_SENT.values(), ids=HALF_SENT)
 async def test_connections_that_send_no_whole_request_make_room_again(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
@@ -68,7 +75,7 @@ async def test_connections_that_send_no_whole_request_make_room_again(
             writer.write(sent)
         # All are closed by the server, although their other ends stay.
         for reader, _ in silent:
-            await reader.read()
+            await closed(reader)
         assert (await client.get("/healthz")).status_code == 200
         for _, writer in silent:
             writer.close()
@@ -80,7 +87,7 @@ async def test_a_head_that_comes_byte_by_byte_is_not_waited_for_anew() -> None:
         served(operations(), head_s=BOUND_S) as (client, _),
     ):
         reader, writer = await opened(client)
-        ended = asyncio.create_task(reader.read())
+        ended = asyncio.create_task(closed(reader))
         while not ended.done():
             writer.write(b"G")
             await asyncio.wait((ended,), timeout=BOUND_S / 5)
@@ -94,7 +101,7 @@ async def test_requests_in_progress_and_kept_connections_outlive_the_bound(
     await fill_store(store, "live-1", tmp_path, num_steps=1, is_live=True)
     async with (
         asyncio.timeout(SOON_S),
-        served(StoreOperations(store), head_s=BOUND_S, heartbeat_s=0.05) as (client, _),
+        served(StoreOperations(store), head_s=2 * BOUND_S, heartbeat_s=0.05) as (client, _),
         client.stream("GET", "/api/v1/runs/live-1/events") as response,
     ):
         reader, writer = await opened(client)
@@ -106,7 +113,11 @@ async def test_requests_in_progress_and_kept_connections_outlive_the_bound(
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert b" 200 " in await reader.readuntil(b"\r\n")
             await reader.readuntil(b"\r\n\r\n")
+        # Where a head stays half sent after all of these, the connection ends as others do.
+        writer.write(b"GET /heal")
+        await closed(reader)
         writer.close()
+        await anext(lines)
 
 
 # --- gRPC -------------------------------------------------------------------------------------
@@ -190,14 +201,13 @@ async def test_reflection_that_goes_on_asking_ends() -> None:
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             return await call.read()
 
-        async def ask_on() -> None:
+        assert len((await ask()).list_services_response.service) == 3
+        # Without an end this goes on until the test's own. What grpc.aio raises, and whether it
+        # tells the server's status, depends on whether the end meets a write.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await ask()
-
-        assert len((await ask()).list_services_response.service) == 3
-        with pytest.raises(grpc.aio.AioRpcError) as ended:
-            await ask_on()
-        assert from_rpc_error(ended.value).reason == "DEADLINE_EXCEEDED"
+        assert await call.code() is not grpc.StatusCode.OK
 
 
 async def test_a_call_without_a_message_is_told_so() -> None:

@@ -108,8 +108,8 @@ all that it is asked in one call."""
 
 REQUEST_HEAD_S = 10.0
 """An HTTP connection on which no whole head of a request has come for so long, since it was made or
-since its last answer, is closed: a head has 64 KiB at most, which takes 0.5 s at 1 Mbit/s, and
-browsers that open connections ahead of need open them anew."""
+since its last answer, is closed: a head has 16 KiB at most, which takes 0.2 s at 1 Mbit/s, and
+browsers, which open connections ahead of need, open others then."""
 
 MAX_IDLE_CONNECTION_S = 900.0
 """A server closes a connection without a call for so long; clients connect anew by themselves."""
