@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import functools
-import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
-from rolemesh.coordinator.api.credentials import SERVICE, Tokens, check_caller
+from rolemesh.coordinator.api.credentials import SERVICE, Tokens
+from rolemesh.coordinator.api.door_interceptor import DoorInterceptor, refuse
 from rolemesh.coordinator.api.messages import to_seconds
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.channel import SERVER_OPTIONS
-from rolemesh.rpc.errors import InternalError, InvalidRequestError, RolemeshError, to_status
-from rolemesh.rpc.identity import member_of, server_credentials
-from rolemesh.rpc.limits import MAX_CALLS, checked, request_reader
-from rolemesh.rpc.policy import rolemesh_methods
+from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.identity import server_credentials
+from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S, checked
 from rolemesh.v1 import coordinator_pb2, coordinator_pb2_grpc
-
-logger = logging.getLogger(__name__)
-
-_OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""Beginnings of methods without a token: they reveal nothing of a run, and their callers (health
-checks) know no token."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,19 +34,6 @@ def _check_deadline(context: _Context) -> None:
         )
 
 
-async def _refuse(context: _Context, error: RolemeshError) -> NoReturn:
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    raise AssertionError("abort_with_status returns never")
-
-
-def _described(error: Exception) -> RolemeshError:
-    """The error as one of the catalogue. Details of an unexpected one go to the log only."""
-    if isinstance(error, RolemeshError):
-        return error
-    logger.error("a call failed", exc_info=error)
-    return InternalError("the coordinator failed; its log says why")
-
-
 def _answering(method: _Method) -> _Method:
     """Ends a call with a status of the catalogue if its method fails."""
 
@@ -65,7 +43,7 @@ def _answering(method: _Method) -> _Method:
             _check_deadline(context)
             return await method(self, checked(request), context)
         except Exception as error:
-            await _refuse(context, _described(error))
+            await refuse(context, error)
 
     return cast(_Method, answer)
 
@@ -223,71 +201,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async for event in events:
                 yield coordinator_pb2.WatchRunResponse(event=event)
         except Exception as error:
-            await _refuse(context, _described(error))
-
-
-class DoorInterceptor(grpc.aio.ServerInterceptor):
-    """Lets in who may call a method, and then reads the request.
-
-    A wrong request reaches the servicer, which can say what is wrong. One of a caller who may not
-    call is not looked at.
-    """
-
-    def __init__(self, tokens: Tokens | None) -> None:
-        """Prepares.
-
-        Args:
-            tokens: What callers show who have no certificate of the mesh; None: all have one.
-        """
-        self._tokens = tokens
-
-    async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Called by grpc for each call."""
-        handler = await continuation(handler_call_details)
-        full_method = handler_call_details.method
-        if handler is None or full_method.startswith(_OPEN):
-            return handler
-        parse = handler.request_deserializer
-        assert parse is not None
-        read = request_reader(parse, rolemesh_methods()[full_method].input_type)
-        # The kind of the handler, which is one of the two that CoordinatorService has.
-        stream, unary = handler.unary_stream, cast(Any, handler.unary_unary)
-
-        async def serve(sent: bytes, context: _Context) -> Any:
-            await self._let_in(full_method, context)
-            return await unary(read(sent), context)
-
-        async def serve_stream(sent: bytes, context: _Context) -> AsyncIterator[Any]:
-            await self._let_in(full_method, context)
-            async with aclosing(cast(Any, stream)(read(sent), context)) as answers:
-                async for answer in answers:
-                    yield answer
-
-        if stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                serve_stream, None, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            cast(Any, serve), None, handler.response_serializer
-        )
-
-    async def _let_in(self, full_method: str, context: _Context) -> None:
-        """Ends the call of a caller who may not make it."""
-        try:
-            member = member_of(context)
-            if member is None and self._tokens is not None:
-                metadata = context.invocation_metadata() or ()
-                sent = next((str(value) for key, value in metadata if key == "authorization"), None)
-                member = f"client/{self._tokens.scope_of(sent).value}"
-            check_caller(full_method, member or "an unknown caller")
-        except Exception as error:
-            await _refuse(context, _described(error))
+            await refuse(context, error)
 
 
 async def serve_coordinator(
@@ -298,8 +212,9 @@ async def serve_coordinator(
     tokens: Tokens | None = None,
     certificate: Path | None = None,
     members_only: bool = False,
+    request_s: float = REQUEST_S,
 ) -> tuple[grpc.aio.Server, int]:
-    """Starts CoordinatorService, health and reflection on the running loop.
+    """Starts CoordinatorService, health (Check) and reflection on the running loop.
 
     Args:
         operations: The operations that it serves.
@@ -309,6 +224,7 @@ async def serve_coordinator(
         certificate: File of read_certificate, to speak TLS; None: in clear.
         members_only: Whether callers show a certificate of the mesh instead of a token; the
             server's own is an identity then.
+        request_s: A call whose request has not come for so long is refused.
 
     Returns:
         The started server, and its port.
@@ -316,8 +232,9 @@ async def serve_coordinator(
     Raises:
         ValueError: The port is in use, or the certificate cannot be used.
     """
+    door = DoorInterceptor(None if members_only else tokens or Tokens(), request_s)
     server = grpc.aio.server(
-        interceptors=(DoorInterceptor(None if members_only else tokens or Tokens()),),
+        interceptors=(door,),
         options=SERVER_OPTIONS,
         maximum_concurrent_rpcs=MAX_CALLS,
     )

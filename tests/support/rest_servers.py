@@ -14,6 +14,7 @@ from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.server import HttpServer, serve_http
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.rpc.identity import Scope
+from rolemesh.rpc.limits import REQUEST_HEAD_S
 
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -37,11 +38,17 @@ def client_of(
 
 @asynccontextmanager
 async def served(
-    operations: StoreOperations, *, stuck_reader_s: float = 60.0, **settings: Any
+    operations: StoreOperations,
+    *,
+    stuck_reader_s: float = 60.0,
+    head_s: float = REQUEST_HEAD_S,
+    **settings: Any,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, HttpServer]]:
     """A client and the server that it asks, which ends with the block."""
     app = make_app(operations, pages=NO_PAGES, **settings)
-    server, port = await serve_http(app, "127.0.0.1", 0, stuck_reader_s=stuck_reader_s)
+    server, port = await serve_http(
+        app, "127.0.0.1", 0, stuck_reader_s=stuck_reader_s, head_s=head_s
+    )
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
             yield client, server

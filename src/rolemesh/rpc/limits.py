@@ -101,6 +101,16 @@ PUT_IDLE_S = 30.0
 """A put whose next chunk does not come for so long is given up: a chunk is 1 MiB at most, which
 takes 8 s at 1 Mbit/s."""
 
+REQUEST_S = 30.0
+"""A call to a coordinator whose request has not come whole for so long is refused: 4 MiB, the most
+that gRPC takes, need as long at 1.1 Mbit/s. Reflection, which asks for no token, has as long for
+all that it is asked in one call."""
+
+REQUEST_HEAD_S = 10.0
+"""An HTTP connection on which no whole head of a request has come for so long, since it was made or
+since its last answer, is closed: a head has 16 KiB at most, which takes 0.2 s at 1 Mbit/s, and
+browsers, which open connections ahead of need, open others then."""
+
 MAX_IDLE_CONNECTION_S = 900.0
 """A server closes a connection without a call for so long; clients connect anew by themselves."""
 
