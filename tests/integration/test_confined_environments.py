@@ -83,11 +83,10 @@ class Wild(Talk):
     def step(self, completion_text):
         if completion_text == "hang":
             time.sleep(1000)
-        if completion_text == "drip":  # a frame of a MiB, byte by byte
-            os.write(connection(), b"\\x00\\x10\\x00\\x00")
+        if completion_text == "drip":  # a frame of 8 MiB, byte by byte
+            os.write(connection(), b"\\x00\\x80\\x00\\x00")
             while True:
                 os.write(connection(), b" ")
-                time.sleep(0.1)
         if completion_text == "header":
             os.write(connection(), b"\\x00")
             os._exit(3)
@@ -187,11 +186,11 @@ def test_an_environment_that_fails_says_why(code: Path, text: str, message: str)
 def test_an_environment_beyond_its_bounds_is_ended_and_the_next_generation_has_a_new_one(
     code: Path, text: str, spec: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = f"{code}:Wild"
+    name, others = f"{code}:Wild", set(workers())
     make = environment_maker(PythonEnvironmentSpec(environment=name, **spec), SANDBOX)
     it = make()
     it.reset(ROW)
-    (worker,) = workers()
+    (worker,) = set(workers()) - others
     began = time.monotonic()
     with caplog.at_level(logging.INFO), pytest.raises(EnvironmentFailedError, match=message) as no:
         it.step(text)
@@ -199,12 +198,9 @@ def test_an_environment_beyond_its_bounds_is_ended_and_the_next_generation_has_a
     assert name in str(no.value)
     assert not worker.is_running()
     assert len(caplog.text) < 100_000
-    # The next one is there at once, and has the same bounds.
     after = make()
     after.reset(ROW)
     assert after.step("fine").reward == 1.0
-    with pytest.raises(EnvironmentFailedError, match=message):
-        after.step(text)
 
 
 def test_what_an_environment_prints_is_logged_up_to_a_bound_for_each_call(
