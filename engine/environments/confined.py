@@ -122,7 +122,7 @@ class EnvironmentProcess:
         """The answer of an instance.
 
         Raises:
-            EnvironmentFailedError: It raised, went beyond a bound of its spec, or its process ended.
+            EnvironmentFailedError: It raised or went beyond a bound, or its process ended.
         """
         dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
         message = {"number": number, "ask": ask, "dropped": dropped, **given}
