@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from typing import IO, Any
 
@@ -23,15 +23,15 @@ from rolemesh.engine.environments.base import (
     TurnEnd,
 )
 from rolemesh.engine.sandbox import frames
+from rolemesh.engine.sandbox.bounds import LOAD_TIMEOUT_S, Output
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
 from rolemesh.engine.sandbox.view import View, environment_of
 from rolemesh.engine.specs import PythonEnvironmentSpec
 from rolemesh.engine.user_code import UserCodeError
 
-logger = logging.getLogger(__name__)
-
 _MODULE = "rolemesh.engine.environments.worker"
-_MOST_LINE_BYTES = 4096
+_MOST_READ_BYTES = 1 << 16
+_LAST_WORDS_S = 0.2
 
 
 class EnvironmentProcess:
@@ -89,15 +89,18 @@ class EnvironmentProcess:
             theirs.close()
         self._end = weakref.finalize(self, _end, process, self._connection, view)
         assert process.stdout is not None
-        log = threading.Thread(target=_log, args=(self._class, process.stdout), daemon=True)
-        log.start()
+        self._printed = Output(self._class, spec.max_output_bytes)
+        self._log = threading.Thread(
+            target=_log, args=(self._printed, process.stdout, self._connection), daemon=True
+        )
+        self._log.start()
         order = {
             "spec": spec.model_dump(mode="json"),
-            "memory_bytes": None,
+            "memory_bytes": None if spec.memory_mib is None else spec.memory_mib << 20,
             "sandbox": self._sandbox.order(view),
         }
         try:
-            self._exchange(order)
+            self._exchange(order, LOAD_TIMEOUT_S, "its import", "make that faster")
         except EnvironmentFailedError as error:
             self._end()
             raise UserCodeError(str(error)) from error
@@ -119,23 +122,53 @@ class EnvironmentProcess:
         """The answer of an instance.
 
         Raises:
-            EnvironmentFailedError: It raised, or its process ended.
+            EnvironmentFailedError: It raised or went beyond a bound, or its process ended.
         """
         dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
-        return self._exchange({"number": number, "ask": ask, "dropped": dropped, **given})
+        message = {"number": number, "ask": ask, "dropped": dropped, **given}
+        remedy = "make it faster, or raise environment.timeout_s"
+        return self._exchange(message, self._spec.timeout_s, f"a call of {ask}", remedy)
 
-    def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(
+        self, message: dict[str, Any], timeout_s: float, purpose: str, remedy: str
+    ) -> dict[str, Any]:
+        """Sends a message and waits for the answer. A process that gives none is ended."""
+        name = self._spec.environment
+        self._printed.begin_call()
+        deadline = time.monotonic() + timeout_s
         try:
+            self._connection.settimeout(timeout_s)
+            # The time-out is one of the whole frame here.
             self._connection.sendall(frames.encode(message, frames.MAX_CALL_BYTES))
-            answer = frames.read(self._connection, frames.MAX_ANSWER_BYTES)
-        except (OSError, ValueError) as error:
-            self._end()
-            raise EnvironmentFailedError(f"no answer of its process: {error}") from error
-        if answer is None:
+            answer = frames.read(self._connection, frames.MAX_ANSWER_BYTES, deadline=deadline)
+            if answer is None:
+                raise ConnectionError("its process has ended")
+        except TimeoutError as error:
             self._end()
             raise EnvironmentFailedError(
-                f"the process of {self._spec.environment!r} has ended; what it printed last is in "
-                "the log"
+                f"{name!r} gave no answer within {timeout_s:g} s for {purpose}, and its process "
+                f"was ended: {remedy}"
+            ) from error
+        except (OSError, ValueError) as error:
+            self._end()
+            # Its last output may not be read yet. A process that left the group may hold the pipe.
+            self._log.join(_LAST_WORDS_S)
+            if self._printed.is_too_much:
+                raise EnvironmentFailedError(
+                    f"{name!r} printed more than {self._spec.max_output_bytes} bytes in one call, "
+                    "and its process was ended: print less, or raise environment.max_output_bytes"
+                ) from error
+            printed = self._printed.last_words
+            raise EnvironmentFailedError(
+                f"the process of {name!r} has ended ({error}): it may have crashed, or used more "
+                "memory than environment.memory_mib allows"
+                + (f". It printed last:\n{printed}" if printed else "")
+            ) from error
+        if answer.get("is_spent"):
+            self._end()
+            raise EnvironmentFailedError(
+                f"{answer.get('error')}: {name!r} wanted more memory than environment.memory_mib "
+                "allows, and its process was ended: use less, or raise it"
             )
         if "error" in answer:
             hint = f" ({MAY_BE_SANDBOX})" if answer.get("of_system") else ""
@@ -176,9 +209,12 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, view: View
     view.close()
 
 
-def _log(name: str, pipe: IO[bytes]) -> None:
+def _log(printed: Output, pipe: IO[bytes], connection: socket.socket) -> None:
+    """Logs what the process prints. When that is too much, its owner waits for no answer."""
     with pipe:
-        while line := pipe.readline(_MOST_LINE_BYTES):
-            text = line.decode(errors="replace").rstrip()
-            shown = "".join(letter if letter.isprintable() else " " for letter in text)
-            logger.info("%s prints: %s", name, shown)
+        while part := os.read(pipe.fileno(), _MOST_READ_BYTES):
+            printed.take(part)
+            if printed.is_too_much:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                return

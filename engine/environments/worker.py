@@ -38,7 +38,11 @@ def main(arguments: list[str]) -> int:
         try:
             frame = frames.encode(_answer(call, environments, make), frames.MAX_ANSWER_BYTES)
         except BaseException as error:  # of the user's code, SystemExit too
-            failed = {"error": raised(error), "of_system": is_of_system(error)}
+            failed = {
+                "error": raised(error),
+                "of_system": is_of_system(error),
+                "is_spent": isinstance(error, MemoryError),
+            }
             frame = frames.encode(failed, frames.MAX_ANSWER_BYTES)
         connection.sendall(frame)
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 HEADER = struct.Struct(">I")
@@ -58,17 +59,38 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
-def read(connection: socket.socket, max_bytes: int) -> dict[str, Any] | None:
-    """Waits for the next message; None if the other end has closed between two messages."""
-    header = _read_bytes(connection, HEADER.size)
+def read(
+    connection: socket.socket, max_bytes: int, *, deadline: float | None = None
+) -> dict[str, Any] | None:
+    """Waits for the next message; None if the other end has closed between two messages.
+
+    Args:
+        connection: Of a service and a worker.
+        max_bytes: Most bytes of the object.
+        deadline: When all of it must be there, as `time.monotonic()` counts; None: it waits
+            without end.
+
+    Raises:
+        TimeoutError: It was not there in time.
+        ValueError: It is no message, or ends too early.
+    """
+    header = _read_bytes(connection, HEADER.size, deadline)
     if not header:
         return None
-    return decode(_read_bytes(connection, body_length(header, max_bytes)))
+    if len(header) < HEADER.size:
+        raise ValueError("a message ends within its header")
+    return decode(_read_bytes(connection, body_length(header, max_bytes), deadline))
 
 
-def _read_bytes(connection: socket.socket, count: int) -> bytes:
+def _read_bytes(connection: socket.socket, count: int, deadline: float | None) -> bytes:
     data = bytearray()
     while len(data) < count:
+        if deadline is not None:
+            # A time-out of the socket is one of each part; many small ones must not add up.
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("a message did not come in time")
+            connection.settimeout(left_s)
         part = connection.recv(min(count - len(data), 1 << 20))
         if not part:
             break

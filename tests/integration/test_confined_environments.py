@@ -33,6 +33,8 @@ pytestmark = pytest.mark.skipif(not SANDBOX.is_there, reason=f"no sandbox here: 
 
 CLASSES = """
 import os
+import stat
+import time
 from pathlib import Path
 from rolemesh.engine.environments.base import Environment, Observation
 
@@ -76,6 +78,34 @@ class Bad(Talk):
             os._exit(3)
         Path(completion_text).read_bytes()
         return Observation(text=os.environ.get("MY_TOOL", "no tool"))
+
+class Wild(Talk):
+    def step(self, completion_text):
+        if completion_text == "hang":
+            time.sleep(1000)
+        if completion_text == "drip":  # a frame of 8 MiB, byte by byte
+            os.write(connection(), b"\\x00\\x80\\x00\\x00")
+            while True:
+                os.write(connection(), b" ")
+        if completion_text == "header":
+            os.write(connection(), b"\\x00")
+            os._exit(3)
+        if completion_text == "last words":
+            print("so long", flush=True)
+            os._exit(3)
+        if completion_text == "large":
+            bytearray(1 << 30)
+        if completion_text == "flood":
+            while True:
+                print("y" * 1000)
+        print("hello" + chr(27) + "[31m\\n" + "y" * 100_000, flush=True)
+        return Observation(reward=1.0, done=True)
+
+def connection():
+    return next(
+        int(name) for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}") and stat.S_ISSOCK(os.fstat(int(name)).st_mode)
+    )
 """
 
 
@@ -85,6 +115,10 @@ def code(tmp_path: Path) -> Path:
     file = folder / "own.py"
     file.write_text(CLASSES)
     return file
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if WORKER in child.cmdline()]
 
 
 def made(code: Path, name: str, sandbox: Sandbox = SANDBOX, **spec: Any) -> Environment:
@@ -138,6 +172,54 @@ def test_an_environment_that_fails_says_why(code: Path, text: str, message: str)
     assert make().reset(ROW) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "spec", "message"),
+    [
+        ("hang", {"timeout_s": 1.0}, "no answer within 1 s for a call of step.*raise .*timeout_s"),
+        ("drip", {"timeout_s": 1.0}, "no answer within 1 s for a call of step.*raise .*timeout_s"),
+        ("flood", {}, "more than 1048576 bytes in one call.*raise environment.max_output_bytes"),
+        ("large", {"memory_mib": 512}, r"MemoryError\(\).*wanted more memory than .*memory_mib"),
+        ("header", {}, r"has ended \(a message ends within its header\)"),
+        ("last words", {}, r"has ended(?s:.)*It printed last:\nso long"),
+    ],
+)
+def test_an_environment_beyond_its_bounds_is_ended_and_the_next_generation_has_a_new_one(
+    code: Path, text: str, spec: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, others = f"{code}:Wild", set(workers())
+    make = environment_maker(PythonEnvironmentSpec(environment=name, **spec), SANDBOX)
+    it = make()
+    it.reset(ROW)
+    (worker,) = set(workers()) - others
+    began = time.monotonic()
+    with caplog.at_level(logging.INFO), pytest.raises(EnvironmentFailedError, match=message) as no:
+        it.step(text)
+    assert time.monotonic() - began < ENDED_S
+    assert name in str(no.value)
+    assert not worker.is_running()
+    assert len(caplog.text) < 100_000
+    after = make()
+    after.reset(ROW)
+    assert after.step("fine").reward == 1.0
+
+
+def test_what_an_environment_prints_is_logged_up_to_a_bound_for_each_call(
+    code: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = "Wild prints more in this call, which is not logged"
+    it = made(code, "Wild", max_output_bytes=150_000)
+    it.reset(ROW)
+    with caplog.at_level(logging.INFO):
+        for calls in (1, 2):
+            assert it.step("fine").reward == 1.0
+            until = time.monotonic() + ENDED_S
+            while caplog.text.count(more) < calls and time.monotonic() < until:
+                time.sleep(0.01)
+            assert caplog.text.count(more) == calls
+    assert "Wild prints: hello [31m" in caplog.text
+    assert caplog.text.count("y") < 2 * 20_000
+
+
 def test_an_environment_reads_no_key_and_is_told_so(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,16 +257,12 @@ def test_a_class_that_cannot_be_used_is_told_at_once(
 def test_its_process_ends_with_its_last_user_and_prints_into_the_log(
     code: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def workers() -> list[psutil.Process]:
-        children = psutil.Process().children()
-        return [child for child in children if WORKER in child.cmdline()]
-
-    before = len(workers())
+    others = set(workers())
     with caplog.at_level(logging.INFO):
         it = made(code, "Talk")
         it.reset(ROW)
         it.step("x")
-        (worker,) = workers()[before:]
+        (worker,) = set(workers()) - others
         del it
         gc.collect()
         assert worker.wait(ENDED_S) is None or not worker.is_running()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -15,26 +14,18 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from rolemesh.engine.sandbox import frames
+from rolemesh.engine.sandbox.bounds import LOAD_TIMEOUT_S, Output
 from rolemesh.engine.sandbox.bubblewrap import SIGNALLED
 from rolemesh.engine.sandbox.host import MAY_BE_SANDBOX, Sandbox
 from rolemesh.engine.sandbox.view import View, environment_of
 from rolemesh.engine.specs import PythonRewardSpec
 from rolemesh.services.reward.outside.base import OutsideRewardError, RewardTimeoutError
 
-logger = logging.getLogger(__name__)
-
-LOAD_TIMEOUT_S = 300.0
-"""Longest import of the user's code, which may load a model."""
-
-MAX_LOGGED_BYTES = 16 << 10
-"""Most bytes of one call's output that go to the service's log."""
-
 _EXIT_GRACE_S = 1.0
 """Wait for a process that closed its connection: its exit code says more about the cause."""
 
 _EXIT_POLL_S = 0.02
 _LAST_WORDS_S = 0.2
-_TAIL_BYTES = 2048
 _MODULE = "rolemesh.services.reward.outside.functions.worker"
 
 
@@ -94,9 +85,7 @@ class FunctionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._output: asyncio.Task[None] | None = None
-        self._printed = 0
-        self._tail = b""
-        self._is_talkative = False
+        self._printed = Output(spec.function, limits.output_bytes)
         self._calls = 0
 
     @property
@@ -163,7 +152,7 @@ class FunctionProcess:
         """
         self._calls += 1
         message = {"rows": rows, "step": step, "cpu_s": self._limits.cpu_s, "call": self._calls}
-        self._printed, self._tail = 0, b""
+        self._printed.begin_call()
         answer = await self._exchange(message, self._limits.call_s, "for a call")
         if answer.get("call") != self._calls:
             # A message too many, and each later call would get the rewards of the one before it.
@@ -238,7 +227,7 @@ class FunctionProcess:
 
     async def _end_error(self) -> FunctionFailedError:
         """The error that says why the process closed its connection."""
-        if self._is_talkative:
+        if self._printed.is_too_much:
             return self._failed(
                 f"more than {self._limits.output_bytes} bytes printed in one call",
                 "print less, or raise max_output_bytes",
@@ -263,7 +252,7 @@ class FunctionProcess:
         else:
             found = f"its process killed by signal {-code} ({signal.Signals(-code).name})"
             remedy = "it may have crashed, or used more memory than memory_mib allows"
-        printed = self._tail.decode(errors="replace").strip()
+        printed = self._printed.last_words
         return self._failed(found, remedy, f"It printed last:\n{printed}" if printed else "")
 
     def _failed(self, found: str, remedy: str, traceback: str = "") -> FunctionFailedError:
@@ -286,25 +275,12 @@ class FunctionProcess:
         )
         try:
             while part := await reader.read(1 << 16):
-                self._log(part)
-                self._printed += len(part)
-                self._tail = (self._tail + part)[-_TAIL_BYTES:]
-                if self._printed > self._limits.output_bytes and self._process is not None:
-                    self._is_talkative = True
+                self._printed.take(part)
+                if self._printed.is_too_much and self._process is not None:
                     os.killpg(self._process.pid, signal.SIGKILL)
                     return
         finally:
             transport.close()
-
-    def _log(self, part: bytes) -> None:
-        room = MAX_LOGGED_BYTES - self._printed
-        if room <= 0:
-            return
-        for line in part[:room].decode(errors="replace").splitlines():
-            shown = "".join(letter if letter.isprintable() else " " for letter in line)
-            logger.info("%s prints: %s", self._function, shown)
-        if len(part) > room:
-            logger.info("%s prints more in this call, which is not logged", self._function)
 
     def _spawn(self) -> tuple[socket.socket, IO[bytes]]:
         """Starts the process: our ends of its connection, and of the pipe into which it prints."""

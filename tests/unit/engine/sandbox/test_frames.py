@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
@@ -17,6 +18,18 @@ def test_a_message_comes_back_as_it_was() -> None:
         ours.close()
         assert frames.read(theirs, 1000) == message
         assert frames.read(theirs, 1000) is None
+
+
+def test_a_message_that_ends_or_stays_away_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"\x00")
+        with pytest.raises(TimeoutError):
+            frames.read(theirs, 1000, deadline=time.monotonic() + 0.05)
+        ours.sendall(b"\x00")
+        ours.close()
+        with pytest.raises(ValueError, match="ends within its header"):
+            frames.read(theirs, 1000)
 
 
 def test_a_large_message_is_refused_at_both_ends() -> None:
