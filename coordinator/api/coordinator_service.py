@@ -213,6 +213,7 @@ async def serve_coordinator(
     certificate: Path | None = None,
     members_only: bool = False,
     request_s: float = REQUEST_S,
+    tell_port: Callable[[int], None] | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Starts CoordinatorService, health (Check) and reflection on the running loop.
 
@@ -225,6 +226,7 @@ async def serve_coordinator(
         members_only: Whether callers show a certificate of the mesh instead of a token; the
             server's own is an identity then.
         request_s: A call whose request has not come for so long is refused.
+        tell_port: Told the port before the first call is answered.
 
     Returns:
         The started server, and its port.
@@ -260,6 +262,8 @@ async def serve_coordinator(
         raise ValueError(
             f"port {port} on {host} cannot be bound ({error}): choose another one, or 0 for any"
         ) from error
+    if tell_port is not None:
+        tell_port(bound)
     await server.start()
     return server, bound
 

@@ -136,8 +136,23 @@ async def open_doors(
     shown = _ANYWHERE.get(api.host, api.host)
     host = f"[{shown}]" if ":" in shown else shown
     async with AsyncExitStack() as stack:
+
+        def note(port: int) -> None:
+            # Before anything is answered: a client that follows a coordinator to its next process
+            # finds the token here at its first call.
+            door = noted(f"{host}:{port}", token_file=tokens.file, certificate=certificate)
+            try:
+                stack.enter_context(door)
+            except OSError as error:
+                logger.warning("clients have to be given the token (%s)", error)
+
         server, port = await serve_coordinator(
-            operations, host=api.host, port=api.grpc_port, tokens=tokens, certificate=certificate
+            operations,
+            host=api.host,
+            port=api.grpc_port,
+            tokens=tokens,
+            certificate=certificate,
+            tell_port=note,
         )
         stack.push_async_callback(server.stop, _GRACE_S)
         address, member_address = f"{host}:{port}", None
@@ -162,8 +177,4 @@ async def open_doors(
             stack.push_async_callback(web.stop)
             scheme = "http" if certificate is None else "https"
             url = f"{scheme}://{host}:{web_port}/"
-        try:
-            stack.enter_context(noted(address, token_file=tokens.file, certificate=certificate))
-        except OSError as error:
-            logger.warning("clients have to be given the token (%s)", error)
         yield Doors(address=address, url=url, member_address=member_address, tokens=tokens)
