@@ -103,17 +103,19 @@ class Watcher:
                 await self._store.register_service(lease, self._settings.lease_ttl_s)
 
     async def _watch_service(self, connection: RoleConnection) -> None:
-        look = _Look(self._settings, asyncio.get_running_loop().time())
+        look, asked = _Look(self._settings), connection.client
         while True:
-            if not connection.is_present:
-                await connection.present()
-                look = _Look(self._settings, asyncio.get_running_loop().time())
+            await connection.present()
+            if connection.client is not asked:
+                # Another process, of which nothing is known yet.
+                look, asked = _Look(self._settings), connection.client
             # Read before the question: an answer from before the service was initialised says
             # nothing of what it holds since.
             is_ready = connection.service in self.ready
             try:
-                client = connection.client.within(self._settings.status_timeout_s)
-                status = await client.get_status(self._run_id)
+                status = await asked.within(self._settings.status_timeout_s).get_status(
+                    self._run_id
+                )
             except (UnavailableError, CallCancelledError) as error:
                 # A server that stops cancels what it is asked.
                 loss = look.refused(error.message) or look.silent()
@@ -124,10 +126,11 @@ class Watcher:
                 loss = f"is broken: {error.message}"
             else:
                 loss = look.answered(status, self._run_id, is_ready=is_ready)
-                if not loss:
+                if not loss and connection.client is asked:
                     self._on_devices(connection.service, status.devices)
                     self._news[connection.service] = connection, describe(status)
-            if loss and connection.is_present:
+            # What became of a process that was replaced meanwhile is no news of its successor.
+            if loss and connection.is_present and connection.client is asked:
                 self._on_lost(connection.service, f"{_name(connection)} {loss}")
                 if connection.is_present:
                     return  # it is not replaced
@@ -137,7 +140,8 @@ class Watcher:
 class _Look:
     """What the looks at one service add up to. Each method gives what a loss is told as, or ""."""
 
-    def __init__(self, settings: WatchSettings, now: float) -> None:
+    def __init__(self, settings: WatchSettings) -> None:
+        now = asyncio.get_running_loop().time()
         self._settings = settings
         self._num_refusals = 0
         self._heard_at = now

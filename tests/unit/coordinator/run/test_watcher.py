@@ -53,7 +53,7 @@ class Watched:
         self, *answers: Any, settings: WatchSettings = QUICK, store: MemoryStateStore | None = None
     ) -> None:
         self.script = Script(*answers)
-        connection = RoleConnection("actor", "127.0.0.1:1", ChannelTraffic())
+        self.connection = connection = RoleConnection("actor", "127.0.0.1:1", ChannelTraffic())
         connection.client = self.script  # type: ignore[assignment]
         self.losses: list[tuple[str, str]] = []
         self.store = store or MemoryStateStore()
@@ -122,6 +122,32 @@ async def test_an_answer_to_a_question_from_before_the_run_was_there_is_no_loss(
         await begun.wait()
         watched.watcher.ready.add("actor")
         await watched.looked(2)
+        assert watched.losses == []
+
+
+async def test_what_a_replaced_process_says_late_is_no_loss_of_the_new_one() -> None:
+    watched = Watched(UnavailableError("refused"))
+    old, asked, replaced = watched.script, asyncio.Event(), asyncio.Event()
+    refuse = old.get_status
+
+    async def late(run_id: str) -> worker_pb2.GetStatusResponse:
+        if old.num_looks == 1:
+            # It is replaced within one turn of the watch, which never sees it absent.
+            asked.set()
+            await replaced.wait()
+        return await refuse(run_id)
+
+    old.get_status = late  # type: ignore[method-assign]
+    async with watched:
+        await asked.wait()
+        new = RoleConnection("actor", "127.0.0.1:1", ChannelTraffic())
+        # One refusal is no loss: those of the old process do not count.
+        watched.script = Script(UnavailableError("not yet"), status())
+        new.client = watched.script  # type: ignore[assignment]
+        watched.connection.lost()
+        watched.connection.replace(new)
+        replaced.set()
+        await until(lambda: watched.script.num_looks > 3 or bool(watched.losses))
         assert watched.losses == []
 
 
