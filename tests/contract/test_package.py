@@ -86,6 +86,7 @@ def files_of_packages() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_two_builds_have_the_same_bytes(built: tuple[Path, Path]) -> None:
     assert len(digests(built[0])) == 2
     assert digests(built[0]) == digests(built[1])

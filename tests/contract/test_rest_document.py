@@ -62,8 +62,12 @@ class Creator:
 
 @pytest.mark.parametrize(
     "parameters",
-    ["", '[parameters]\nrun_id = "live-1"\nlog = "actor"'],
-    ids=["any-run", "live-run"],
+    [
+        pytest.param("", id="any-run"),
+        pytest.param(
+            '[parameters]\nrun_id = "live-1"\nlog = "actor"', id="live-run", marks=pytest.mark.slow
+        ),
+    ],
 )
 async def test_schemathesis_finds_no_failure(parameters: str, tmp_path: Path) -> None:
     store = MemoryStateStore()

@@ -123,6 +123,7 @@ def test_a_run_that_stopped_early_and_goes_on_is_the_one_that_did_not_stop(
         assert {name for name in files if name.startswith(newest)} <= again.keys()
 
 
+@pytest.mark.slow
 def test_updates_that_are_undone_do_not_count_for_the_schedule(model: Path, tmp_path: Path) -> None:
     changes = {
         "run__evaluation": {"num_prompts": 0},

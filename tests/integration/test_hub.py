@@ -313,6 +313,7 @@ async def test_a_later_coordinator_goes_on_with_runs_that_died_with_the_host(
     assert made[-1] == 20
 
 
+@pytest.mark.slow
 async def test_a_stopped_run_goes_on_by_wish_and_further_than_it_was_to(tmp_path: Path) -> None:
     async with fake_mesh(delay=slow_steps, has_cuts=True) as mesh, coordinator(tmp_path) as hub:
         await hub.create("stopped", recipe_for(mesh, steps=10_000))

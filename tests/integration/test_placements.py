@@ -129,9 +129,8 @@ async def test_evaluation_leaves_training_as_it_is(services: LastingServices) ->
         assert differing(ours, trained) == {}
 
 
-@pytest.mark.parametrize(
-    "schedule", ["sync", pytest.param("one_step_ahead", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "one_step_ahead"])
 async def test_weights_that_go_by_exchanges_make_the_same_run(
     services: LastingServices, schedule: str
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_planned_recipe_trains_on_a_cpu(tmp_path: Path) -> None:
         run.close()
 
 
+@pytest.mark.slow
 def test_a_planned_recipe_fits_where_fit_counts(tmp_path: Path) -> None:
     model = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
     recipe = tmp_path / "recipe.yaml"

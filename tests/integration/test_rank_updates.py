@@ -114,6 +114,7 @@ async def assert_taken_in_flight(both: Services, bound: float) -> None:
     assert held.policy_version == held.other_ranks[0].policy_version == weights.policy_version
 
 
+@pytest.mark.slow
 async def test_replicas_take_weights_while_they_generate(model: Path, tmp_path: Path) -> None:
     async with services(model, tmp_path, {"dp": 2}, HF) as both:
         await assert_taken_in_flight(both, FLOAT32_LOGPROB)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.episode_checks import assert_turns_end_when_told
 from support.rank_processes import RankContext, RankPool
 from support.rollout_checks import make_requests, set_stop_tokens
@@ -76,6 +77,7 @@ def play(at: RankContext, folder: Path, own: str) -> Any:
         return [batch[name].values.tolist() for name in columns]
 
 
+@pytest.mark.slow
 def test_ranks_end_turns_alike_and_hear_the_same(rank_pool: RankPool, tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "model")
     set_stop_tokens(folder, (2, 300, 301))

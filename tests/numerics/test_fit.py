@@ -150,6 +150,7 @@ def test_parts_are_what_arithmetic_says(tmp_path: Path) -> None:
     assert found.at_peak["gradients"] == pytest.approx(4 * parameters, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_cut_and_a_frozen_model_hold_their_share(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
     whole = estimated(work_of(folder))
@@ -177,6 +178,7 @@ def test_recomputation_and_shorter_passes_take_less(tmp_path: Path) -> None:
     assert activations(recompute="none", micro_batch_tokens=1024) < kept / 3
 
 
+@pytest.mark.slow
 def test_offloaded_moments_leave_the_device(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "Qwen2.5-0.5B-Instruct", num_hidden_layers=2)
     held = estimated(work_of(folder))

@@ -84,6 +84,7 @@ TINY = JudgeTraining(
 )
 
 
+@pytest.mark.slow
 def test_a_trained_judge_tells_every_kind_apart_and_is_a_reward_source(
     model: Path, short_prompts: None, tmp_path: Path
 ) -> None:

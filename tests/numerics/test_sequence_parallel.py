@@ -262,6 +262,7 @@ BYTES_OF_ALL = 2 * TOKENS * WIDTH
 """Of hidden states in bfloat16."""
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_computed_again_keeps_its_share(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path, hidden_size=WIDTH, num_layers=3)
     assert _kept_per_layer(folder, "full") == BYTES_OF_ALL
