@@ -84,7 +84,7 @@ MAX_CALLS = 1 << 16
 pull their rows of a batch from 128 blocks each fetch so often at once."""
 
 MAX_CONNECTIONS = 1024
-"""HTTP connections that a coordinator serves at the same time: 100 browsers have 600."""
+"""HTTP connections that a server serves at the same time: 100 browsers have 600."""
 
 MAX_OPERATIONS = 2048
 """Keyed operations in progress in a service. A step of 16,384 rows in blocks of 8 has as many, when
