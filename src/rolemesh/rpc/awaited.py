@@ -21,6 +21,9 @@ from rolemesh.rpc.limits import checked, request_reader
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+GRACE_S = 1.0
+"""A loop that could not run, since a library held Python, finds within so long what has come."""
+
 # Methods of the standard services, which ask for no token and have no policy. Health/Watch is not
 # one of them: its calls never end.
 _CHECK = "/grpc.health.v1.Health/Check"
@@ -49,9 +52,18 @@ class AwaitedRequest:
             DeadlineError: It has not come in time.
             InvalidRequestError: MESSAGE_MALFORMED: the caller sends none.
         """
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._within_s):
-                sent = await context.read()
+            async with asyncio.timeout(None) as bound:
+                # Not at once: after minutes without a turn of the loop, the first one may see that
+                # the time is over before it sees the request.
+                timer = loop.call_later(
+                    self._within_s, lambda: bound.reschedule(loop.time() + GRACE_S)
+                )
+                try:
+                    sent = await context.read()
+                finally:
+                    timer.cancel()
         except TimeoutError:
             raise late(self._within_s) from None
         if sent is grpc.aio.EOF:
