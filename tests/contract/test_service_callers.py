@@ -16,7 +16,12 @@ from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.authority import Authority
 from rolemesh.rpc.channel import MeshChannel, open_channel
-from rolemesh.rpc.errors import ForbiddenError, InvalidRequestError, RolemeshError
+from rolemesh.rpc.errors import (
+    ForbiddenError,
+    InvalidRequestError,
+    RolemeshError,
+    UnsupportedError,
+)
 from rolemesh.rpc.identity import Identity
 from rolemesh.rpc.policy import rolemesh_methods
 from rolemesh.services.actor.servicers import ActorRole
@@ -117,3 +122,24 @@ async def test_a_method_is_for_the_members_that_its_proto_names(
                         assert error.reason == "CALLER_DENIED", name
                         assert error.metadata["caller"] == member
     assert all(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "told"),
+    [
+        ("rollout", "ExchangeService/SendWeights", "only takes weights: the actor sends them"),
+        ("rollout", "WeightsService/Export", "weights are exported by the actor"),
+        ("actor", "RolloutService/UpdateWeights", "only a rollout service takes published ones"),
+    ],
+)
+async def test_a_method_that_one_role_of_its_service_lacks_says_who_has_it(
+    kind: str, method: str, told: str, identities: dict[str, Identity], tmp_path: Path
+) -> None:
+    place = written(identities[kind], tmp_path / "own.pem")
+    async with (
+        served(kind, place) as (address, _),
+        open_channel(address, identity=identities[COORDINATOR]) as channel,
+    ):
+        error = await answer_to(channel, f"/rolemesh.v1.{method}", b"")
+    assert isinstance(error, UnsupportedError)
+    assert (error.reason, told in error.message) == ("UNIMPLEMENTED", True)

@@ -68,7 +68,8 @@ class AwaitedRequest:
             raise late(self._within_s) from None
         if sent is grpc.aio.EOF:
             raise InvalidRequestError(
-                "the call has no request: send one message", reason="MESSAGE_MALFORMED"
+                "no request has come: send one message, of 4 MiB at most",
+                reason="MESSAGE_MALFORMED",
             )
         return sent if self._parse is None else self._parse(cast(bytes, sent))
 
