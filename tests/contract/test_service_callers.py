@@ -1,4 +1,4 @@
-"""Every method of a live service, over mutual TLS, is for the members that its proto names alone."""
+"""Every method of a live service with mutual TLS is for the members that its proto names alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a service and of a run listen on: this host, and only what the page names."""
+"""What processes of services and runs listen on: this host, and only what the page names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ async def test_a_service_of_two_ranks_listens_on_loopback_alone(
         await caller.channel.close()
     # Those are the ranks': their agent serves nothing.
     assert len(found) == 2
-    assert all(len(one) in ports_by_kind()["rank of a service of several"] for one in found.values())
+    assert all(
+        len(one) in ports_by_kind()["rank of a service of several"] for one in found.values()
+    )
     assert int(address.rpartition(":")[2]) in set().union(*found.values())
 
 
@@ -99,8 +101,10 @@ async def test_an_actor_of_one_rank_with_vllm_listens_on_loopback_alone(
 
 
 def whole_recipe(model: Path, functions: Path) -> dict[str, Any]:
-    """All kinds of processes: ranks, services of one rank, a sampler apart, workers of functions."""
-    functions.write_text("def judge(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    """A run of all kinds of processes: ranks, services of one, a sampler, workers of functions."""
+    functions.write_text(
+        "def judge(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
     recipe = tiny_recipe(
         model,
         actor__train={"tp": 2},
@@ -144,7 +148,7 @@ def kind_of(process: psutil.Process, coordinator: int) -> str:
     """The kind of a process of a run, in the page's words."""
     command = process.cmdline()
     if process.pid == coordinator:
-        return "coordinator of a run, or a hub"
+        return "coordinator of a run, hub, `rolemesh dashboard`"
     if "valkey" in process.name() or "redis" in process.name():
         return "store that a run starts"
     if not any(re.fullmatch(r"rolemesh\.services\.\w+", word) for word in command):
@@ -187,7 +191,7 @@ def test_a_run_listens_where_the_page_says_and_nowhere_else(folder: Path, tmp_pa
     assert {*kinds.values(), vllm} == set(ports_by_kind())
     counts: dict[str, set[int]] = defaultdict(set)
     for pid, kind in kinds.items():
-        counts[kind].add(len({one.port for one in found if (one.pid, one.protocol) == (pid, "tcp")}))
+        counts[kind].add(len({one.port for one in found if one.pid == pid and one.port}))
     for kind, seen_counts in counts.items():
         # A fork of a process has its command line for a moment, and listens to nothing.
         assert seen_counts - {0} <= set(ports_by_kind()[kind]), (kind, seen_counts, found)

@@ -1,4 +1,4 @@
-"""uvicorn's protocol with a bound: by itself it waits without end for a head that is not sent whole."""
+"""Protocol of HTTP servers that wait so long for a head; uvicorn's own waits without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of requests that a server reads by itself, with a context whose message comes by a socket."""
+"""Tests of requests that a server reads by itself; their messages come by a socket."""
 
 from __future__ import annotations
 
