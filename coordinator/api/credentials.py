@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -36,6 +37,9 @@ CLIENT_FILE = "client.pem"
 its services know the client. AttachRun hands it out."""
 
 _OWN_TOKEN_BYTES = 32
+
+_caller: ContextVar[str | None] = ContextVar("rolemesh_coordinator_caller", default=None)
+"""Whose request the current task serves; None where no door has let one in."""
 
 
 class UnauthenticatedError(RolemeshError):
@@ -89,7 +93,7 @@ class Tokens:
 
 
 def check_caller(full_method: str, member: str) -> None:
-    """Refuses a caller whose rights are too small.
+    """Refuses a caller whose rights are too small; notes who it is for `check_caller_may`.
 
     Args:
         full_method: Method of CoordinatorService, as gRPC spells it.
@@ -99,13 +103,33 @@ def check_caller(full_method: str, member: str) -> None:
         ForbiddenError: CALLER_DENIED.
         ValueError: The method has no policy, and so is for no caller.
     """
+    _caller.set(member)
+    _check(full_method, member, full_method.rpartition("/")[2])
+
+
+def check_caller_may(name: str, doing: str) -> None:
+    """Refuses a request that comes to the same as a method that its caller may not call.
+
+    Args:
+        name: Of that method of CoordinatorService.
+        doing: What the caller wants, for the error.
+
+    Raises:
+        ForbiddenError: CALLER_DENIED.
+    """
+    member = _caller.get()
+    if member is not None:
+        _check(f"/{SERVICE}/{name}", member, doing)
+
+
+def _check(full_method: str, member: str, doing: str) -> None:
     policy = method_policy(full_method)
     if policy.allows(member, "coordinator"):
         return
     wanted = [one.value for one in Scope if policy.allows(f"client/{one.value}", "coordinator")]
     remedy = f"the scope {wanted[0]}" if wanted else "another member of the mesh"
     raise ForbiddenError(
-        f"{full_method.rpartition('/')[2]} is not for {member}: it needs {remedy}; ask with a "
+        f"{doing} is not for {member}: it needs {remedy}; ask with a "
         "token or a certificate that has it",
         reason="CALLER_DENIED",
         metadata={"caller": member},

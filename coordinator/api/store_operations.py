@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rolemesh.coordinator.api.alerts import RECENT_GRAPHS, RECOVERIES, alerts_of
-from rolemesh.coordinator.api.credentials import CLIENT_FILE
+from rolemesh.coordinator.api.credentials import CLIENT_FILE, check_caller_may
 from rolemesh.coordinator.api.logged_steps import check_step
 from rolemesh.coordinator.api.logs import log_piece
 from rolemesh.coordinator.api.messages import (
@@ -150,6 +150,8 @@ class StoreOperations:
             raise _ended(record)
         _check_size("", overrides)
         if record.state.is_final or overrides:
+            # It starts a process, and may change the recipe.
+            check_caller_may("CreateRun", f"to start run {run_id!r} again")
             if self._creator is None:
                 raise PreconditionError(
                     f"run {run_id!r} is {record.state.value}, and this coordinator makes one run "

@@ -100,7 +100,7 @@ export class Header {
     setText(byId("pause"), isHeld || hasEnded ? "Resume" : "Pause");
     allow("stop", "drive", run.state !== "stopping");
     allow("checkpoint", "drive");
-    allow("pause", isHeld || hasEnded ? "admin" : "drive");
+    allow("pause", hasEnded ? "admin" : "drive");
     const isRecovering = run.state === "recovering";
     document.title = `${isRecovering ? "recovering " : ""}${run.step}/${run.num_steps} ${run.run_id} \u00b7 rolemesh`;
     const recovered = run.recoveries - (isRecovering ? 1 : 0);

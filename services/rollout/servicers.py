@@ -25,7 +25,7 @@ from rolemesh.engine.weights.published import (
     source_layout,
     target_layout,
 )
-from rolemesh.rpc.errors import InvalidRequestError, PreconditionError
+from rolemesh.rpc.errors import InvalidRequestError, PreconditionError, UnsupportedError
 from rolemesh.rpc.tensors import data_type_of
 from rolemesh.services.rollout.deliveries import Deliveries
 from rolemesh.services.rollout.updates import WeightUpdates
@@ -307,4 +307,4 @@ class SamplerWeightsServicer(weights_pb2_grpc.WeightsServiceServicer):
 
 
 def _not_trained(instead: str) -> NoReturn:
-    raise NotImplementedError(f"a rollout service trains nothing: weights are {instead}")
+    raise UnsupportedError(f"a rollout service trains nothing: weights are {instead}")

@@ -32,7 +32,7 @@ from rolemesh.engine.transport.slots import remove_old_slots
 from rolemesh.rpc import tracing
 from rolemesh.rpc.channel import SERVER_OPTIONS
 from rolemesh.rpc.identity import Identity, IdentityError, server_credentials
-from rolemesh.rpc.limits import MAX_CALLS
+from rolemesh.rpc.limits import MAX_CALLS, REQUEST_S
 from rolemesh.services.runtime.calls.role import Role
 from rolemesh.services.runtime.calls.runtime import Runtime
 from rolemesh.services.runtime.experience.fetch import SERVICE_NAME as EXPERIENCE_SERVICE
@@ -129,6 +129,7 @@ class ServiceServer:
                     config.rank,
                     self.metrics,
                     has_identity=runtime.identity is not None,
+                    request_s=REQUEST_S,
                 )
             ],
             options=SERVER_OPTIONS,

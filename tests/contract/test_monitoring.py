@@ -12,12 +12,13 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from support.compose_files import BASE_FILE, resolve
+from support.compose_files import BASE_FILE, mounts, resolve
 from support.fake_run import fill_store
 from support.rest_servers import client_of
 from support.services import ToyRole
 
 from rolemesh.coordinator.api.store_operations import StoreOperations
+from rolemesh.coordinator.recipe.api_section import TokenFiles
 from rolemesh.coordinator.recipe.loading import load_recipe
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.services.runtime.process import ServiceServer
@@ -137,12 +138,12 @@ def test_panels_do_not_lie_upon_each_other(dashboard: dict[str, Any]) -> None:
 
 def test_grafana_finds_what_it_is_given_and_lets_nobody_in(services: dict[str, Any]) -> None:
     grafana = services["grafana"]
-    mounts = {volume["target"]: volume["source"] for volume in grafana["volumes"]}
+    mounted = {target: source for target, (source, _) in mounts(grafana).items()}
     (provider,) = yaml.safe_load(
         (GRAFANA / "provisioning" / "dashboards" / "rolemesh.yml").read_text()
     )["providers"]
-    assert mounts[provider["options"]["path"]] == str(GRAFANA / "dashboards")
-    assert mounts["/etc/grafana/provisioning"] == str(GRAFANA / "provisioning")
+    assert mounted[provider["options"]["path"]] == str(GRAFANA / "dashboards")
+    assert mounted["/etc/grafana/provisioning"] == str(GRAFANA / "provisioning")
     environment = grafana["environment"]
     home = Path(environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     assert (GRAFANA / "dashboards" / home.name).is_file()
@@ -152,16 +153,20 @@ def test_grafana_finds_what_it_is_given_and_lets_nobody_in(services: dict[str, A
         assert re.search(r":v?\d+\.\d+\.\d+$", services[name]["image"]), "not pinned"
 
 
-def test_prometheus_shows_the_coordinator_its_token(services: dict[str, Any]) -> None:
+def test_prometheus_shows_the_coordinator_a_token_that_may_look_alone(
+    services: dict[str, Any],
+) -> None:
     scrape = yaml.safe_load((REPOSITORY / "deploy" / "prometheus.yml").read_text())
     (job,) = [job for job in scrape["scrape_configs"] if job["job_name"] == "coordinator"]
     environment = services["coordinator"]["environment"]
-    (secret,) = services["prometheus"]["secrets"]
-    assert secret in services["coordinator"]["secrets"]
-    place = f"/run/secrets/{secret['source']}"
-    assert job["authorization"]["credentials_file"] == place
+    # The one that allows everything is none of its business.
+    assert "secrets" not in services["prometheus"]
+    place = Path(job["authorization"]["credentials_file"])
+    for name in ("prometheus", "coordinator"):
+        assert mounts(services[name])[str(place.parent)] == ("read_token", False)
     (recipe, *_) = sorted((REPOSITORY / "recipes").glob("*.yaml"))
     api = load_recipe([recipe], environment=environment).api
     assert job["static_configs"] == [{"targets": [f"coordinator:{api.http_port}"]}]
     assert api.host == "0.0.0.0"
-    assert str(api.token_file) == place
+    assert api.tokens == TokenFiles(read=place)
+    assert str(api.token_file) == "/run/secrets/rolemesh_api_token"

@@ -235,13 +235,17 @@ async def test_a_client_gets_no_further_than_its_token(tmp_path: Path) -> None:
             await driver.pause_run("live")
             with pytest.raises(ForbiddenError, match="needs the scope admin"):
                 await driver.create_run({"run": {}})
-            with pytest.raises(ForbiddenError, match="needs the scope admin"):
-                await driver.resume_run("live")
+            # What it has paused, it may let go on. To start a run again is more.
+            await driver.resume_run("live")
+            with pytest.raises(ForbiddenError, match="to start run 'live' again is not for"):
+                await driver.resume_run("live", overrides=["run.steps=4"])
             # Past the door: the run is no external one.
             with pytest.raises(PreconditionError, match="whose steps its coordinator makes"):
                 await driver.attach("live")
         async with AsyncClient(opened.address, token=TOKEN, retry=QUICK) as admin:
             await admin.resume_run("live")
+            with pytest.raises(PreconditionError, match="this coordinator makes one run alone"):
+                await admin.resume_run("live", overrides=["run.steps=4"])
 
 
 async def test_what_a_driver_has_sent_is_worth_nothing_once_another_one_drives(

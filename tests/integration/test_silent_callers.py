@@ -1,9 +1,10 @@
-"""Callers without a token who say nothing, or half of it: the coordinator's doors stay open."""
+"""Callers who say nothing, or half of it: the doors of coordinator and services stay open."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.fake_run import fill_store
 from support.rest_servers import served, tokens_of
+from support.services import serving
 
 from rolemesh.coordinator.api import coordinator_service
 from rolemesh.coordinator.api.coordinator_service import serve_coordinator
@@ -23,6 +25,9 @@ from rolemesh.coordinator.api.http import server as http_server
 from rolemesh.coordinator.api.store_operations import StoreOperations
 from rolemesh.coordinator.state.memory import MemoryStateStore
 from rolemesh.rpc.errors import from_rpc_error
+from rolemesh.services.runtime import process
+from rolemesh.services.runtime.server import metrics as metrics_module
+from rolemesh.services.runtime.server.metrics import MetricsPage, ServiceMetrics
 from rolemesh.v1 import coordinator_pb2
 
 SOON_S = 30.0
@@ -39,7 +44,7 @@ def operations() -> StoreOperations:
     return StoreOperations(MemoryStateStore())
 
 
-# --- REST -------------------------------------------------------------------------------------
+# --- HTTP: REST, and the page of a service's metrics ------------------------------------------
 
 HALF_SENT = {
     "nothing": b"",
@@ -61,15 +66,29 @@ async def closed(reader: asyncio.StreamReader) -> None:
         await reader.read()
 
 
+@asynccontextmanager
+async def pages_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server that waits BOUND_S for a head, and serves FEW connections at a time."""
+    module = http_server if kind == "coordinator" else metrics_module
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", FEW)
+    if kind == "coordinator":
+        async with served(operations(), head_s=BOUND_S, tokens=tokens_of("s3cret")) as (client, _):
+            yield client
+        return
+    listener = socket.create_server(("127.0.0.1", 0))
+    page = MetricsPage(ServiceMetrics("toy", 0), listener, head_s=BOUND_S)
+    page.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{page.port}", timeout=30) as client:
+        yield client
+    await page.stop()
+
+
 @pytest.mark.parametrize("sent", HALF_SENT.values(), ids=HALF_SENT)
+@pytest.mark.parametrize("kind", ["coordinator", "metrics of a service"])
 async def test_connections_that_send_no_whole_request_make_room_again(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
+    kind: str, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", FEW)
-    async with (
-        asyncio.timeout(SOON_S),
-        served(operations(), head_s=BOUND_S, tokens=tokens_of("s3cret")) as (client, _),
-    ):
+    async with asyncio.timeout(SOON_S), pages_of(kind, monkeypatch) as client:
         silent = [await opened(client) for _ in range(FEW)]
         for _, writer in silent:
             writer.write(sent)
@@ -124,6 +143,18 @@ async def test_requests_in_progress_and_kept_connections_outlive_the_bound(
 
 
 @asynccontextmanager
+async def service(request_s: float, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """A channel to a service without an identity."""
+    monkeypatch.setattr(process, "REQUEST_S", request_s)
+    async with (
+        asyncio.timeout(SOON_S),
+        serving() as server,
+        grpc.aio.insecure_channel(server.runtime.address) as channel,
+    ):
+        yield channel
+
+
+@asynccontextmanager
 async def door(request_s: float) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a coordinator that asks for a token."""
     server, port = await serve_coordinator(
@@ -146,7 +177,7 @@ async def is_healthy(channel: grpc.aio.Channel) -> bool:
 
 def silent_call(channel: grpc.aio.Channel, method: str, metadata: Any = None) -> Any:
     """A call that sends no message, and says of none that it is the last."""
-    return channel.stream_stream(method)(metadata=metadata)
+    return channel.stream_stream(method)(metadata=metadata, timeout=10 * SOON_S)
 
 
 async def reason_of(call: Any) -> str:
@@ -155,8 +186,10 @@ async def reason_of(call: Any) -> str:
     return from_rpc_error(ended.value).reason
 
 
-async def test_health_cannot_be_watched() -> None:
-    async with door(SOON_S) as channel:
+@pytest.mark.parametrize("kind", ["coordinator", "service"])
+async def test_health_cannot_be_watched(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = door(SOON_S) if kind == "coordinator" else service(SOON_S, monkeypatch)
+    async with opened as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await watch.read()
@@ -174,19 +207,29 @@ async def test_a_call_without_the_token_is_refused_before_its_request_comes(meth
         assert await reason_of(silent_call(channel, method, wrong)) == "TOKEN_INVALID"
 
 
+CHECK = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
 @pytest.mark.parametrize(
-    ("method", "metadata"),
+    ("kind", "method", "metadata"),
     [
-        ("/grpc.health.v1.Health/Check", None),
-        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", None),
-        (GET_RUN, RIGHT),
+        ("coordinator", CHECK, None),
+        ("coordinator", REFLECTION, None),
+        ("coordinator", GET_RUN, RIGHT),
+        ("service", CHECK, None),
+        ("service", REFLECTION, None),
+        ("service", "/rolemesh.v1.WorkerService/GetStatus", None),
+        ("service", "/rolemesh.v1.ValueService/ComputeValues", None),
     ],
 )
 async def test_calls_that_send_no_request_make_room_again(
-    method: str, metadata: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, method: str, metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_service, "MAX_CALLS", FEW)
-    async with door(BOUND_S) as channel:
+    for module in (coordinator_service, process):
+        monkeypatch.setattr(module, "MAX_CALLS", FEW)
+    opened = door(BOUND_S) if kind == "coordinator" else service(BOUND_S, monkeypatch)
+    async with opened as channel:
         silent = [silent_call(channel, method, metadata) for _ in range(FEW)]
         for call in silent:
             assert await reason_of(call) == "DEADLINE_EXCEEDED"
@@ -212,11 +255,11 @@ async def test_reflection_that_goes_on_asking_ends() -> None:
 
 async def test_a_call_without_a_message_is_told_so() -> None:
     async with door(SOON_S) as channel:
-        for method, metadata in (("/grpc.health.v1.Health/Check", None), (GET_RUN, RIGHT)):
+        for method, metadata in ((CHECK, None), (GET_RUN, RIGHT)):
             call = silent_call(channel, method, metadata)
             await call.done_writing()
             assert await reason_of(call) == "MESSAGE_MALFORMED"
-        unread = channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff\xff")
+        unread = channel.unary_unary(CHECK)(b"\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await unread
         assert from_rpc_error(refused.value).reason == "MESSAGE_MALFORMED"

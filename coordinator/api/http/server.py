@@ -10,11 +10,11 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rolemesh.coordinator.api.http.events import EventStreams
 from rolemesh.coordinator.api.http.tls import tls_context
 from rolemesh.engine.specs.urls import is_loopback
+from rolemesh.rpc.bounded_http import bounded_protocol
 from rolemesh.rpc.limits import MAX_CONNECTIONS, REQUEST_HEAD_S
 
 STOP_S = 5.0
@@ -29,42 +29,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """The process that serves has its own handlers of signals."""
         yield
-
-
-def _protocol(head_s: float) -> type[H11Protocol]:
-    """Uvicorn's protocol, which by itself waits without end for a head that was not sent whole."""
-
-    class BoundedProtocol(H11Protocol):
-        _waiting: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._await_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-            super().connection_lost(exc)
-
-        def on_response_complete(self) -> None:
-            # First: the next request may be here already, and is begun by the call below.
-            self._await_head()
-            super().on_response_complete()
-
-        def _await_head(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-            self._waiting = self.loop.call_later(head_s, self._give_up)
-
-        def _give_up(self) -> None:
-            if self.cycle is None:
-                # Nothing was sent that could be lost; over TLS, `close` would wait for a goodbye.
-                self.transport.abort()
-            elif self.cycle.response_complete:
-                self.timeout_keep_alive_handler()
-            # Else a request is in progress, e.g. a stream of events; its end starts a new wait.
-
-    return BoundedProtocol
 
 
 class HttpServer:
@@ -118,7 +82,7 @@ async def serve_http(
     config = uvicorn.Config(
         app,
         # The answer must not depend on which other packages are installed.
-        http=_protocol(head_s),
+        http=bounded_protocol(head_s),
         ws="none",
         lifespan="off",
         log_config=None,

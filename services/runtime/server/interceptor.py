@@ -9,17 +9,17 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
 from opentelemetry.trace import Span
 
-from rolemesh.rpc import tracing
+from rolemesh.rpc import awaited, tracing
 from rolemesh.rpc.channel import REQUEST_ID_KEY, CallContext, new_request_id, serving_call
 from rolemesh.rpc.errors import ForbiddenError, InternalError, InvalidRequestError, to_status
 from rolemesh.rpc.identity import member_of
-from rolemesh.rpc.limits import checked, request_reader
+from rolemesh.rpc.limits import REQUEST_S, checked
 from rolemesh.rpc.policy import method_policy, rolemesh_methods
 from rolemesh.services.runtime.server.errors import FAILED_RANK, describe, is_expected
 from rolemesh.services.runtime.server.metrics import ServiceMetrics
@@ -27,9 +27,11 @@ from rolemesh.v1 import experience_pb2, operation_pb2
 
 logger = logging.getLogger(__name__)
 
+_Read: TypeAlias = Callable[[awaited.Context], Awaitable[Any]]
+
 OUR_METHODS = "/rolemesh."
 """Beginning of our methods. Clients of standard services (health, reflection) do not know our
-policies, so those services are not wrapped."""
+policies, so nothing is asked of those but to send their requests."""
 
 MAX_REQUEST_ID_CHARACTERS = 64
 """A longer request id is replaced: it goes into logs."""
@@ -39,13 +41,19 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every rolemesh call. Servicers raise; this is the only place that aborts.
 
     A call without a deadline is refused, since nothing would ever end it, and so is a request that
-    cannot be read or is beyond a limit. An exception is sent as google.rpc.Status with ErrorInfo.
-    An unexpected one is logged with its traceback, and is sent as INTERNAL with its type and
-    message.
+    does not come, cannot be read or is beyond a limit. Who may not call is refused before that. An
+    exception is sent as google.rpc.Status with ErrorInfo. An unexpected one is logged with its
+    traceback, and is sent as INTERNAL with its type and message.
     """
 
     def __init__(
-        self, role: str, rank: int, metrics: ServiceMetrics, *, has_identity: bool = False
+        self,
+        role: str,
+        rank: int,
+        metrics: ServiceMetrics,
+        *,
+        has_identity: bool = False,
+        request_s: float = REQUEST_S,
     ) -> None:
         """Prepares.
 
@@ -55,56 +63,47 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             metrics: Counts the calls.
             has_identity: Whether callers show who they are. Then only those may call a method that
                 its policy names; else the network must keep others out.
+            request_s: A call whose request has not come for so long is refused. A stream of
+                requests has a bound of its own.
         """
         self._role = role
         self._rank = rank
         self._metrics = metrics
         self._has_identity = has_identity
+        self._request_s = request_s
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Returns the method's handler, wrapped."""
+        """Returns the method's handler, wrapped; None answers UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         full_method = handler_call_details.method
-        if handler is None or not full_method.startswith(OUR_METHODS):
-            return handler
+        if handler is None:
+            return None
+        if not full_method.startswith(OUR_METHODS):
+            return awaited.standard(full_method, handler, self._request_s)
         # Checks that the method has a policy, before a caller relies on its idempotency.
         method_policy(full_method)
+        read: _Read | None = None
+        if not handler.request_streaming:
+            message = rolemesh_methods()[full_method].input_type
+            read = awaited.AwaitedRequest(handler, message, self._request_s).read
+        elif handler.request_deserializer is not None:
+            raise TypeError(f"{full_method} has to read, and check, its stream of bytes by itself")
         if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            behavior: Any = self._streaming(
-                full_method, handler.stream_stream or handler.unary_stream
-            )
-        else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            behavior = self._unary(full_method, handler.stream_unary or handler.unary_unary)
-        deserialize = handler.request_deserializer
-        return make(
-            behavior,
-            # A method without one reads, and checks, its messages by itself.
-            request_deserializer=deserialize
-            and request_reader(deserialize, rolemesh_methods()[full_method].input_type),
-            response_serializer=handler.response_serializer,
-        )
+            behavior = handler.stream_stream or handler.unary_stream
+            return awaited.begun_at_once(handler, self._streaming(full_method, behavior, read))
+        behavior = handler.stream_unary or handler.unary_unary
+        return awaited.begun_at_once(handler, self._unary(full_method, behavior, read))
 
-    def _unary(self, full_method: str, behavior: Any) -> Any:
-        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            with self._serving(full_method, context, request) as (call, outcome, span):
+    def _unary(self, full_method: str, behavior: Any, read: _Read | None) -> Any:
+        async def serve(requests: Any, context: awaited.Context) -> Any:
+            with self._serving(full_method, context) as (call, outcome, span):
                 try:
-                    self._check_caller(full_method, context)
-                    self._check_deadline(full_method, call)
-                    response = await behavior(checked(request), context)
+                    request = await self._let_in(full_method, context, call, span, requests, read)
+                    response = await behavior(request, context)
                     _note_result(span, response)
                     return response
                 except Exception as error:
@@ -112,14 +111,13 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
         return serve
 
-    def _streaming(self, full_method: str, behavior: Any) -> Any:
+    def _streaming(self, full_method: str, behavior: Any, read: _Read | None) -> Any:
         # Not a generator: grpc.aio would iterate over it, and leave it open when a write fails.
-        async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            with self._serving(full_method, context, request) as (call, outcome, span):
+        async def serve(requests: Any, context: awaited.Context) -> None:
+            with self._serving(full_method, context) as (call, outcome, span):
                 try:
-                    self._check_caller(full_method, context)
-                    self._check_deadline(full_method, call)
-                    responses = behavior(checked(request), context)
+                    request = await self._let_in(full_method, context, call, span, requests, read)
+                    responses = behavior(request, context)
                     if inspect.isawaitable(responses):
                         responses = await responses
                     async with contextlib.aclosing(responses):
@@ -133,7 +131,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _serving(
-        self, full_method: str, context: grpc.aio.ServicerContext[Any, Any], request: Any
+        self, full_method: str, context: awaited.Context
     ) -> Iterator[tuple[CallContext, list[str], Span]]:
         remaining = context.time_remaining()
         deadline = math.inf if remaining is None else time.monotonic() + remaining
@@ -144,14 +142,31 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 full_method, context.invocation_metadata(), self._role, self._rank
             ) as span,
         ):
-            _note_operation(span, request)
             try:
                 yield call, outcome, span
             except (asyncio.CancelledError, GeneratorExit):
                 outcome[0] = "CANCELLED"
                 raise
 
-    def _check_caller(self, full_method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _let_in(
+        self,
+        full_method: str,
+        context: awaited.Context,
+        call: CallContext,
+        span: Span,
+        requests: Any,
+        read: _Read | None,
+    ) -> Any:
+        """The request of a caller who may call; the stream of them, where no `read` reads one."""
+        self._check_caller(full_method, context)
+        self._check_deadline(full_method, call)
+        if read is None:
+            return requests
+        request = checked(await read(context))
+        _note_operation(span, request)
+        return request
+
+    def _check_caller(self, full_method: str, context: awaited.Context) -> None:
         if not self._has_identity:
             return
         member = member_of(context)
@@ -174,7 +189,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     async def _abort(
         self,
         full_method: str,
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: awaited.Context,
         call: CallContext,
         outcome: list[str],
         span: Span,
@@ -244,7 +259,7 @@ async def _send(full_method: str, sending: Awaitable[None]) -> None:
         raise asyncio.CancelledError(str(error)) from error
 
 
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def _request_id(context: awaited.Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY and isinstance(value, str):
             if value.isprintable() and len(value) <= MAX_REQUEST_ID_CHARACTERS:

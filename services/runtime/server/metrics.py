@@ -13,6 +13,9 @@ import psutil
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_asgi_app
 
+from rolemesh.rpc.bounded_http import bounded_protocol
+from rolemesh.rpc.limits import MAX_CONNECTIONS, REQUEST_HEAD_S
+
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 """Upper ends of the buckets: from the time of a status call to that of an epoch."""
 
@@ -105,9 +108,24 @@ class _QuietServer(uvicorn.Server):
 class MetricsPage:
     """Serves /metrics on the service's loop."""
 
-    def __init__(self, metrics: ServiceMetrics, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        metrics: ServiceMetrics,
+        listener: socket.socket,
+        *,
+        head_s: float = REQUEST_HEAD_S,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            metrics: What it shows.
+            listener: Bound, and listening.
+            head_s: A connection on which no whole head of a request has come for so long is closed.
+        """
         config = uvicorn.Config(
             make_asgi_app(metrics.registry),
+            http=bounded_protocol(head_s),
+            limit_concurrency=MAX_CONNECTIONS,
             log_config=None,
             access_log=False,
             lifespan="off",

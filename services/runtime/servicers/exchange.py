@@ -16,7 +16,7 @@ from rolemesh.engine.transport.base import TransferFailedError
 from rolemesh.engine.weights.exchange import ExchangeEnd
 from rolemesh.engine.weights.plan import Plan
 from rolemesh.engine.weights.transfer import TransferMismatchError
-from rolemesh.rpc.errors import PreconditionError
+from rolemesh.rpc.errors import PreconditionError, UnsupportedError
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime
 from rolemesh.services.runtime.experience.published_weights import dtype_of
 from rolemesh.services.runtime.ranks.face import join_answers
@@ -106,8 +106,8 @@ class ExchangeServicer(exchange_pb2_grpc.ExchangeServiceServicer):
     async def SendWeights(
         self, request: exchange_pb2.SendWeightsRequest, context: Context
     ) -> AsyncIterator[exchange_pb2.SendWeightsResponse]:
-        """Not served."""
-        raise NotImplementedError("this service only takes weights: the actor sends them")
+        """UNIMPLEMENTED; the actor's servicer has it."""
+        raise UnsupportedError("this service only takes weights: the actor sends them")
         yield
 
     def _first_rank(self, plan: Plan) -> int:

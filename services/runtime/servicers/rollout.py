@@ -33,7 +33,7 @@ from rolemesh.engine.specs import (
     SamplingSpec,
 )
 from rolemesh.engine.specs.roles import ModelFolderSpec
-from rolemesh.rpc.errors import InvalidRequestError
+from rolemesh.rpc.errors import InvalidRequestError, UnsupportedError
 from rolemesh.rpc.references import merge_parts, shards_of
 from rolemesh.services.runtime.calls.role import ProgressCallback
 from rolemesh.services.runtime.calls.runtime import Call, Context, Runtime, Share
@@ -251,7 +251,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> AsyncIterator[rollout_pb2.UpdateWeightsResponse]:
         """See rollout.proto."""
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"the {self._runtime.role.name} brings its own trainer's weights to its sampler: only "
             "a rollout service takes published ones"
         )

@@ -84,7 +84,7 @@ MAX_CALLS = 1 << 16
 pull their rows of a batch from 128 blocks each fetch so often at once."""
 
 MAX_CONNECTIONS = 1024
-"""HTTP connections that a coordinator serves at the same time: 100 browsers have 600."""
+"""HTTP connections that a server serves at the same time: 100 browsers have 600."""
 
 MAX_OPERATIONS = 2048
 """Keyed operations in progress in a service. A step of 16,384 rows in blocks of 8 has as many, when
@@ -102,9 +102,9 @@ PUT_IDLE_S = 30.0
 takes 8 s at 1 Mbit/s."""
 
 REQUEST_S = 30.0
-"""A call to a coordinator whose request has not come whole for so long is refused: 4 MiB, the most
-that gRPC takes, need as long at 1.1 Mbit/s. Reflection, which asks for no token, has as long for
-all that it is asked in one call."""
+"""A call whose request has not come whole for so long is refused: 4 MiB, the most that gRPC takes,
+need as long at 1.1 Mbit/s. Reflection, which asks for no token, has as long for all that it is
+asked in one call."""
 
 REQUEST_HEAD_S = 10.0
 """An HTTP connection on which no whole head of a request has come for so long, since it was made or

@@ -202,7 +202,7 @@ class CoordinatorServiceServicer(object):
     def ResumeRun(self, request, context):
         """Takes the wish to pause back. Starts a run that has failed or was stopped
         again, from where it is: with its id, in its folder, and with its recipe but
-        for `overrides`.
+        for `overrides`. That takes the rights of CreateRun, since it starts a process.
 
         Idempotent: sets a wish. A repeat with the same overrides, while the run that
         was started again goes on, returns it as it is now.
@@ -216,6 +216,8 @@ class CoordinatorServiceServicer(object):
         INVALID_ARGUMENT (RECIPE_INVALID): a field that decides what the run learns would change, or
         one is unknown or out of range; names it.
         PERMISSION_DENIED (NOT_GRANTED): the recipe names what the coordinator's owner has not granted.
+        PERMISSION_DENIED (CALLER_DENIED): the run has ended, or there are overrides, and the caller
+        may not start runs.
         RESOURCE_EXHAUSTED (TOO_MANY_RUNS): as many runs go on as this coordinator may have; names the bound.
         UNAVAILABLE (RUN_IS_ENDING): the run has ended, but its process has not yet.
         """

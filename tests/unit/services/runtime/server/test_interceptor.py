@@ -31,6 +31,9 @@ class Context:
     def invocation_metadata(self) -> tuple[Any, ...]:
         return ()
 
+    async def read(self) -> bytes:
+        return b"request"
+
     async def write(self, message: str) -> None:
         if self.written and self._error is not None:
             raise self._error
@@ -51,7 +54,7 @@ async def wrapped(behavior: Any) -> Any:
 
     interceptor = ServiceInterceptor("toy", 0, ServiceMetrics("toy", 0))
     details: Any = SimpleNamespace(method=METHOD)
-    return (await interceptor.intercept_service(continuation, details)).unary_stream
+    return (await interceptor.intercept_service(continuation, details)).stream_stream
 
 
 class Answers:
