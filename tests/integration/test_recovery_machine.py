@@ -55,6 +55,10 @@ CALLS = (
 BOUND_S = 60
 """No rule and no end of a run takes so long: what does hangs."""
 
+START_S = 2.0
+"""Longest wait for a service that does not answer: the fakes start in milliseconds, and many kills
+are not told."""
+
 CALL_S = 0.003
 """A call of a fake takes so long, so that others come between its beginning and its end."""
 
@@ -109,8 +113,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "run"
-        # The fakes start in milliseconds, and many kills are not told.
-        self.stack.enter_context(mock.patch.object(lost_services, "MEET_AGAIN_DEADLINE_S", 2.0))
+        self.stack.enter_context(mock.patch.object(lost_services, "MEET_AGAIN_DEADLINE_S", START_S))
         self.store = MemoryStateStore()
         self.mesh: FakeMesh
         self.coordinators: list[Coordinator] = []
@@ -143,6 +146,7 @@ class RecoveryMachine(RuleBasedStateMachine):
                 self.store,
                 observer=recorder,
                 restart=self.restart,
+                start_deadline_s=START_S,
             )
             run._loss_grace_s = 0.2
             self.coordinators.append(Coordinator(run, recorder))
@@ -239,6 +243,7 @@ class RecoveryMachine(RuleBasedStateMachine):
                 self.store,
                 observer=recorder,
                 restart=self.restart,
+                start_deadline_s=START_S,
                 run_id=run_id,
                 resumed=progress,
             )
