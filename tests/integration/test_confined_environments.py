@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support.scripted_sampler import AsciiTokenizer, ScriptedBackend
 from support.services import assert_same
+from support.worker_processes import worker_processes
 
 from rolemesh.engine.data.prompts import Prompt
 from rolemesh.engine.environments.base import Environment, EnvironmentFailedError
@@ -117,10 +117,6 @@ def code(tmp_path: Path) -> Path:
     return file
 
 
-def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if WORKER in child.cmdline()]
-
-
 def made(code: Path, name: str, sandbox: Sandbox = SANDBOX, **spec: Any) -> Environment:
     return environment_maker(PythonEnvironmentSpec(environment=f"{code}:{name}", **spec), sandbox)()
 
@@ -186,11 +182,11 @@ def test_an_environment_that_fails_says_why(code: Path, text: str, message: str)
 def test_an_environment_beyond_its_bounds_is_ended_and_the_next_generation_has_a_new_one(
     code: Path, text: str, spec: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name, others = f"{code}:Wild", set(workers())
+    name, others = f"{code}:Wild", set(worker_processes(WORKER))
     make = environment_maker(PythonEnvironmentSpec(environment=name, **spec), SANDBOX)
     it = make()
     it.reset(ROW)
-    (worker,) = set(workers()) - others
+    (worker,) = set(worker_processes(WORKER)) - others
     began = time.monotonic()
     with caplog.at_level(logging.INFO), pytest.raises(EnvironmentFailedError, match=message) as no:
         it.step(text)
@@ -257,12 +253,12 @@ def test_a_class_that_cannot_be_used_is_told_at_once(
 def test_its_process_ends_with_its_last_user_and_prints_into_the_log(
     code: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    others = set(workers())
+    others = set(worker_processes(WORKER))
     with caplog.at_level(logging.INFO):
         it = made(code, "Talk")
         it.reset(ROW)
         it.step("x")
-        (worker,) = set(workers()) - others
+        (worker,) = set(worker_processes(WORKER)) - others
         del it
         gc.collect()
         assert worker.wait(ENDED_S) is None or not worker.is_running()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import warm_processes
+from support.commands import command_of
 from support.mesh_runs import ROLES, CliRun, tiny_model, tiny_recipe
 from support.run_results import unexplained
 from support.tiny_models import write_tiny_classifier
@@ -60,7 +61,7 @@ def finished(model, tmp_path_factory):
     try:
         run.wait_until(lambda: len(run.metrics()) >= 1, START_S)
         family = [psutil.Process(run.process.pid), *run.descendants()]
-        run.seen_commands = [process.cmdline() for process in family]
+        run.seen_commands = [command_of(process) for process in family]
         run.seen_maps = Path(f"/proc/{run.process.pid}/maps").read_text()
         run.seen_family = family
         run.answers_to_strangers = {role: _answer_to_a_stranger(run, role) for role in ROLES}

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file
+from support.commands import command_of
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.tiny_models import write_tiny_classifier
 
@@ -150,7 +151,7 @@ def test_a_killed_rank_ends_a_run_that_does_not_recover_and_is_named(shape, tmp_
         victim = next(
             process
             for process in family
-            if "rolemesh.services.actor" in process.cmdline()
+            if "rolemesh.services.actor" in command_of(process)
             and process.environ().get("RANK") == "3"
         )
         started = time.monotonic()

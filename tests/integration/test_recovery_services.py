@@ -5,6 +5,7 @@ import signal
 
 import psutil
 import pytest
+from support.commands import command_of
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 from support.run_results import learnt, written
 
@@ -42,7 +43,7 @@ def undisturbed(model, tmp_path_factory):
 def victim_of(run, name):
     if name != "valkey":
         return run.role_process(name)
-    (found,) = [one for one in run.descendants() if "valkey-server" in " ".join(one.cmdline())]
+    (found,) = [one for one in run.descendants() if "valkey-server" in " ".join(command_of(one))]
     return found
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support import warm_processes
+from support.commands import command_of
 from support.mesh_runs import CliRun, tiny_model, tiny_recipe
 
 from rolemesh.coordinator.state.embedded import MAX_RESTARTS, RESTART_WINDOW_S
@@ -38,10 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SOAK_S + 3 * START_S)]
 def victim_of(run: CliRun, name: str) -> int | None:
     """The process to kill; None while it is being started again."""
     for process in run.descendants():
-        try:
-            words = " ".join(process.cmdline())
-        except psutil.NoSuchProcess:
-            continue
+        words = " ".join(command_of(process))
         if ("valkey-server" if name == "store" else f"rolemesh.services.{name}") in words:
             return process.pid if name == "store" else warm_processes.forked(process.pid)
     return None

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import yaml
 from redis import Redis
+from support.commands import command_of
 from support.mesh_runs import tiny_model, tiny_recipe
 from support.reward_servers import RewardServer, reward_server
 
@@ -223,7 +224,7 @@ def test_planted_secrets_are_nowhere_but_where_they_are_needed(
                     leaks |= leaks_of(one)
             for part in ("services.reward", "services.actor", "trackers.child", "commands.cli"):
                 assert any(part in name for name in leaks), part
-            (victim,) = [one for one in family if "rolemesh.services.critic" in one.cmdline()]
+            (victim,) = [one for one in family if "rolemesh.services.critic" in command_of(one)]
             victim.send_signal(signal.SIGKILL)
             run = wait_for(client, "planted", lambda run: run["state"] == "succeeded", RUN_S)
             assert run["recoveries"] == 1

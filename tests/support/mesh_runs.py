@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import yaml
 from support import warm_processes
+from support.commands import command_of
 from support.tiny_models import write_tiny_llama
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -167,7 +168,7 @@ class CliRun:
         found = [
             process
             for process in self.descendants()
-            if f"rolemesh.services.{role}" in process.cmdline()
+            if f"rolemesh.services.{role}" in command_of(process)
         ]
         assert len(found) == 1, f"{len(found)} processes serve {role}: {found}"
         return found[0]

@@ -1,19 +1,13 @@
-"""The worker processes of reward functions that this process has started."""
+"""Processes that run the code of users, and that this process has started."""
 
 from __future__ import annotations
 
-import contextlib
-
 import psutil
+from support.commands import command_of
 
-MODULE = "rolemesh.services.reward.outside.functions.worker"
+REWARD_FUNCTIONS = "rolemesh.services.reward.outside.functions.worker"
 
 
-def worker_processes() -> list[psutil.Process]:
-    """Those that live. Other tests of the session keep other processes."""
-    workers = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if MODULE in child.cmdline():
-                workers.append(child)
-    return workers
+def worker_processes(module: str = REWARD_FUNCTIONS) -> list[psutil.Process]:
+    """Those of a module that live. Other tests of the session keep other processes."""
+    return [child for child in psutil.Process().children() if module in command_of(child)]
