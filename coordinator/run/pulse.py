@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 
 from rolemesh.coordinator.api.messages import to_timestamp
+from rolemesh.coordinator.dataflow.clock import unix_time
 from rolemesh.coordinator.dataflow.graph import StepGraph
 from rolemesh.coordinator.run.events import EventLog
 from rolemesh.coordinator.run.wishes import Wishes
@@ -55,7 +55,7 @@ class Pulse:
 
     def on_devices(self, service: str, devices: Sequence[worker_pb2.DeviceUse]) -> None:
         """Takes the device use of a service; the next beat writes it."""
-        now = to_timestamp(time.time())
+        now = to_timestamp(unix_time())
         self._devices += [
             coordinator_pb2.DeviceUseSeries(
                 service=service,
