@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol, runtime_checkable
-
-
-@runtime_checkable
-class HasUnixTime(Protocol):
-    """A loop whose clock says what time of day it is, too."""
-
-    def unix_time(self) -> float:
-        """Unix time in seconds."""
 
 
 def now() -> float:
@@ -21,6 +12,6 @@ def now() -> float:
 
 
 def unix_time() -> float:
-    """Unix time in seconds; of a loop that has its own, that."""
-    loop = asyncio.get_running_loop()
-    return loop.unix_time() if isinstance(loop, HasUnixTime) else time.time()
+    """Unix time in seconds; of a loop that says it by itself, by a method of this name, that."""
+    said: float = getattr(asyncio.get_running_loop(), "unix_time", time.time)()
+    return said

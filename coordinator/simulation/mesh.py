@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from rolemesh.coordinator.dataflow.clock import now
@@ -41,6 +41,8 @@ class SimulatedMesh:
     start_s: float
     """From the start of a process until it answers, its models loaded."""
     faults: Faults = field(default_factory=Faults)
+    on_exit: Callable[[str, str], None] = lambda service, reason: None
+    """Told of a process that ends by itself, and why, as the launcher tells a run."""
     calls: list[CallRecord] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     cuts: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -89,3 +91,4 @@ class SimulatedMesh:
                 victim = self.faults.victim(number, alive)
                 self._by_name[victim].end()
                 self.losses.append(Loss(victim, now()))
+                self.on_exit(victim, f"{victim} ({self._by_name[victim].address}) was lost")

@@ -23,18 +23,20 @@ def simulated_recipe(
 ) -> Recipe:
     """The recipe as a simulated mesh runs it.
 
-    Its pools are the plan's. Each replica of a sampler that stands apart is a service of its own.
+    Its pools are the plan's. Where rollout has a pool of its own, each replica of its sampler is a
+    service of its own.
     What only people and disks see is switched off: evaluation, kept completions, trackers.
 
     Args:
         recipe: The recipe.
         plan: Where its roles go.
         steps: Steps to make.
-        num_samplers: Rollout services; None: as many as the plan has replicas.
+        num_samplers: Rollout services, where rollout has a pool of its own; None: as many as the
+            plan has replicas.
 
     Raises:
-        RecipeError: There are rollout services to be had, but the recipe has no such role, or a
-            step has too few prompts for them.
+        RecipeError: It is to have several rollout services, but no such role with a pool of its
+            own, or too few prompts in a step for them.
     """
     tree: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True)
     placed = {role.role for pool in plan.pools for role in pool.roles}
@@ -52,7 +54,7 @@ def simulated_recipe(
         role.option.layout.replicas
         for pool in plan.pools
         for role in pool.roles
-        if role.role == "rollout"
+        if role.role == "rollout" and len(pool.roles) == 1
     ]
     services: dict[str, Any] = {}
     if replicas:
@@ -66,8 +68,8 @@ def simulated_recipe(
         services["rollout"] = {"replicas": number}
     elif num_samplers is not None:
         raise RecipeError(
-            f"--samplers is {num_samplers}, but the recipe has no rollout role: the actor samples "
-            "by itself"
+            f"--samplers is {num_samplers}, but no rollout role has a pool of its own: add a "
+            "rollout section, or leave --samplers out"
         )
     for section in ("trackers", "tracing", "certificates"):
         tree.pop(section, None)
@@ -114,7 +116,11 @@ def timing_of(search: Search, plan: Plan) -> Timing:
                 known = calls.get((role.name, task.method), ())
                 calls[role.name, task.method] = (*known, seconds / share)
             if role.samples:
-                decoding[role.name] = _decoding(job, role, option, group, planned.sampler_bytes)
+                is_split = role.name == "rollout" and len(pool.roles) == 1
+                replicas = 1 if is_split else option.layout.replicas
+                decoding[role.name] = _decoding(
+                    job, role, option, group, planned.sampler_bytes, replicas
+                )
     return Timing(
         calls=calls,
         tokens=job.work.rows * job.work.row_tokens,
@@ -123,9 +129,10 @@ def timing_of(search: Search, plan: Plan) -> Timing:
     )
 
 
-def _decoding(job: Job, role: Role, option: Option, group: DeviceGroup, budget: int) -> RowEnds:
-    """When the rows of a service are finished: of one replica where samplers stand apart."""
-    replicas = 1 if role.only_samples else option.layout.replicas
+def _decoding(
+    job: Job, role: Role, option: Option, group: DeviceGroup, budget: int, replicas: int
+) -> RowEnds:
+    """When the rows of a service are finished that has so many replicas of the sampler."""
 
     def ends(lengths: Sequence[float]) -> list[float]:
         found: list[float] = []

@@ -139,6 +139,7 @@ async def _simulate(recipe: Recipe, settings: Settings) -> Outcome:
             restart=mesh.restart,
             open_channel=mesh.open_channel,
         )
+        mesh.on_exit = run.service_lost
         losing = asyncio.create_task(mesh.lose_processes())
         try:
             summary = await run.execute()
