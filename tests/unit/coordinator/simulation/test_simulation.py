@@ -140,9 +140,9 @@ def test_ten_losses_are_survived_by_every_schedule(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sync", "one_step_ahead", "async"])
-def test_ten_losses_of_a_thousand_services_are_survived(schedule: str) -> None:
-    check_losses(schedule, samplers=996, steps=4)
+@pytest.mark.timeout(1200)
+def test_ten_losses_of_a_thousand_services_are_survived() -> None:
+    check_losses("sync", samplers=996, steps=4)
 
 
 def check_losses(schedule: str, *, samplers: int, steps: int) -> None:
