@@ -56,7 +56,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """The same: the loop was made at the beginning of Unix time."""
         return self._virtual.now
 
-    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Any, *arguments: Any
+    ) -> Any:
         """Calls the function at once."""
         future = self.create_future()
         try:
